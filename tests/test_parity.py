@@ -58,10 +58,12 @@ def cannot(row: Row, column: Column, name: str) -> bool:
         return column.backend == "MLX" or (column.memory == "recurrent" and bool(row.branches))
     if row.head and column.backend == "MLX":
         return row.drafters[0] != "eagle" or (column.memory == "recurrent" and bool(row.branches))
-    if row.head and column.memory != "recurrent":
+    if row.head and column.memory == "recurrent":
+        return name != "lfm2"  # llama.cpp does not copy the input of the first layer of the others
+    if row.head:
         return column != ("llama.cpp", "full")
     if column.memory == "recurrent":
-        return bool(row.head or row.branches or row.itself or row.learn)
+        return bool(row.branches or row.itself or row.learn)
     if column.backend == "llama.cpp":
         return row.learn or "swift" in row.itself or ("layerskip" in row.itself and name == "gemma2")
     return False

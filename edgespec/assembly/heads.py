@@ -16,7 +16,7 @@ from edgespec.catalog.heads import HeadOption, head_options, named_head
 from edgespec.errors import EdgespecError, OptionError
 from edgespec.method_names import HEADS
 
-__all__ = ["FindHead", "FoundHeads", "choose_heads", "describe_choice", "find_heads"]
+__all__ = ["FindHead", "FoundHeads", "choose_heads", "describe_choice", "find_heads", "without_heads"]
 
 FindHead: TypeAlias = Callable[[str], Resolved]
 
@@ -78,6 +78,18 @@ def find_heads(
     suggestion = f", or a head with --head {published.name} ({published.expectation})" if published else ""
     why_none = f"no head was found in the files of {target.name} or beside them{suggestion}"
     return FoundHeads(chosen, "" if chosen else why_none, describe_choice(chosen, options), suggestion)
+
+
+def without_heads(found: FoundHeads, why: str) -> FoundHeads:
+    """Return the result without the heads. Raises OptionError if the user named one.
+
+    Args:
+        found: The heads.
+        why: Why they cannot be used.
+    """
+    if any(head.source == "named" for head in found.chosen):
+        raise OptionError(f"a head cannot be used: {why}", "omit --head, or the method layerskip")
+    return FoundHeads(why_none=why)
 
 
 def choose_heads(

@@ -74,9 +74,9 @@ def _estimate_gguf_head(head: Head, target: Path, context_tokens: int) -> Memory
     assert head.path is not None
     if head.method in RESIDUAL_METHODS:
         return estimate_gguf_residual_heads(head.path, target, context_tokens)
-    if head.path.is_dir():
-        return estimate_unconverted_head(head.path, context_tokens)
-    estimate = estimate_dflash_head if head.method == "dflash" else estimate_eagle_head
+    if head.method == "dflash":
+        return estimate_dflash_head(head.path, context_tokens)
+    estimate = estimate_unconverted_head if head.path.is_dir() else estimate_eagle_head
     return estimate(head.path, context_tokens)
 
 
@@ -128,13 +128,15 @@ def _try_mlx(path: str, name: str, _runs: bool, _progress: Progress | None) -> N
 
 def _estimate_mlx_head(head: Head, target: Path, context_tokens: int) -> MemoryEstimate:
     require_mlx(target.name)
+    from edgespec.backends.mlx.dflash_loading import estimate_dflash_head
     from edgespec.backends.mlx.eagle_loading import estimate_eagle_head
     from edgespec.backends.mlx.residual_target import estimate_mlx_residual_heads
 
     assert head.path is not None
     if head.method in RESIDUAL_METHODS:
         return estimate_mlx_residual_heads(head.path, target, context_tokens)
-    return estimate_eagle_head(head.path, context_tokens)
+    estimate = estimate_dflash_head if head.method == "dflash" else estimate_eagle_head
+    return estimate(head.path, context_tokens)
 
 
 def _measure_mlx_exits(model: LanguageModel, tokens: Sequence[int], first: int) -> ExitMeasurement:
@@ -205,7 +207,7 @@ _GGUF = FileFormat(
         **dict.fromkeys(("mtp", "eagle", "dflash"), frozenset({"gguf"})),
         **dict.fromkeys(RESIDUAL_METHODS, frozenset({"mlx"})),
     },
-    converted_heads=frozenset({"eagle"}),
+    converted_heads=frozenset({"eagle", "dflash"}),
     estimate_head=_estimate_gguf_head,
 )
 _SPLIT_GGUF = FileFormat(
@@ -237,7 +239,7 @@ _MLX = FileFormat(
     measure_exits=_measure_mlx_exits,
     low_bit_weights=True,
     trial=_try_mlx,
-    head_formats=dict.fromkeys(("eagle", *RESIDUAL_METHODS), frozenset({"mlx"})),
+    head_formats=dict.fromkeys(("eagle", "dflash", *RESIDUAL_METHODS), frozenset({"mlx"})),
     estimate_head=_estimate_mlx_head,
 )
 

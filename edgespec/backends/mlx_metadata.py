@@ -158,7 +158,9 @@ def _kind(config: Mapping[str, Any]) -> Kind:
 
 def _architectures(config: Mapping[str, Any]) -> list[str]:
     named = config.get("architectures")
-    return [str(name) for name in named] if isinstance(named, list) else []
+    names = [str(name) for name in named] if isinstance(named, list) else []
+    # Heads made with the library speculators.
+    return [*names, str(config["speculators_model_type"])] if "speculators_model_type" in config else names
 
 
 def _heads(

@@ -31,7 +31,7 @@ __all__ = [
 
 _SOURCES = {
     "dflash": "DFlash head",
-    "eagle": "EAGLE-3 head",
+    "eagle": "EAGLE head",
     "hydra": "Hydra heads",
     "layerskip": "first layers of the model",
     "lookahead": "parallel guesses",

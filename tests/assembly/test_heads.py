@@ -20,9 +20,11 @@ from edgespec.catalog.heads import HeadOption
 from edgespec.errors import CapabilityError, MemoryBudgetError, ModelFileError, OptionError
 from edgespec.memory import Budget
 from edgespec.method_names import HEADS
+from edgespec.prepare.layerskip import prepare_layerskip
 from tests.backends.published_heads import write_published
 from tests.backends.tiny_models import write_eagle, write_gemma2, write_llama
 from tests.catalog.conftest import own_home as own_home
+from tests.catalog.fake_stores import add_to_hub
 
 OPTIONS: dict[str, Any] = {"context": 256, "threads": 1}
 
@@ -106,6 +108,20 @@ class TestFinding:
             edgespec.load(str(target), "none", method="eagle", **OPTIONS)
         with pytest.raises(OptionError, match="--head none was given"):
             edgespec.load(str(target), "none", method="eagle", head="none", **OPTIONS)
+
+
+class TestEarlyExit:
+    """A model that was prepared for early exit takes no head."""
+
+    def test_a_found_head_is_left_out(self, target: Path, head: Path) -> None:
+        prepare_layerskip(target, 2)
+        pair = pair_of(target, method="layerskip", methods=["auto"])
+        assert (pair.target.format, pair.heads) == ("layerskip", ())
+        assert "prepared for early exit" in pair.why_no_head
+        # The automatic mode prefers the head.
+        assert [each.head for each in pair_of(target).heads] == [Head("eagle", head)]
+        with pytest.raises(OptionError, match="a head cannot be used"):
+            pair_of(target, method="layerskip", methods=["eagle"], head=head)
 
 
 class TestLoading:
@@ -198,3 +214,17 @@ def test_a_target_whose_hidden_states_cannot_be_read_works_without_its_head(tmp_
     write_eagle(tmp_path / "eagle3-gemma2.gguf")
     with edgespec.load(str(target), "none", **OPTIONS) as runtime:
         assert runtime.generate("the file", max_tokens=8).tokens
+
+
+def test_a_published_head_is_suggested_but_not_downloaded(tmp_path: Path) -> None:
+    model = write_llama(tmp_path / "Qwen3-8B-Q4_K_M.gguf", layers=3)
+    add_to_hub(tmp_path / "cache", "unsloth/Qwen3-8B-GGUF", model)
+    pair = pair_of(Path("qwen3-8b"))
+    assert (pair.draft, pair.heads) == (None, ())
+    for expected in (
+        "download it with --draft qwen3-0.6b (381 MiB, expected speed-up",
+        "estimated from its size, not measured on this machine)",
+        ", or a head with --head qwen3-8b-eagle3 (763 MiB, expected speed-up",
+        "its publisher measured 1.7x on a server GPU with 16-bit weights)",
+    ):
+        assert expected in pair.why_no_draft

@@ -21,21 +21,30 @@ ROUNDS = st.tuples(
 )
 # Tokens of the tiny models that are not control tokens begin here.
 _FIRST_TOKEN = 3
+# Tokens of a draft after the first.
+_DRAFT = (60, 70, 80, 90)
 
 
-def first_logits(head: HeadModel, cache: HeadCache, tokens: list[int]) -> NDArray[np.float64]:
-    """The head's logits for the first token of a draft, which is then committed or discarded."""
+def first_logits(head: HeadModel, cache: HeadCache, tokens: list[int], depth: int = 1) -> NDArray[np.float64]:
+    """The head's logits for the first token of a draft, or for one token at each depth.
+
+    Then commits the tokens before the draft, or discards the draft.
+    """
     cache.begin(tokens)
     cache.prefill()
     assert cache.can_draft(8)
     lag = tokens[head.length :]
-    logits = head.verify(TokenTree.chain(lag[0], lag[1:]))
-    row = np.array(logits.at(len(lag) - 1, np.arange(head.facts.vocab_size)))
+    draft = [*lag, *_DRAFT[: depth - 1]]
+    vocab, rows, first = np.arange(head.facts.vocab_size), [], 0
+    for width in range(len(lag), len(draft) + 1):
+        logits = head.verify(TokenTree.chain(draft[0], draft[1:width]), first)
+        rows.append(np.array(logits.at(width - first - 1, vocab)))
+        first = width
     if len(tokens) % 2:
         head.commit(tuple(range(1, len(lag))))
     else:
         head.truncate(head.length)
-    return row
+    return np.concatenate(rows)
 
 
 def check_history(
@@ -43,6 +52,7 @@ def check_history(
     head_of: Callable[[LanguageModel], HeadModel],
     rounds: list[Round],
     seed: int,
+    depth: int = 1,
 ) -> None:
     """After these rounds, a head drafts like one that is given all tokens at once."""
     random = np.random.default_rng(seed)
@@ -59,15 +69,20 @@ def check_history(
     cache.begin(tokens)
     for what, number, drafts in rounds:
         if drafts:
-            first_logits(head, cache, tokens)
+            first_logits(head, cache, tokens, depth)
         if what == "read":
             more = some(number)
             target.prefill(tokens[target.length :] + more[:-1] if more else [])
             tokens += more
         elif what == "say":
-            draft = some(3)
-            target.verify(TokenTree.chain(tokens[-1], draft))
-            kept = number % 4
+            target.prefill(tokens[target.length : -1])
+            # llama.cpp can undo eight tokens of LFM2. If more are rejected, it replays the accepted ones.
+            draft = some(10)
+            grown = 4 if number % 2 else 0
+            if grown:
+                target.verify(TokenTree.chain(tokens[-1], draft[: grown - 1]))
+            target.verify(TokenTree.chain(tokens[-1], draft), grown)
+            kept = number % 11
             target.commit(tuple(range(1, kept + 1)))
             tokens += [*draft[:kept], *some(1)]
         elif what == "cut" and target.length > 4:
@@ -78,11 +93,11 @@ def check_history(
                 target.prefill(tokens[:-1])
         elif what == "resize" and target.length < 256:
             target.resize(256 + 256 * (number % 2))
-    drafted = first_logits(head, cache, tokens)
+    drafted = first_logits(head, cache, tokens, depth)
     fresh_target = load()
     fresh = head_of(fresh_target)
     fresh_target.prefill(tokens[:-1])
-    expected = first_logits(fresh, HeadCache(fresh), tokens)
+    expected = first_logits(fresh, HeadCache(fresh), tokens, depth)
     for each in (head, fresh, target, fresh_target):
         each.close()
     known = np.isfinite(expected)

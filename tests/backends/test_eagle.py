@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 import edgespec
 from edgespec.assembly.loading import always_draft
 from edgespec.backends import llamacpp
-from edgespec.backends.base import Head, LoadOptions
+from edgespec.backends.base import Head, LanguageModel, LoadOptions
 from edgespec.backends.hidden_state_log import HiddenStateLog
 from edgespec.backends.llamacpp import state_taps
 from edgespec.backends.llamacpp.eagle import EagleHead
@@ -34,7 +34,7 @@ from edgespec.errors import (
 from edgespec.prepare.head import prepare_head
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
 from tests.backends.published_heads import VOCAB, write_published
-from tests.backends.tiny_models import write_eagle, write_gemma2, write_llama
+from tests.backends.tiny_models import write_eagle, write_gemma2, write_lfm2, write_llama
 from tests.heads.published import Layout
 
 CONTEXT = 512
@@ -65,7 +65,7 @@ def target(files: Files) -> Iterator[LlamaCppModel]:
     model.close()
 
 
-def head_of(target: LlamaCppModel, path: Path) -> EagleHead:
+def head_of(target: LanguageModel, path: Path) -> EagleHead:
     head = target.self_draft(Head("eagle", path))
     assert isinstance(head, EagleHead)
     return head
@@ -77,6 +77,23 @@ def test_a_draft_after_any_history_equals_that_of_a_fresh_head(
     files: Files, rounds: list[Round], seed: int
 ) -> None:
     check_history(files.load, lambda target: head_of(target, files.head), rounds, seed)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(ROUNDS, min_size=1, max_size=8), st.integers(0, 1 << 16))
+def test_heads_follow_targets_with_recurrent_layers(
+    tmp_path_factory: pytest.TempPathFactory, rounds: list[Round], seed: int
+) -> None:
+    folder = tmp_path_factory.mktemp("recurrent")
+    path = write_lfm2(folder / "target.gguf")
+    head = write_eagle(folder / "head.gguf", layers=(0, 1, 1))
+    options = LoadOptions(context_tokens=CONTEXT)
+    check_history(
+        lambda: llamacpp.load(str(path), "target", options),
+        lambda target: head_of(target, head),
+        rounds,
+        seed,
+    )
 
 
 def test_a_restored_prefix_has_no_hidden_states_so_the_head_starts_after_it(
@@ -185,7 +202,7 @@ def test_a_head_drafts_the_same_without_llama_cpps_layer_taps(
         found.append(first_logits(head, HeadCache(head), tokens))
         head.close()
         target.close()
-        monkeypatch.setattr(state_taps, "staging_api", lambda: None)
+        monkeypatch.setattr(state_taps, "layer_input_api", lambda: None)
     assert np.array_equal(found[0], found[1])
 
 

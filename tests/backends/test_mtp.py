@@ -19,9 +19,10 @@ from edgespec.backends import llamacpp
 from edgespec.backends.base import Head, LanguageModel, LoadOptions
 from edgespec.backends.gguf_header import read_header
 from edgespec.backends.hidden_state_log import POST_NORM
-from edgespec.backends.llamacpp import context_planning, mtp, state_taps
+from edgespec.backends.llamacpp import context_planning, mtp, probe, state_taps
 from edgespec.backends.llamacpp.model import LlamaCppModel
-from edgespec.backends.llamacpp.mtp_files import read_mtp_layers
+from edgespec.backends.llamacpp.mtp_files import MTP_GRAPHS, read_mtp_layers
+from edgespec.backends.llamacpp.mtp_head import ChainedMtpHead
 from edgespec.backends.optional_features import HeadModel
 from edgespec.backends.replay import ReplayModel
 from edgespec.drafters.head_cache import HeadCache
@@ -37,8 +38,8 @@ CONTEXT = 512
 class Files:
     """A target with MTP layers, and another file with these layers alone."""
 
-    def __init__(self, folder: Path, architecture: str) -> None:
-        self.target = write_mtp_model(folder / "target.gguf", architecture)
+    def __init__(self, folder: Path, architecture: str, mtp_layers: int = 1) -> None:
+        self.target = write_mtp_model(folder / "target.gguf", architecture, mtp_layers=mtp_layers)
         # It would be found by itself if it lay beside the target and were called `mtp-target.gguf`.
         self.sidecar = write_mtp_sidecar(folder / "layers.gguf", self.target)
 
@@ -60,12 +61,12 @@ def head_of(target: LanguageModel, path: Path | None = None) -> HeadModel:
     return cast(HeadModel, target.self_draft(Head("mtp", path)))
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(ROUNDS, min_size=1, max_size=8), st.integers(0, 1 << 16))
 def test_a_draft_after_any_history_equals_that_of_a_fresh_head(
     files: Files, rounds: list[Round], seed: int
 ) -> None:
-    check_history(files.load, head_of, rounds, seed)
+    check_history(files.load, head_of, rounds, seed, depth=3)
 
 
 def test_a_file_with_the_layers_alone_drafts_the_same(files: Files) -> None:
@@ -100,7 +101,7 @@ def test_heads_read_the_states_that_llama_cpp_defines(files: Files, monkeypatch:
     """They equal the named tensor of a pass after the final norm, or do after the norm is applied."""
     graph = read_mtp_layers(files.target).graph
     read = logged(files, graph.state_before(2))
-    monkeypatch.setattr(state_taps, "staging_api", lambda: None)
+    monkeypatch.setattr(state_taps, "nextn_api", lambda: None)
     normed = logged(files, POST_NORM)
     assert np.abs(normed).min(axis=1).all()
     if not graph.reads_normed:
@@ -143,7 +144,7 @@ def test_a_rejected_draft_does_not_keep_the_head_from_drafting(
 def test_any_history_with_checkpoints_alone(checkpointed: Files, rounds: list[Round], seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(context_planning, "_SMALL_STATES_BYTES", 0)
-        check_history(checkpointed.load, head_of, rounds, seed)
+        check_history(checkpointed.load, head_of, rounds, seed, depth=3)
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +190,8 @@ def test_metadata_that_claim_missing_layers_are_not_believed(tmp_path: Path, fil
     path = without(tmp_path / "target.gguf", files.target, *layer)
     with pytest.raises(CapabilityError, match="contains no layers for multi-token prediction"):
         read_mtp_layers(path)
-    if "qwen3" in read_header(path).architecture:  # llama.cpp does not load such files at all.
+    shape = SHAPES[read_header(path).architecture]
+    if shape.delta or shape.mamba:  # llama.cpp does not load such files at all.
         return
     with pytest.raises(OptionError, match="no head was found"):
         edgespec.load(str(path), "none", method="mtp", context=256)
@@ -209,6 +211,21 @@ def test_incomplete_layers_are_refused(target: LanguageModel, glm: Files, tmp_pa
     path = without(tmp_path / "mtp.gguf", glm.sidecar, name)
     with pytest.raises(ModelFileError, match=f"lacks {name.removeprefix('blk.2.')}"):
         head_of(target, path)
+
+
+def test_layers_of_a_kind_that_llama_cpp_cannot_run_are_refused(tmp_path: Path) -> None:
+    """llama.cpp would end the process."""
+    model = write_mtp_model(tmp_path / "mimo2.gguf", "mimo2")
+    with pytest.raises(ModelFileError, match=r"lacks attn_qkv\.weight"):
+        read_mtp_layers(without(tmp_path / "separate.gguf", model, "attn_qkv.weight"))
+    model = write_mtp_model(tmp_path / "deepseek2.gguf", "deepseek2")
+    path = write_mtp_sidecar(tmp_path / "sidecar.gguf", model, q_lora_rank=0)
+    with pytest.raises(CapabilityError, match="because of its kind of attention"):
+        read_mtp_layers(path)
+
+
+def test_every_architecture_is_tested() -> None:
+    assert set(SHAPES) == set(MTP_GRAPHS)
 
 
 @pytest.mark.parametrize(
@@ -287,12 +304,48 @@ def test_useless_layers_change_no_reply(glm: Files, tmp_path: Path, temperature:
         assert drafting.generate("the file", **asked).tokens == plain.generate("the file", **asked).tokens
 
 
-@pytest.mark.parametrize(("architecture", "count"), [("hy_v3", 3), ("step35", 2), ("mimo2", 2)])
-def test_models_with_several_layers_draft(tmp_path: Path, architecture: str, count: int) -> None:
-    path = write_mtp_model(tmp_path / "target.gguf", architecture, mtp_layers=count)
-    assert read_mtp_layers(path).count == count
-    asked: dict[str, Any] = {"max_tokens": 40, "temperature": 0.8, "seed": 3}
-    with always_draft(), edgespec.load(str(path), "none", methods=["none", "mtp"], context=256) as runtime:
+CHAINS = {"hy_v3": 3, "step35": 2, "mimo2": 4}
+
+
+@pytest.fixture(scope="module", params=CHAINS)
+def chained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Files:
+    """A target with several MTP layers."""
+    return Files(tmp_path_factory.mktemp("chained"), request.param, CHAINS[request.param])
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(ROUNDS, min_size=1, max_size=8), st.integers(0, 1 << 16))
+def test_several_layers_draft_after_any_history_like_fresh_ones(
+    chained: Files, rounds: list[Round], seed: int
+) -> None:
+    check_history(chained.load, head_of, rounds, seed, depth=5)
+
+
+def test_each_layer_drafts_one_token_further(chained: Files) -> None:
+    """The first token comes from the first layer alone, and later ones from others."""
+    tokens = list(range(10, 40))
+    found = []
+    for count in (read_mtp_layers(chained.target).count, 1):
+        target = chained.load()
+        head = head_of(target)
+        assert isinstance(head, ChainedMtpHead)
+        head._count = count
+        target.prefill(tokens[:-1])
+        found.append(first_logits(head, HeadCache(head), tokens, depth=2).reshape(2, -1))
+        head.close()
+        target.close()
+    assert np.array_equal(found[0][0], found[1][0])
+    assert np.abs(found[0][1] - found[1][1]).max() > 0.1
+
+
+@pytest.mark.parametrize("branches", [(), (2, 2)])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_several_layers_change_no_reply(
+    chained: Files, branches: tuple[int, ...], temperature: float
+) -> None:
+    asked: dict[str, Any] = {"max_tokens": 40, "temperature": temperature, "seed": 3}
+    options: dict[str, Any] = {"methods": ["none", "mtp"], "draft_branches": branches, "context": 256}
+    with always_draft(), edgespec.load(str(chained.target), "none", **options) as runtime:
         reply = runtime.generate("the file", method="mtp", **asked)
         assert reply.tokens == runtime.generate("the file", method="none", **asked).tokens
         assert 0 < reply.stats.accepted_tokens < reply.stats.drafted_tokens
@@ -328,8 +381,12 @@ def test_the_plan_counts_the_layers_once(files: Files) -> None:
 def test_llama_cpp_without_these_functions_does_not_draft(
     glm: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mtp, "staging_api", lambda: None)
+    for module in (mtp, probe):
+        monkeypatch.setattr(module, "nextn_api", lambda: None)
     target = glm.load()
-    with pytest.raises(CapabilityError, match="this version of llama.cpp cannot run MTP layers"):
+    assert "dflash" in target.facts.capabilities.self_draft_methods
+    with pytest.raises(CapabilityError, match="this version of llama.cpp"):
         head_of(target)
+    with pytest.raises(CapabilityError, match="this version of llama.cpp cannot run MTP layers"):
+        mtp.load_mtp_head(cast(LlamaCppModel, target), None)
     target.close()

@@ -12,6 +12,7 @@ from tests.backends.tiny_models import (
     _EXPERTS,
     _FEED_FORWARD,
     _HEAD,
+    _INNER,
     _KERNEL,
     _SIZE,
     CHATML,
@@ -34,6 +35,8 @@ _STATE, _KEY_HEADS, _VALUE_HEADS = 16, 2, 4
 # Sizes of the compressed queries and keys of latent attention, and of the part of a key that is rotated.
 _QUERY_RANK, _KEY_RANK, _ROTATED = 24, 16, 8
 _WINDOW = 16
+# The size of an indexer's keys, and the number of tokens that it chooses.
+_INDEX, _TOP_TOKENS = 64, 24
 
 
 class Shape(NamedTuple):
@@ -42,7 +45,9 @@ class Shape(NamedTuple):
     norm: the norm before the feed-forward block. experts: from the second layer on. shared_gate: for the
     expert that all tokens share. biased: the choice of experts. qk_norms: of queries and keys. gated: each
     query has a gate. delta: the first layer is a gated delta net. window: the first layer has a sliding
-    window. fused: queries, keys and values are one matrix. latent: keys and values are one vector.
+    window. fused: queries, keys and values are one matrix. latent: keys and values are one vector. indexer:
+    it chooses which tokens are attended to. mamba: the first layer is a Mamba 2 mixer, the second attention,
+    and only the layers after them have a feed-forward block, whose experts have no gate.
     """
 
     norm: str | None = "ffn_norm"
@@ -56,14 +61,19 @@ class Shape(NamedTuple):
     window: bool = False
     fused: bool = False
     latent: bool = False
+    indexer: bool = False
+    mamba: bool = False
 
 
 _QWEN = Shape("post_attention_norm", qk_norms=True, gated=True, delta=True, shared_gate=True)
 SHAPES = {
     "cohere2moe": Shape(None, window=True),
     "deepseek2": Shape(latent=True, biased=True),
+    "deepseek32": Shape(latent=True, biased=True, indexer=True),
+    "glm-dsa": Shape(latent=True, biased=True, indexer=True),
     "glm4moe": Shape("post_attention_norm", biased=True),
     "hy_v3": Shape(qk_norms=True),
+    "nemotron_h_moe": Shape("post_attention_norm", biased=True, mamba=True),
     "mimo2": Shape(experts=False, window=True, fused=True),
     "qwen35": _QWEN._replace(experts=False),
     "qwen35moe": _QWEN,
@@ -78,22 +88,28 @@ def write_mtp_model(
     """Write a model of two layers, followed by layers that each predict one more token."""
     random = np.random.default_rng(seed)
     shape, layers = SHAPES[architecture], 2
-    writer = _open(path, architecture, layers=layers + mtp_layers)
+    feed_forward = 0 if shape.mamba else _FEED_FORWARD
+    writer = _open(path, architecture, layers=layers + mtp_layers, feed_forward=feed_forward)
     writer.add_head_count(2)
-    _add_sizes(writer, shape, layers + mtp_layers)
+    _add_sizes(writer, shape, layers, mtp_layers)
     if mtp_layers:
         writer.add_nextn_predict_layers(mtp_layers)
     vocab = _vocabulary(writer, WORDS, template)
     tensors = _ends(random, vocab)
     for layer in range(layers + mtp_layers):
-        tensors |= _layer(random, layer, shape, architecture)
+        tensors |= _layer(random, layer, shape, architecture, is_trunk=layer < layers)
         if layer >= layers:
             tensors |= _predictor(random, layer)
     _finish(writer, {name: _quiet(name, tensor) for name, tensor in tensors.items()})
     return path
 
 
-def _add_sizes(writer: gguf.GGUFWriter, shape: Shape, layers: int) -> None:
+def _add_sizes(writer: gguf.GGUFWriter, shape: Shape, layers: int, mtp_layers: int) -> None:
+    if shape.indexer:
+        writer.add_indexer_head_count(2)
+        writer.add_indexer_key_length(_INDEX)
+        writer.add_indexer_top_k(_TOP_TOKENS)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if shape.latent:
         writer.add_head_count_kv(1)
         writer.add_q_lora_rank(_QUERY_RANK)
@@ -104,7 +120,7 @@ def _add_sizes(writer: gguf.GGUFWriter, shape: Shape, layers: int) -> None:
         writer.add_value_length_mla(_HEAD)
         writer.add_rope_dimension_count(_ROTATED)
     else:
-        writer.add_head_count_kv(2)
+        writer.add_head_count_kv([0, 2, *[2] * mtp_layers] if shape.mamba else 2)
         writer.add_key_length(_HEAD)
         writer.add_value_length(_HEAD)
         writer.add_rope_dimension_count(_HEAD)
@@ -115,6 +131,13 @@ def _add_sizes(writer: gguf.GGUFWriter, shape: Shape, layers: int) -> None:
         writer.add_expert_shared_feed_forward_length(_FEED_FORWARD)
         writer.add_leading_dense_block_count(0 if shape.delta else 1)
     writer.add_expert_feed_forward_length(_FEED_FORWARD)
+    if shape.mamba:
+        writer.add_layer_norm_eps(1e-5)
+        writer.add_ssm_conv_kernel(_KERNEL)
+        writer.add_ssm_state_size(_STATE)
+        writer.add_ssm_group_count(1)
+        writer.add_ssm_time_step_rank(_VALUE_HEADS)
+        writer.add_ssm_inner_size(_INNER)
     if shape.delta:
         writer.add_rope_dimension_sections([4, 2, 2, 0])
         writer.add_ssm_conv_kernel(_KERNEL)
@@ -125,19 +148,25 @@ def _add_sizes(writer: gguf.GGUFWriter, shape: Shape, layers: int) -> None:
         writer.add_full_attention_interval(2)
     if shape.window:
         writer.add_sliding_window(_WINDOW)
-        writer.add_sliding_window_pattern([layer == 0 for layer in range(layers)])
+        writer.add_sliding_window_pattern([layer == 0 for layer in range(layers + mtp_layers)])
         writer.add_logit_scale(1.0)
 
 
-def _layer(random: np.random.Generator, layer: int, shape: Shape, architecture: str) -> Tensors:
+def _layer(
+    random: np.random.Generator, layer: int, shape: Shape, architecture: str, *, is_trunk: bool
+) -> Tensors:
     block = f"blk.{layer}."
     tensors = {f"{block}attn_norm.weight": _ones(_SIZE)}
-    if shape.norm:
+    if shape.mamba and layer == 0:
+        return tensors | _mamba(random, block)
+    if shape.norm and not (shape.mamba and is_trunk):
         tensors[f"{block}{shape.norm}.weight"] = _ones(_SIZE)
     if shape.delta and layer == 0:
         tensors |= _delta_net(random, block, architecture)
     elif shape.latent:
         tensors |= _latent_attention(random, block)
+        if shape.indexer:
+            tensors |= _indexer(random, block)
     else:
         tensors |= _attention(random, layer, heads_kv=2)
         if shape.gated:
@@ -147,6 +176,8 @@ def _layer(random: np.random.Generator, layer: int, shape: Shape, architecture: 
         if shape.fused:
             parts = [tensors.pop(f"{block}attn_{part}.weight") for part in "qkv"]
             tensors[f"{block}attn_qkv.weight"] = np.concatenate(parts)
+    if shape.mamba and is_trunk:
+        return tensors
     if shape.experts and (layer or shape.delta):
         return tensors | _experts(random, block, shape)
     dense = _norms_and_feed_forward(random, layer)
@@ -157,6 +188,8 @@ def _experts(random: np.random.Generator, block: str, shape: Shape) -> Tensors:
     up, down = (_FEED_FORWARD, _SIZE), (_SIZE, _FEED_FORWARD)
     tensors = {f"{block}ffn_gate_inp.weight": _weights(random, _EXPERTS, _SIZE)}
     for name, size in (("gate", up), ("up", up), ("down", down)):
+        if name == "gate" and shape.mamba:
+            continue
         tensors[f"{block}ffn_{name}_exps.weight"] = _weights(random, _EXPERTS, *size)
         tensors[f"{block}ffn_{name}_shexp.weight"] = _weights(random, *size)
     if shape.shared_gate:
@@ -183,6 +216,30 @@ def _delta_net(random: np.random.Generator, block: str, architecture: str) -> Te
         tensors[f"{block}ssm_beta.weight"] = _weights(random, _VALUE_HEADS, _SIZE)
         tensors[f"{block}ssm_alpha.weight"] = _weights(random, _VALUE_HEADS, _SIZE)
     return tensors
+
+
+def _mamba(random: np.random.Generator, block: str) -> Tensors:
+    mixed = _INNER + 2 * _STATE
+    return {
+        f"{block}ssm_in.weight": _weights(random, _INNER + mixed + _VALUE_HEADS, _SIZE),
+        f"{block}ssm_conv1d.weight": _weights(random, mixed, _KERNEL),
+        f"{block}ssm_conv1d.bias": np.zeros(mixed, np.float32),
+        f"{block}ssm_dt.bias": _ones(_VALUE_HEADS),
+        f"{block}ssm_a": -np.ones((_VALUE_HEADS, 1), np.float32),
+        f"{block}ssm_d": np.ones((_VALUE_HEADS, 1), np.float32),
+        f"{block}ssm_norm.weight": np.ones((1, _INNER), np.float32),
+        f"{block}ssm_out.weight": _weights(random, _SIZE, _INNER),
+    }
+
+
+def _indexer(random: np.random.Generator, block: str) -> Tensors:
+    return {
+        f"{block}indexer.k_norm.weight": _ones(_INDEX),
+        f"{block}indexer.k_norm.bias": np.zeros(_INDEX, np.float32),
+        f"{block}indexer.proj.weight": _weights(random, 2, _SIZE),
+        f"{block}indexer.attn_k.weight": _weights(random, _INDEX, _SIZE),
+        f"{block}indexer.attn_q_b.weight": _weights(random, 2 * _INDEX, _QUERY_RANK),
+    }
 
 
 def _latent_attention(random: np.random.Generator, block: str) -> Tensors:

@@ -28,6 +28,7 @@ from edgespec.backends.memory_estimate import MemoryEstimate
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError
+from edgespec.heads.dflash_files import read_dflash
 
 if TYPE_CHECKING:
     from edgespec.backends.llamacpp.model import LlamaCppModel
@@ -199,22 +200,63 @@ def load_dflash_head(target: LlamaCppModel, path: Path) -> DFlashHead:
 def estimate_dflash_head(path: Path, context_tokens: int) -> MemoryEstimate:
     """Return the memory used by a head and by the hidden states that are kept for it.
 
+    Args:
+        path: A GGUF file, or a folder with a head that will be converted to GGUF.
+        context_tokens: The size of the head's KV cache.
+
     Raises:
         ModelFileError: The file is missing or damaged.
     """
+    if path.is_dir():
+        files = read_dflash(path)
+        config, elements = files.config, {name: math.prod(t.shape) for name, t in files.tensors.items()}
+        return _estimate(
+            context_tokens,
+            weight_bytes=2 * sum(elements.values()),
+            token_bytes=2 * 2 * config.layers * config.kv_heads * config.head_size,
+            vocabulary=config.vocab_size,
+            state_size=len(config.states) * config.size,
+            is_reduced=files.target_ids is not None,
+            markov_elements=elements.get("markov_head.markov_w2.weight", 0),
+            block_tokens=config.block_tokens,
+        )
     header, info = read_header(path), read_gguf_info(path)
     shapes = {tensor.name: tensor.shape for tensor in header.tensors}
-    compute_bytes = _REDUCED_COMPUTE_BYTES if "d2t" in shapes else _COMPUTE_BYTES
-    # llama.cpp reserves memory for a batch of two blocks. The Markov head runs only if they fill the batch.
-    if "markov_w2.weight" in shapes and 2 * header.architecture_number("block_size") >= _BATCH_TOKENS:
-        compute_bytes = _MARKOV_COMPUTE_BYTES
     layers = np.size(header.architecture_value("target_layers", ()))
+    return _estimate(
+        context_tokens,
+        weight_bytes=check_file(str(path)),
+        token_bytes=info.kv_bytes,
+        vocabulary=info.vocab_size,
+        state_size=layers * header.architecture_number("embedding_length"),
+        is_reduced="d2t" in shapes,
+        markov_elements=math.prod(shapes.get("markov_w2.weight", (0,))),
+        block_tokens=header.architecture_number("block_size"),
+    )
+
+
+def _estimate(
+    context_tokens: int,
+    *,
+    weight_bytes: int,
+    token_bytes: int,
+    vocabulary: int,
+    state_size: int,
+    is_reduced: bool,
+    markov_elements: int,
+    block_tokens: int,
+) -> MemoryEstimate:
+    compute_bytes = _REDUCED_COMPUTE_BYTES if is_reduced else _COMPUTE_BYTES
+    # llama.cpp reserves memory for a batch of two blocks. The Markov head runs only if they fill the batch.
+    if markov_elements and 2 * block_tokens >= _BATCH_TOKENS:
+        compute_bytes = _MARKOV_COMPUTE_BYTES
     return estimate_head(
         context_tokens,
-        weight_bytes=check_file(str(path)) + math.prod(shapes.get("markov_w2.weight", (0,))) * 4,
-        token_bytes=info.kv_bytes,
-        vocabulary=header.architecture_number("vocab_size") or info.vocab_size,
-        state_size=layers * header.architecture_number("embedding_length"),
+        # `MarkovHead` has a copy of the second matrix in float32.
+        weight_bytes=weight_bytes + 4 * markov_elements,
+        token_bytes=token_bytes,
+        vocabulary=vocabulary,
+        state_size=state_size,
         bytes_per_logit=compute_bytes,
         batch_tokens=_BATCH_TOKENS,
     )

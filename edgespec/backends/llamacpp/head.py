@@ -193,15 +193,18 @@ class PairHead(CachedHead):
         check_tokens_fit(self, len(tokens))
         self._cells.end_round()
         for batch in in_batches(tokens, BATCH_TOKENS, progress):
-            start = self.length
-            positions = range(start, start + len(batch))
             try:
-                states = self._target_states(start, len(batch))
-                self._context.run_pairs(batch, states, positions, [(0,)] * len(batch), logits=False)
+                self._append(batch)
             except (BackendError, ContextFullError, CancelledError):
-                self._cells.truncate(start)
+                self._cells.truncate(self.length)
                 raise
             self._cells.length += len(batch)
+
+    def _append(self, tokens: Sequence[int]) -> None:
+        """Append tokens to the KV cache without computing their logits."""
+        start, count = self.length, len(tokens)
+        states, positions = self._target_states(start, count), range(start, start + count)
+        self._context.run_pairs(tokens, states, positions, [(0,)] * count, logits=False)
 
     @abstractmethod
     def _target_states(self, start: int, count: int) -> NDArray[np.float32]:
@@ -220,14 +223,18 @@ class PairHead(CachedHead):
             if first == 0:
                 self._cells.end_round()
                 self._own_states = []
-            positions, sequences = self._cells.place_tree(tree, first)
-            states = self._states_before(tree, first, positions)
-            logits = self._context.run_pairs(tree.tokens[first:], states, positions, sequences)
-            self._own_states.extend(self._context.last_states(len(positions)))
-            return HostLogits(logits)
+            return HostLogits(self._run_tree(tree, first))
         except (BackendError, ContextFullError, CancelledError):
             self._cells.end_round()
             raise
+
+    def _run_tree(self, tree: TokenTree, first: int) -> NDArray[np.float32]:
+        """Run the nodes of a tree from `first` on. Return their logits, and keep their hidden states."""
+        positions, sequences = self._cells.place_tree(tree, first)
+        states = self._states_before(tree, first, positions)
+        logits = self._context.run_pairs(tree.tokens[first:], states, positions, sequences)
+        self._own_states.extend(self._context.last_states(len(positions)))
+        return logits
 
     def _states_before(self, tree: TokenTree, first: int, positions: Sequence[int]) -> NDArray[np.float32]:
         """Return the hidden states before the tree's nodes: the target's if known, else the head's own."""

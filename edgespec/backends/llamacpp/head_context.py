@@ -14,7 +14,7 @@ from edgespec.backends.llamacpp.batch import Batch
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
 from edgespec.backends.llamacpp.layer_taps import copied_rows
 from edgespec.backends.llamacpp.native import library
-from edgespec.backends.llamacpp.staging_api import staging_api
+from edgespec.backends.llamacpp.staging_api import nextn_api
 
 __all__ = ["EagleContext", "HeadContext"]
 
@@ -59,9 +59,15 @@ class HeadContext(LlamaContext):
 
     def allocate(self, plan: ContextPlan) -> None:
         super().allocate(plan)
-        api = staging_api()
+        api = nextn_api()
         assert api is not None
-        api.set_embeddings_nextn(self._context, True, True)
+        api.switch(self._context, True, True)
+
+    def select_mtp_layer(self, layer: int) -> None:
+        """Run this MTP layer from the next pass on, counted from 0."""
+        api = nextn_api()
+        assert api is not None
+        api.select_layer(self._context, layer)
 
     def run_pairs(
         self,
@@ -85,9 +91,9 @@ class HeadContext(LlamaContext):
         return self._states(count)
 
     def _states(self, count: int) -> NDArray[np.float32]:
-        api = staging_api()
+        api = nextn_api()
         assert api is not None
-        return copied_rows(api.get_embeddings_nextn(self._context), count, self._state_size)
+        return copied_rows(api.address(self._context), count, self._state_size)
 
     def close(self) -> None:
         super().close()

@@ -15,7 +15,7 @@ from edgespec.backends.hidden_state_log import MAX_LOGGED_TOKENS
 from edgespec.backends.llamacpp.loading import check_file, load_weights
 from edgespec.backends.llamacpp.metadata import metadata, vocabulary_size
 from edgespec.backends.llamacpp.native import library
-from edgespec.backends.llamacpp.staging_api import staging_api
+from edgespec.backends.llamacpp.staging_api import target_layers_api
 from edgespec.backends.memory_check import check_weights_fit
 from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
 from edgespec.engine.tree import TokenTree
@@ -138,9 +138,9 @@ def target_layers(target: LlamaCppModel, head: Any, path: Path, state_size: int)
     """
     lib, (weights,) = library(), target.weights
     check_sizes(target, path, [("hidden states", lib.llama_model_n_embd(weights), state_size)])
-    api, count = staging_api(), lib.llama_model_n_layer(weights)
+    api, count = target_layers_api(), lib.llama_model_n_layer(weights)
     assert api is not None
-    layers = list(api.model_target_layer_ids(head)[: api.model_target_layer_ids_n(head)])
+    layers = list(api.ids(head)[: api.count(head)])
     # The input of the layer after the last one is the last layer's output.
     if not layers or not all(0 <= layer <= count for layer in layers):
         raise CapabilityError(

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from edgespec.backends.base import LoadOptions
-from edgespec.backends.llamacpp.context import ContextPlan
-from edgespec.backends.llamacpp.context_planning import check_contexts_fit
-from edgespec.backends.llamacpp.head import PairHead
-from edgespec.backends.llamacpp.head_context import HeadContext
 from edgespec.backends.llamacpp.head_loading import (
     check_finite,
     check_sizes,
@@ -21,22 +13,21 @@ from edgespec.backends.llamacpp.head_loading import (
     head_options,
     load_head_file,
 )
-from edgespec.backends.llamacpp.kv_types import KvTypes
-from edgespec.backends.llamacpp.loading import check_file, threads_for
+from edgespec.backends.llamacpp.loading import check_file
 from edgespec.backends.llamacpp.mtp_files import MtpLayers, check_same_model, read_mtp_layers
+from edgespec.backends.llamacpp.mtp_head import ChainedMtpHead, MtpHead
 from edgespec.backends.llamacpp.native import library
-from edgespec.backends.llamacpp.staging_api import staging_api
+from edgespec.backends.llamacpp.staging_api import nextn_api
 from edgespec.backends.memory_estimate import MemoryEstimate
 from edgespec.errors import CapabilityError
 
 if TYPE_CHECKING:
     from edgespec.backends.llamacpp.model import LlamaCppModel
 
-__all__ = ["MtpHead", "estimate_mtp_head", "load_mtp_head"]
+__all__ = ["estimate_mtp_head", "load_mtp_head"]
 
 # Approximate size of a head's compute buffer, in bytes per token of a batch and per token of the vocabulary.
 _COMPUTE_BYTES_PER_LOGIT = 4
-_F16 = KvTypes("f16", "f16")
 
 
 def load_mtp_head(target: LlamaCppModel, path: Path | None) -> MtpHead:
@@ -49,7 +40,7 @@ def load_mtp_head(target: LlamaCppModel, path: Path | None) -> MtpHead:
     """
     file = path or Path(target.facts.path)
     layers = read_mtp_layers(file)
-    if staging_api() is None:
+    if nextn_api() is None:
         raise CapabilityError(
             "this version of llama.cpp cannot run MTP layers apart from the model",
             "install the version of llama-cpp-python that edgespec was tested with, or choose another method",
@@ -61,7 +52,8 @@ def load_mtp_head(target: LlamaCppModel, path: Path | None) -> MtpHead:
     def make(weights: Any, options: LoadOptions, name: str) -> MtpHead:
         n_embd = library().llama_model_n_embd
         check_sizes(target, file, [("hidden states", n_embd(target.weights[0]), n_embd(weights))])
-        return MtpHead(target, weights, file, layers, options, name, owns_weights=True)
+        kind = ChainedMtpHead if layers.count > 1 else MtpHead
+        return kind(target, weights, file, layers, options, name, owns_weights=True)
 
     return load_head_file(target, path, target.facts.architecture, "a file with MTP layers", make)
 
@@ -74,7 +66,8 @@ def _own_head(target: LlamaCppModel, path: Path, layers: MtpLayers) -> MtpHead:
             "load the model with --method mtp (in Python, use the option `method` or `methods`)",
         )
     options, name = head_options(target), f"the MTP layers of {target.facts.name}"
-    head = MtpHead(target, target.weights[0], path, layers, options, name, owns_weights=False)
+    kind = ChainedMtpHead if layers.count > 1 else MtpHead
+    head = kind(target, target.weights[0], path, layers, options, name, owns_weights=False)
     try:
         check_finite(head, path)
     except BaseException:
@@ -103,59 +96,4 @@ def estimate_mtp_head(path: Path | None, target: Path, context_tokens: int) -> M
         vocabulary=layers.vocabulary,
         state_size=layers.state_size,
         bytes_per_logit=_COMPUTE_BYTES_PER_LOGIT,
-    )
-
-
-class MtpHead(PairHead):
-    """MTP layers. They read the target's final hidden states.
-
-    If a model has several, which were trained to predict one token further each, the first of them predicts
-    all tokens of a draft.
-    """
-
-    def __init__(
-        self,
-        target: LlamaCppModel,
-        weights: Any,
-        path: Path,
-        layers: MtpLayers,
-        options: LoadOptions,
-        name: str,
-        *,
-        owns_weights: bool,
-    ) -> None:
-        self._own_weights = weights if owns_weights else None
-        max_plan = _plan(layers, options)
-        check_contexts_fit([max_plan], check_file(str(path)) if owns_weights else 0, options)
-        plan = max_plan.with_tokens(target.facts.context_tokens)
-        context = HeadContext(weights, options, plan, threads_for(weights, options), mtp=True)
-        state = layers.graph.state_before(library().llama_model_n_layer(target.weights[0]))
-        try:
-            log = target.log_hidden_states((state,))
-        except BaseException:
-            context.close()
-            raise
-        super().__init__(target, weights, str(path), options, name, context, log, max_plan)
-        if not owns_weights:
-            self.facts = replace(self.facts, weight_bytes=layers.weight_bytes)
-
-    def _target_states(self, start: int, count: int) -> NDArray[np.float32]:
-        return self._log.rows(start - 1, start - 1 + count)
-
-    def _free_weights(self) -> None:
-        if self._own_weights is not None:
-            library().llama_model_free(self._own_weights)
-
-
-def _plan(layers: MtpLayers, options: LoadOptions) -> ContextPlan:
-    """Return the context plan of MTP layers. Their KV cache is separate from the target's."""
-    assert options.context_tokens is not None
-    sequences, token_bytes = options.max_branches + 1, layers.token_bytes
-    return ContextPlan(
-        options.context_tokens,
-        _F16,
-        sequences,
-        kv_bytes=options.context_tokens * token_bytes,
-        token_bytes=token_bytes,
-        rows=max(options.batch_tokens, sequences),
     )

@@ -36,11 +36,16 @@ class MtpGraph(NamedTuple):
         has_experts: Whether the feed-forward block of each layer consists of experts. None if it can also be
             dense.
         max_layers: The maximum number of MTP layers.
+        is_latent: Whether all attention heads must share one key-value vector per token (MLA), and compress
+            their queries.
+        is_fused: Whether queries, keys and values must be computed by one matrix.
     """
 
     reads_normed: bool = True
     has_experts: bool | None = True
     max_layers: int = 1
+    is_latent: bool = False
+    is_fused: bool = False
 
     def state_before(self, layer_count: int) -> int:
         """Return the target's hidden state that the layers read, numbered as in `HiddenStateSource`."""
@@ -48,16 +53,16 @@ class MtpGraph(NamedTuple):
 
 
 # The architectures whose MTP layers llama.cpp can run. It ends the process for others. `deepseek4` is
-# missing, because its MTP layers read several hidden states per token.
+# missing, because its MTP layers read several hidden states per token, and `bailingmoe3`, because it has not
+# been tested.
 MTP_GRAPHS = {
-    "bailingmoe3": MtpGraph(),
     "cohere2moe": MtpGraph(),
-    "deepseek2": MtpGraph(),
-    "deepseek32": MtpGraph(),
-    "glm-dsa": MtpGraph(),
+    "deepseek2": MtpGraph(is_latent=True),
+    "deepseek32": MtpGraph(is_latent=True),
+    "glm-dsa": MtpGraph(is_latent=True),
     "glm4moe": MtpGraph(),
     "hy_v3": MtpGraph(has_experts=None, max_layers=8),
-    "mimo2": MtpGraph(reads_normed=False, has_experts=False, max_layers=8),
+    "mimo2": MtpGraph(reads_normed=False, has_experts=False, max_layers=8, is_fused=True),
     "nemotron_h_moe": MtpGraph(),
     "qwen3next": MtpGraph(),
     "qwen35": MtpGraph(has_experts=False),
@@ -71,6 +76,7 @@ _DENSE = (("ffn_gate.weight", "ffn_up.weight", "ffn_down.weight"),)
 _EXPERTS = (
     ("ffn_gate_inp.weight", "ffn_gate_exps.weight", "ffn_up_exps.weight", "ffn_down_exps.weight"),
     ("ffn_gate_inp.weight", "ffn_gate_up_exps.weight", "ffn_down_exps.weight"),
+    ("ffn_gate_inp.weight", "ffn_up_exps.weight", "ffn_down_exps.weight"),
 )
 # Metadata in which a file with only MTP layers may differ from its target.
 _INDEPENDENT_KEYS = frozenset({"block_count", "nextn_predict_layers", "context_length", "vocab_size"})
@@ -127,6 +133,12 @@ def read_mtp_layers(path: Path) -> MtpLayers:
         raise ModelFileError(
             f"{path} is damaged: its {blocks:,} layers include {count:,} MTP layers", "download it again"
         )
+    has_ranks = all(_count(header, f"attention.{key}") for key in ("key_length_mla", "q_lora_rank"))
+    if graph.is_latent and (not has_ranks or header.architecture_value("attention.temperature_scale")):
+        raise CapabilityError(
+            f"llama.cpp cannot draft with the MTP layers of {path.name}, because of its kind of attention",
+            "choose another method",
+        )
     for layer in layers:
         _check_complete(path, {name for name in sizes if name.startswith(f"blk.{layer}.")}, layer, graph)
     embedding = next(
@@ -157,7 +169,8 @@ def _check_complete(path: Path, names: set[str], layer: int, graph: MtpGraph) ->
     """Raise ModelFileError if an MTP layer lacks tensors that llama.cpp would use without checking."""
     block = f"blk.{layer}."
     forms = {True: _EXPERTS, False: _DENSE, None: _EXPERTS + _DENSE}[graph.has_experts]
-    missing = [name for name in _REQUIRED if block + name not in names]
+    required = (*_REQUIRED, *(("attn_qkv.weight",) if graph.is_fused else ()))
+    missing = [name for name in required if block + name not in names]
     if not any(all(block + name in names for name in form) for form in forms):
         missing += forms[0]
     if missing:

@@ -15,7 +15,7 @@ from edgespec.backends.llamacpp.kv_types import SMALL_KERNEL_MAX_ROWS, prefill_k
 from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.mtp_files import MTP_GRAPHS
 from edgespec.backends.llamacpp.native import library
-from edgespec.backends.llamacpp.staging_api import staging_api
+from edgespec.backends.llamacpp.staging_api import nextn_api, target_layers_api
 from edgespec.errors import BackendError, ModelFileError
 from edgespec.heads.residual_layout import RESIDUAL_METHODS
 
@@ -70,10 +70,10 @@ def _head_methods(weights: Any, result: ProbeResult) -> frozenset[str]:
     if not (result.capabilities.rollback or result.replays):
         return frozenset()
     has_mtp = metadata(weights, "general.architecture") in MTP_GRAPHS
-    works = {"mtp": has_mtp, "eagle": not result.replays, "dflash": not result.replays}
-    # llama.cpp does not run Medusa and Hydra heads, so they work with any version.
-    run_by_llama_cpp = {name for name in works if works[name] and staging_api() is not None}
-    return frozenset({*run_by_llama_cpp, *RESIDUAL_METHODS})
+    layers, nextn = target_layers_api() is not None, nextn_api() is not None
+    works = {"mtp": has_mtp and nextn, "eagle": layers and nextn, "dflash": layers}
+    # llama.cpp does not run Medusa and Hydra heads, so any version will do.
+    return frozenset({*RESIDUAL_METHODS, *(name for name in works if works[name])})
 
 
 def _probe_cells(context: LlamaContext, options: LoadOptions) -> ProbeResult:

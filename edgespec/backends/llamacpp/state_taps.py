@@ -14,7 +14,7 @@ from edgespec.backends.llamacpp.layer_taps import LayerTaps, copied_rows
 from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.mtp_files import MTP_GRAPHS
 from edgespec.backends.llamacpp.native import library
-from edgespec.backends.llamacpp.staging_api import TAPPED_ARCHITECTURES, staging_api
+from edgespec.backends.llamacpp.staging_api import TAPPED_ARCHITECTURES, layer_input_api, nextn_api
 from edgespec.errors import CapabilityError
 
 __all__ = ["StateTaps"]
@@ -39,9 +39,9 @@ class StateTaps:
         size: int = lib.llama_model_n_embd(model)
         self._layer_count: int = lib.llama_model_n_layer(model)
         self._architecture = metadata(model, "general.architecture")
-        self._has_layer_taps = staging_api() is not None and self._architecture in TAPPED_ARCHITECTURES
+        self._has_layer_taps = layer_input_api() is not None and self._architecture in TAPPED_ARCHITECTURES
         self._layers, self._size = LayerTaps(size), size
-        graph = None if staging_api() is None else MTP_GRAPHS.get(self._architecture or "")
+        graph = None if nextn_api() is None else MTP_GRAPHS.get(self._architecture or "")
         # The final hidden state that llama.cpp can copy itself.
         self._final = None if graph is None else graph.state_before(self._layer_count)
         self.hook = HiddenStateHook((), size)
@@ -86,8 +86,8 @@ class StateTaps:
 
     def _copy_final(self, context: Any) -> None:
         """Make llama.cpp copy the final hidden states of all tokens of a batch, or stop copying them."""
-        if self._final is not None and (api := staging_api()):
-            api.set_embeddings_nextn(context, self._final in self._states, False)
+        if self._final is not None and (api := nextn_api()):
+            api.switch(context, self._final in self._states, False)
 
     def rows(self, context: Any, count: int) -> NDArray[np.float32]:
         """Return the hidden states of the `count` tokens of the last pass, float32 [tokens, states, size].
@@ -97,8 +97,8 @@ class StateTaps:
         """
         found = dict(zip(self._tapped, self._layers.rows(context, count), strict=True))
         found |= {state: self.hook.take(name, count) for state, name in self._hooked.items()}
-        if self._final is not None and self._final in self._states and (api := staging_api()):
-            found[self._final] = copied_rows(api.get_embeddings_nextn(context), count, self._size)
+        if self._final is not None and self._final in self._states and (api := nextn_api()):
+            found[self._final] = copied_rows(api.address(context), count, self._size)
         return np.stack([found[state] for state in self._states], axis=1)
 
 

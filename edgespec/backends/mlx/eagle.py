@@ -19,6 +19,7 @@ from edgespec.backends.mlx.eagle_network import EagleNetwork
 from edgespec.backends.mlx.evaluation import evaluate, start_evaluation, translate_errors
 from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.mlx.pass_layout import PassLayout, install_tree_ropes
+from edgespec.backends.mlx.target_ends import DraftVocabulary
 from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.tree import TokenTree, TreeBuilder
 from edgespec.errors import CancelledError, CapabilityError
@@ -60,7 +61,7 @@ class EagleHead(SelfDraftView["MlxModel"]):
     ) -> None:
         super().__init__(target)
         self._log, self._network, self._embed, self._lm_head = log, network, embed, lm_head
-        self._columns = None if target_ids is None else _columns(target_ids, target.facts.vocab_size)
+        self._draft_vocabulary = DraftVocabulary(target_ids, target.facts.vocab_size)
         self._dtype = network.fc.weight.dtype
         self.vocabulary = target.vocabulary
         self.facts = replace(
@@ -203,10 +204,7 @@ class EagleHead(SelfDraftView["MlxModel"]):
         """Return the logits of the target's tokens. Those outside the draft vocabulary are -inf."""
         with translate_errors("the head could not be run"):
             rows = self._lm_head(self._network.normalised(states)).astype(mx.float32)
-            if self._columns is None:
-                return rows
-            rows = mx.concatenate([rows, mx.full((rows.shape[0], 1), -mx.inf)], axis=1)
-            return mx.take(rows, self._columns, axis=1)
+            return self._draft_vocabulary.spread(rows)
 
     def commit(self, path: tuple[int, ...]) -> None:  # noqa: ARG002
         """Keep the tokens that were run with hidden states of the target."""
@@ -233,13 +231,4 @@ class EagleHead(SelfDraftView["MlxModel"]):
         self._closed = True
         self._target.stop_logging(self._log)
         self._own_states = []
-        del self._network, self._cache, self._embed, self._lm_head, self._columns
-
-
-def _columns(target_ids: NDArray[np.int64], vocab_size: int) -> mx.array:
-    """Return the column of each of the target's tokens in the head's logits, followed by a column of -inf."""
-    columns = np.full(vocab_size, len(target_ids))
-    columns[target_ids] = np.arange(len(target_ids))
-    result = mx.array(columns)
-    mx.eval(result)
-    return result
+        del self._network, self._cache, self._embed, self._lm_head, self._draft_vocabulary

@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
-import numpy as np
 
-from edgespec.backends.base import LoadOptions
 from edgespec.backends.hidden_state_log import MAX_LOGGED_TOKENS, POST_NORM
-from edgespec.backends.memory_check import check_weights_fit
 from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
 from edgespec.backends.mlx.attention_cache import cache_rows
-from edgespec.backends.mlx.build_info import runs_on_cpu
 from edgespec.backends.mlx.eagle import BATCH_TOKENS, EagleHead
 from edgespec.backends.mlx.eagle_network import EagleNetwork
-from edgespec.backends.mlx.evaluation import evaluate, translate_errors
+from edgespec.backends.mlx.head_loading import (
+    check_finite,
+    check_memory,
+    check_sizes,
+    checked_folder,
+    evaluate_constants,
+    head_facts,
+    loaded_bytes,
+    weight_array,
+)
 from edgespec.backends.mlx.target_ends import TargetEmbedding, TargetLmHead
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.heads.eagle_files import EagleFiles, read_eagle
-from edgespec.heads.stored_tensor import StoredTensor
 
 if TYPE_CHECKING:
     from edgespec.backends.mlx.model import MlxModel
 
 __all__ = ["estimate_eagle_head", "load_eagle_head"]
 
-# On a CPU, heads are computed in float32, like their targets. See `WeightSizes.widens`.
-_DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16}
 # Text with which heads are tried that could read several hidden states of the target.
 _TRIAL_TEXT = (
     "The capital of France is Paris, and the capital of Italy is Rome. To list the files of a folder by size,"
@@ -46,9 +47,9 @@ def estimate_eagle_head(folder: Path, context_tokens: int) -> MemoryEstimate:
         CapabilityError: The head is a GGUF file.
         ModelFileError: The folder contains no EAGLE head, or one that is damaged.
     """
-    files = _read(folder)
+    files = read_eagle(checked_folder(folder))
     config, fused = files.config, files.tensors["fc.weight"].shape[1]
-    weight_bytes = sum(_loaded_bytes(tensor) for tensor in files.tensors.values())
+    weight_bytes = sum(loaded_bytes(tensor) for tensor in files.tensors.values())
     row = 2 * config.vocab_size + 8 * config.hidden_size + 2 * config.feed_forward_size + fused
     return MemoryEstimate(
         context_tokens,
@@ -59,20 +60,6 @@ def estimate_eagle_head(folder: Path, context_tokens: int) -> MemoryEstimate:
             MemoryPart("compute", 4 * (BATCH_TOKENS * row + MAX_LOGGED_TOKENS * fused)),
         ),
     )
-
-
-def _read(folder: Path) -> EagleFiles:
-    if not folder.is_dir():
-        raise CapabilityError(
-            f"{folder} is not a folder, but MLX models need heads as they are published on Hugging Face",
-            "pass the folder of the head with --head, or use a GGUF version of the model",
-        )
-    return read_eagle(folder)
-
-
-def _loaded_bytes(tensor: StoredTensor) -> int:
-    elements = int(np.prod(tensor.shape))
-    return elements * (4 if runs_on_cpu() or tensor.dtype not in _DTYPES else 2)
 
 
 def load_eagle_head(target: MlxModel, net: Any, folder: Path) -> EagleHead:
@@ -88,18 +75,16 @@ def load_eagle_head(target: MlxModel, net: Any, folder: Path) -> EagleHead:
         ModelFileError: The folder contains no EAGLE head, or one that is damaged or not supported.
         MemoryBudgetError: The head does not fit in memory.
     """
-    files = _read(folder)
+    files = read_eagle(checked_folder(folder))
     name = f"the head of {target.facts.name}"
-    _check_made_for(target, files, folder)
-    if target.memory_bytes is not None:
-        left = target.memory_bytes - target.facts.weight_bytes - target.facts.max_kv_bytes
-        check_weights_fit(name, files.weight_bytes, LoadOptions(memory_bytes=max(0, left)))
-    weights = [(parameter, _array(tensor)) for parameter, tensor in files.tensors.items()]
+    check_sizes(target, folder, files.config.target_size, files.config.vocab_size)
+    check_memory(target, name, files.weight_bytes)
+    weights = [(parameter, weight_array(tensor)) for parameter, tensor in files.tensors.items()]
     heads: list[EagleHead] = []
     try:
         for states in _state_choices(target, files, folder):
             heads += [_head(target, net, files, weights, states, name, folder)]
-        _check_finite(heads[0], folder)
+        check_finite(heads[0], folder)
         best = _most_accurate(target, heads) if len(heads) > 1 else heads[0]
     except BaseException:
         for head in heads:
@@ -109,20 +94,6 @@ def load_eagle_head(target: MlxModel, net: Any, folder: Path) -> EagleHead:
         if head is not best:
             head.close()
     return best
-
-
-def _check_made_for(target: MlxModel, files: EagleFiles, folder: Path) -> None:
-    config = files.config
-    for what, own, needed in (
-        ("hidden states", target.state_size, config.target_size),
-        ("vocabularies", target.facts.vocab_size, config.vocab_size),
-    ):
-        if own != needed:
-            raise CapabilityError(
-                f"the head {folder} was made for another target: it needs {what} of size {needed:,}, but"
-                f" those of {target.facts.name} have {own:,}",
-                "choose the head that was published for this target",
-            )
 
 
 def _state_choices(target: MlxModel, files: EagleFiles, folder: Path) -> list[tuple[int, ...]]:
@@ -141,15 +112,6 @@ def _state_choices(target: MlxModel, files: EagleFiles, folder: Path) -> list[tu
     return choices
 
 
-def _array(tensor: StoredTensor) -> mx.array:
-    """Read a weight and evaluate it, because another thread may run the head."""
-    dtype = mx.float32 if runs_on_cpu() else _DTYPES.get(tensor.dtype, mx.float32)
-    with translate_errors("the head could not be loaded"):
-        array = mx.array(tensor.read()).astype(dtype)
-    evaluate(array)
-    return array
-
-
 def _head(
     target: MlxModel,
     net: Any,
@@ -164,11 +126,7 @@ def _head(
     try:
         network = EagleNetwork(files)
         network.load_weights(list(weights), strict=True)
-        # Frequencies of the rotary embedding are arrays, but no parameters.
-        evaluate(
-            *(part for part in vars(network.layer.self_attn.rope).values() if isinstance(part, mx.array))
-        )
-        evaluate(mx.random.state)  # type: ignore[arg-type]
+        evaluate_constants([network.layer.self_attn.rope])
     except (ValueError, KeyError, TypeError, ArithmeticError, AssertionError) as error:
         raise ModelFileError(
             f"the config.json of the head {folder} has invalid settings: {error}", "download it again"
@@ -180,23 +138,15 @@ def _head(
         else TargetEmbedding(net, config.vocab_size, config.hidden_size)
     )
     lm_head = network.lm_head if "lm_head.weight" in parameters else TargetLmHead(net)
-    weight_bytes = sum(array.nbytes for array in parameters.values())
-    kv_bytes = config.kv_bytes_per_token * cache_rows(None, target.facts.max_context_tokens)
-    facts = replace(
-        target.facts,
-        name=name,
-        path=str(folder),
-        architecture=f"eagle{config.version}",
-        description=f"EAGLE-{config.version} head that reads the hidden states {list(states)}",
-        parameters=sum(array.size for array in parameters.values()),
-        file_bytes=files.weight_bytes,
-        weight_bytes=weight_bytes,
-        kv_bytes=kv_bytes,
-        requested_kv_bytes=0,
-        trained_context_tokens=config.context_tokens,
-        chat_template=False,
-        notice="",
-        rollback="in place",
+    facts = head_facts(
+        target,
+        name,
+        folder,
+        f"eagle{config.version}",
+        f"EAGLE-{config.version} head that reads the hidden states {list(states)}",
+        list(parameters.values()),
+        config.kv_bytes_per_token,
+        config.context_tokens,
     )
     log = target.log_hidden_states(states)
     try:
@@ -204,17 +154,6 @@ def _head(
     except BaseException:
         target.stop_logging(log)
         raise
-
-
-def _check_finite(head: EagleHead, folder: Path) -> None:
-    """Run a token. Raise ModelFileError if its logits are not numbers."""
-    logits = head.verify(TokenTree.chain(0)).at(0, np.arange(head.facts.vocab_size))
-    head.truncate(0)
-    # Tokens outside the draft vocabulary have the logit -inf.
-    if np.isnan(logits).any() or not np.isfinite(logits).any():
-        raise ModelFileError(
-            f"the head {folder} is damaged: its logits are not finite", "download it again, or omit --head"
-        )
 
 
 def _most_accurate(target: MlxModel, heads: Sequence[EagleHead]) -> EagleHead:

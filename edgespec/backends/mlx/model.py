@@ -236,12 +236,15 @@ class MlxModel(BaseModel):
         return view
 
     def _head(self, method: Head) -> SelfDraftView[Any]:
+        from edgespec.backends.mlx.dflash_loading import load_dflash_head
         from edgespec.backends.mlx.eagle_loading import load_eagle_head
         from edgespec.backends.mlx.residual_target import load_mlx_residual_heads
 
         self.partial_models.check(method.method, self.facts)
         assert method.path is not None
-        load = load_mlx_residual_heads if method.method in RESIDUAL_METHODS else load_eagle_head
+        if method.method in RESIDUAL_METHODS:
+            return load_mlx_residual_heads(self, self._net, method.path)
+        load = load_dflash_head if method.method == "dflash" else load_eagle_head
         return load(self, self._net, method.path)
 
     def _partial_model(self, method: PartialDraft) -> PartialModel:

@@ -30,7 +30,7 @@ PROBE_TOKENS = 8
 _MAX_EPSILONS, _MAX_LOGIT_SHARE = 32, 1e-3
 
 # The methods that draft with heads, which read the model's hidden states.
-_HEADS = ("eagle", *RESIDUAL_METHODS)
+_HEADS = ("eagle", "dflash", *RESIDUAL_METHODS)
 _METHODS = frozenset({*SELF_DRAFT_NAMES.values(), *_HEADS})
 
 

@@ -1,17 +1,19 @@
-"""Use the embedding and the LM head of a target, which heads borrow."""
+"""Use the embedding, the LM head and the vocabulary of a target, which heads borrow."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.quantized import QuantizedEmbedding
+from numpy.typing import NDArray
 
 from edgespec.backends.mlx.layers import Body
 from edgespec.errors import CapabilityError
 
-__all__ = ["TargetEmbedding", "TargetLmHead"]
+__all__ = ["DraftVocabulary", "TargetEmbedding", "TargetLmHead"]
 
 
 class TargetEmbedding:
@@ -61,3 +63,29 @@ class TargetLmHead:
         with self._body.returning(states[None]):
             logits: mx.array = self._net(mx.zeros((1, states.shape[0]), mx.int32))[0]
         return logits
+
+
+class DraftVocabulary:
+    """The tokens of a target that a head drafts.
+
+    Args:
+        target_ids: For each token of the head's own vocabulary, the token of the target. None if both
+            vocabularies are equal.
+        vocab_size: Number of the target's tokens.
+    """
+
+    def __init__(self, target_ids: NDArray[np.int64] | None, vocab_size: int) -> None:
+        self._columns: mx.array | None = None
+        if target_ids is not None:
+            # The column of each of the target's tokens in the head's logits, followed by a column of -inf.
+            columns = np.full(vocab_size, len(target_ids))
+            columns[target_ids] = np.arange(len(target_ids))
+            self._columns = mx.array(columns)
+            mx.eval(self._columns)
+
+    def spread(self, rows: mx.array) -> mx.array:
+        """Return the logits of the target's tokens, given the head's. Those that it cannot draft are -inf."""
+        if self._columns is None:
+            return rows
+        rows = mx.concatenate([rows, mx.full((rows.shape[0], 1), -mx.inf)], axis=1)
+        return mx.take(rows, self._columns, axis=1)
