@@ -76,7 +76,11 @@ def load_residual_heads(target: ResidualHeadTarget, path: Path) -> ResidualHeadV
     if heads.vocab_size not in (0, model.vocab_size):
         raise target.made_for_another(path, "vocabularies", heads.vocab_size, model.vocab_size)
     if heads.layers_before_last >= target.layers:
-        raise target.made_for_another(path, "layers", heads.layers_before_last, target.layers)
+        raise CapabilityError(
+            f"the head {path} was made for another target: it reads the hidden states before the last"
+            f" {heads.layers_before_last} layers, but {model.name} has {target.layers}",
+            "choose the head that was published for this target",
+        )
     facts = _facts(target, heads, path)
     if target.memory_bytes is not None:
         left = target.memory_bytes - model.weight_bytes - model.max_kv_bytes
