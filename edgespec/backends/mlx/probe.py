@@ -20,6 +20,7 @@ from edgespec.backends.mlx.model import MlxModel
 from edgespec.backends.mlx.partial_models import SELF_DRAFT_NAMES, PartialDraft
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import EdgespecError, ModelFileError
+from edgespec.heads.mtp_files import MTP_MODELS
 
 __all__ = ["PROBE_TOKENS", "ProbeResult", "probe"]
 
@@ -29,7 +30,7 @@ PROBE_TOKENS = 8
 _MAX_EPSILONS, _MAX_LOGIT_SHARE = 32, 1e-3
 
 # The methods that draft with heads, which read the model's hidden states.
-_HEADS = ("eagle", "dflash")
+_HEADS = ("mtp", "eagle", "dflash")
 _METHODS = frozenset({*SELF_DRAFT_NAMES.values(), *_HEADS})
 
 
@@ -89,6 +90,8 @@ def probe(model: MlxModel) -> ProbeResult:
         rollback = f"by offset{extra}"
     if why_no_heads := problem or checks.find_problem(checks.hidden_states):
         unavailable |= dict.fromkeys(_HEADS, why_no_heads)
+    elif model.facts.architecture not in MTP_MODELS:
+        unavailable["mtp"] = "edgespec cannot run the MTP layers of its architecture with MLX"
     capabilities = Capabilities(
         rollback=not problem,
         tree=not tree_problem,
