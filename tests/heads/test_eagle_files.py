@@ -123,8 +123,11 @@ def test_unfitting_tensors_are_refused(tmp_path: Path, changes: dict[str, Any], 
 
 
 def test_quantised_heads_are_refused(tmp_path: Path) -> None:
-    changes = {"fc.weight": np.zeros((32, 12), np.uint32), "fc.scales": np.zeros((32, 3), np.float16)}
-    folder = write_head(tmp_path / "head", vocab=VOCAB, changes=dict(changes))
+    changes: dict[str, Any] = {
+        "fc.weight": np.zeros((32, 12), np.uint32),
+        "fc.scales": np.zeros((32, 3), np.float16),
+    }
+    folder = write_head(tmp_path / "head", vocab=VOCAB, changes=changes)
     with pytest.raises(ModelFileError, match="not an EAGLE head that edgespec supports"):
         read_eagle(folder)
     header = json.dumps({"a": {"dtype": "F8_E4M3", "shape": [2], "data_offsets": [0, 2]}}).encode()

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -46,7 +47,6 @@ from edgespec.backends.optional_features import Trainer
 from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError
-from edgespec.heads.residual_layout import RESIDUAL_METHODS
 
 __all__ = ["MlxModel"]
 
@@ -238,14 +238,18 @@ class MlxModel(BaseModel):
     def _head(self, method: Head) -> SelfDraftView[Any]:
         from edgespec.backends.mlx.dflash_loading import load_dflash_head
         from edgespec.backends.mlx.eagle_loading import load_eagle_head
+        from edgespec.backends.mlx.mtp import load_mtp_head
         from edgespec.backends.mlx.residual_target import load_mlx_residual_heads
 
         self.partial_models.check(method.method, self.facts)
-        assert method.path is not None
-        if method.method in RESIDUAL_METHODS:
-            return load_mlx_residual_heads(self, self._net, method.path)
-        load = load_dflash_head if method.method == "dflash" else load_eagle_head
-        return load(self, self._net, method.path)
+        loaders: dict[str, Callable[[MlxModel, Any, Path], SelfDraftView[Any]]] = {
+            "mtp": load_mtp_head,
+            "eagle": load_eagle_head,
+            "dflash": load_dflash_head,
+            "medusa": load_mlx_residual_heads,
+            "hydra": load_mlx_residual_heads,
+        }
+        return loaders[method.method](self, self._net, method.path or Path(self.facts.path))
 
     def _partial_model(self, method: PartialDraft) -> PartialModel:
         self.partial_models.check(SELF_DRAFT_NAMES[type(method)], self.facts)

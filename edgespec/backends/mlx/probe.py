@@ -20,6 +20,7 @@ from edgespec.backends.mlx.model import MlxModel
 from edgespec.backends.mlx.partial_models import SELF_DRAFT_NAMES, PartialDraft
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import EdgespecError, ModelFileError
+from edgespec.heads.mtp_files import MTP_MODELS
 from edgespec.heads.residual_layout import RESIDUAL_METHODS
 
 __all__ = ["PROBE_TOKENS", "ProbeResult", "probe"]
@@ -30,7 +31,7 @@ PROBE_TOKENS = 8
 _MAX_EPSILONS, _MAX_LOGIT_SHARE = 32, 1e-3
 
 # The methods that draft with heads, which read the model's hidden states.
-_HEADS = ("eagle", "dflash", *RESIDUAL_METHODS)
+_HEADS = ("mtp", "eagle", "dflash", *RESIDUAL_METHODS)
 _METHODS = frozenset({*SELF_DRAFT_NAMES.values(), *_HEADS})
 
 
@@ -90,6 +91,8 @@ def probe(model: MlxModel) -> ProbeResult:
         rollback = f"by offset{extra}"
     if why_no_heads := problem or checks.find_problem(checks.hidden_states):
         unavailable |= dict.fromkeys(_HEADS, why_no_heads)
+    elif model.facts.architecture not in MTP_MODELS:
+        unavailable["mtp"] = "edgespec cannot run the MTP layers of its architecture with MLX"
     capabilities = Capabilities(
         rollback=not problem,
         tree=not tree_problem,
