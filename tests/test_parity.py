@@ -54,10 +54,10 @@ def cannot(row: Row, column: Column, name: str) -> bool:
         return row.method != "none"
     if "mtp" in row.drafters:
         return column.backend == "MLX" or (column.memory == "recurrent" and bool(row.branches))
+    if "dflash" in row.drafters:
+        return column.memory == "recurrent" and bool(row.branches)
     if row.head and column.backend == "MLX":
-        return row.drafters[0] not in ("eagle", "dflash") or (
-            column.memory == "recurrent" and bool(row.branches)
-        )
+        return row.drafters[0] != "eagle" or (column.memory == "recurrent" and bool(row.branches))
     if row.head and column.memory == "recurrent":
         return name != "lfm2"  # llama.cpp does not copy the input of the first layer of the others
     if row.head:
