@@ -146,7 +146,8 @@ def find_pair(
             f"an adapter needs an MLX model, but {found.name} is not one",
             "omit --adapter, or use an MLX version of the model, such as 8b-mlx",
         )
-    found = _prepared_for_early_exit(found, drafting, found_draft is not None or bool(heads.chosen))
+    drafts_otherwise = found_draft is not None or bool(heads.chosen)
+    found = _prepared_for_early_exit(found, drafting, drafts_otherwise)
     if heads.chosen and not found.file_format.head_formats:
         heads = without_heads(heads, f"{found.name} is used as prepared for early exit")
     if not found_draft and DRAFT_MODEL_USERS & drafting.named_drafters:
@@ -164,11 +165,12 @@ def _check_is_model(found: Resolved, metadata: MetadataCache) -> None:
         raise refused_head(found.name)
 
 
-def _prepared_for_early_exit(found: Resolved, drafting: DraftingOptions, has_draft: bool) -> Resolved:
+def _prepared_for_early_exit(found: Resolved, drafting: DraftingOptions, drafts_otherwise: bool) -> Resolved:
     if "layerskip" not in found.file_format.preparations:
         return found
     named = "layerskip" in drafting.named_drafters
-    automatic = "auto" in drafting.methods and not has_draft and find_valid_lowbit(found.path) is None
+    drafts_otherwise = drafts_otherwise or find_valid_lowbit(found.path) is not None
+    automatic = "auto" in drafting.methods and not drafts_otherwise
     prepared = find_prepared("layerskip", found.path) if named or automatic else None
     if prepared is None:
         return found
