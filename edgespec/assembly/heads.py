@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple, TypeAlias
 
 from edgespec.assembly.drafting_options import DraftingOptions
@@ -13,6 +14,7 @@ from edgespec.backends.memory_check import BLOCK_TOKENS
 from edgespec.catalog import MetadataCache, Resolved
 from edgespec.catalog.head_reference import resolve_head
 from edgespec.catalog.heads import HeadOption, head_options, named_head
+from edgespec.catalog.remote_header import resolve_head_metadata
 from edgespec.errors import EdgespecError, OptionError
 from edgespec.method_names import HEADS
 
@@ -67,8 +69,14 @@ def find_heads(
                 f"a head needs a GGUF model, but {target.name} is not one",
                 "omit --head, or use a GGUF version of the model",
             )
-        found = (find_head or partial(resolve_head, progress=progress))(drafting.head)
-        return FoundHeads((named_head(found, target, metadata, convert=find_head is None),))
+        if find_head is not None:
+            return FoundHeads((named_head(find_head(drafting.head), target, metadata, convert=False),))
+        # Check the metadata first, because a head for another target need not be downloaded.
+        with TemporaryDirectory(prefix="edgespec-") as folder:
+            header = resolve_head_metadata(drafting.head, Path(folder), progress)
+            named_head(header, target, metadata, convert=False)
+        found = resolve_head(drafting.head, progress=progress)
+        return FoundHeads((named_head(found, target, metadata),))
     named, automatic = drafting.named_drafters & {*HEADS}, "auto" in drafting.methods
     if not named and not automatic:
         return FoundHeads()
