@@ -53,7 +53,9 @@ def cannot(row: Row, column: Column, name: str) -> bool:
     if column.memory == "chunked":
         return row.method != "none"
     if "mtp" in row.drafters:
-        return column.backend == "MLX" or (column.memory == "recurrent" and bool(row.branches))
+        if column.memory == "recurrent":
+            return bool(row.branches)
+        return column.backend == "MLX"
     if "dflash" in row.drafters:
         return column.memory == "recurrent" and bool(row.branches)
     if row.head and column.backend == "MLX":

@@ -114,7 +114,7 @@ class PairEstimator:
             tokens = self._copy_context_tokens(choice, target.context_tokens)
             copy_options = replace(options, adapter=None, context_tokens=tokens)
             items += create_items("low-bit copy", self._copy.estimate(copy_options))
-        for option in pair.heads if choice.head else ():
+        for option in pair.heads[: choice.heads]:
             estimate = pair.target.file_format.estimate_head
             assert estimate is not None
             assert option.head is not None

@@ -126,10 +126,10 @@ def _estimate_mlx_head(head: Head, target: Path, context_tokens: int) -> MemoryE
     require_mlx(target.name)
     from edgespec.backends.mlx.dflash_loading import estimate_dflash_head
     from edgespec.backends.mlx.eagle_loading import estimate_eagle_head
+    from edgespec.backends.mlx.mtp import estimate_mtp_head
 
-    assert head.path is not None
-    estimate = estimate_dflash_head if head.method == "dflash" else estimate_eagle_head
-    return estimate(head.path, context_tokens)
+    estimates = {"mtp": estimate_mtp_head, "eagle": estimate_eagle_head, "dflash": estimate_dflash_head}
+    return estimates[head.method](head.path or target, context_tokens)
 
 
 def _measure_mlx_exits(model: LanguageModel, tokens: Sequence[int], first: int) -> ExitMeasurement:
@@ -229,7 +229,7 @@ _MLX = FileFormat(
     measure_exits=_measure_mlx_exits,
     low_bit_weights=True,
     trial=_try_mlx,
-    head_formats=dict.fromkeys(("eagle", "dflash"), frozenset({"mlx"})),
+    head_formats=dict.fromkeys(("mtp", "eagle", "dflash"), frozenset({"mlx"})),
     estimate_head=_estimate_mlx_head,
 )
 

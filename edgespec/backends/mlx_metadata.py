@@ -85,7 +85,8 @@ def read_mlx_info(folder: Path) -> ModelInfo:
         licence=_licence(folder),
         experts=experts,
         experts_used=used,
-        heads=tuple(_heads(whole, config, tensors)) or (("EAGLE",) if is_eagle(tensors) else ()),
+        heads=tuple(_heads(whole, config, tensors | _extra_layers(folder)))
+        or (("EAGLE",) if is_eagle(tensors) else ()),
         hidden_size=_first(config, ("target_hidden_size", "hidden_size", "n_embd")),
         layers=_first(config, ("num_hidden_layers", "n_layer")),
         read_layers=_read_layers(config),
@@ -174,6 +175,11 @@ def _heads(
     if any(re.search(r"(?:^|\.)(?:mtp|nextn)\.", name) for name in tensors):
         return [f"MTP, {layers} layer{'s' if layers > 1 else ''}" if layers else "MTP"]
     return []
+
+
+def _extra_layers(folder: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of layers for multi-token prediction that are in a file of their own."""
+    return {name: one for file in folder.glob("mtp*.safetensors") for name, one in read_tensors(file).items()}
 
 
 def _read_layers(config: Mapping[str, Any]) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,16 @@ from edgespec.assembly.loading import always_draft
 from edgespec.assembly.pairing import ModelPair, find_pair
 from edgespec.assembly.planning import LoadPlan, PlanRequest, check_fits, plan_pair
 from edgespec.backends.base import Head, LoadOptions
+from edgespec.catalog import resolve
 from edgespec.catalog.heads import HeadOption
 from edgespec.errors import CapabilityError, MemoryBudgetError, ModelFileError, OptionError
 from edgespec.memory import Budget
 from edgespec.method_names import HEADS
+from edgespec.prepare.layerskip import prepare_layerskip
 from tests.backends.published_heads import write_published
 from tests.backends.tiny_models import write_eagle, write_gemma2, write_llama
 from tests.catalog.conftest import own_home as own_home
+from tests.catalog.fake_stores import add_to_hub, add_to_lmstudio
 
 OPTIONS: dict[str, Any] = {"context": 256, "threads": 1}
 
@@ -59,6 +63,14 @@ class TestChoice:
         )
         assert describe_choice(chosen, options[:2]) == "drafting with the head eagle1"
 
+    def test_auto_takes_one_of_each_method(self) -> None:
+        options = [self.option(method, number) for number in (1, 2) for method in ("eagle", "mtp")]
+        chosen = choose_heads(options, {"mtp"}, automatic=True)
+        assert [each.reference for each in chosen] == ["eagle1", "mtp1"]
+        assert describe_choice(chosen, options) == (
+            "drafting with the heads eagle1 and mtp1; 2 other heads fit: eagle2, mtp2 (choose with --head)"
+        )
+
     def test_a_named_method_takes_its_first_one(self) -> None:
         options = [self.option(method, number) for method in HEADS for number in (1, 2)]
         for method in HEADS:
@@ -83,6 +95,22 @@ class TestFinding:
         for options in ({"head": "none"}, {"method": "suffix"}, {"method": "none"}):
             assert pair_of(target, **options).heads == ()
 
+    def test_a_found_head_does_not_replace_the_draft_model(self, tmp_path: Path) -> None:
+        demo = resolve("demo")
+        model = add_to_lmstudio(
+            tmp_path / "home" / ".lmstudio" / "models", "maker/Large-GGUF/large-Q8_0.gguf", demo.path
+        )
+        add_to_lmstudio(
+            tmp_path / "home" / ".lmstudio" / "models",
+            "maker/Small-GGUF/small-Q8_0.gguf",
+            resolve("demo-draft").path,
+        )
+        head = write_eagle(model.with_name("eagle3-large.gguf"), size=256, vocab=8192)
+        pair = pair_of(model)
+        assert [each.head for each in pair.heads] == [Head("eagle", head)]
+        assert pair.draft is not None
+        assert pair_of(model, head=head).draft is None
+
     def test_none_in_python_means_no_head(self, target: Path, head: Path) -> None:
         assert head.exists()
         assert pair_of(target, head=None).heads == ()
@@ -106,6 +134,20 @@ class TestFinding:
             edgespec.load(str(target), "none", method="eagle", **OPTIONS)
         with pytest.raises(OptionError, match="--head none was given"):
             edgespec.load(str(target), "none", method="eagle", head="none", **OPTIONS)
+
+
+class TestEarlyExit:
+    """A model that was prepared for early exit takes no head."""
+
+    def test_a_found_head_is_left_out(self, target: Path, head: Path) -> None:
+        prepare_layerskip(target, 2)
+        pair = pair_of(target, method="layerskip", methods=["auto"])
+        assert (pair.target.format, pair.heads) == ("layerskip", ())
+        assert "prepared for early exit" in pair.why_no_head
+        # The automatic mode prefers the head.
+        assert [each.head for each in pair_of(target).heads] == [Head("eagle", head)]
+        with pytest.raises(OptionError, match="a head cannot be used"):
+            pair_of(target, method="layerskip", methods=["eagle"], head=head)
 
 
 class TestLoading:
@@ -185,6 +227,22 @@ class TestPlanning:
             with pytest.raises(MemoryBudgetError, match="use --head none"):
                 check_fits(planned)
 
+    def test_the_least_preferred_head_is_dropped_first(self, target: Path, head: Path) -> None:
+        other = write_eagle(target.with_name("eagle3-other.gguf"), layers=(0, 1, 2))
+        drafting, options = DraftingOptions.of(), LoadOptions(context_tokens=512)
+        pair = find_pair(str(target), "none", drafting, None)
+        pair = replace(pair, heads=(*pair.heads, replace(pair.heads[0], reference=str(other))))
+
+        def planned(budget_bytes: int) -> LoadPlan:
+            request = PlanRequest(frozenset({"context", "kv_type"}))
+            return plan_pair(pair, drafting, options, Budget(budget_bytes, "here"), request)
+
+        both = planned(planned(1 << 40).plan.total_bytes - 1)
+        assert [option.reference for option in both.pair.heads] == [str(head)]
+        assert both.pair.why_no_head == f"the head {other} does not fit in memory"
+        assert [decision.what for decision in both.plan.decisions] == ["only 1 of 2 heads"]
+        assert planned(both.plan.total_bytes - 1).pair.heads == ()
+
     def test_plans_name_the_head(self, target: Path, head: Path) -> None:
         preview = edgespec.plan(str(target), "none", context=512)
         assert preview.heads == (str(head),)
@@ -198,3 +256,17 @@ def test_a_target_whose_hidden_states_cannot_be_read_works_without_its_head(tmp_
     write_eagle(tmp_path / "eagle3-gemma2.gguf")
     with edgespec.load(str(target), "none", **OPTIONS) as runtime:
         assert runtime.generate("the file", max_tokens=8).tokens
+
+
+def test_a_published_head_is_suggested_but_not_downloaded(tmp_path: Path) -> None:
+    model = write_llama(tmp_path / "Qwen3-8B-Q4_K_M.gguf", layers=3)
+    add_to_hub(tmp_path / "cache", "unsloth/Qwen3-8B-GGUF", model)
+    pair = pair_of(Path("qwen3-8b"))
+    assert (pair.draft, pair.heads) == (None, ())
+    for expected in (
+        "download it with --draft qwen3-0.6b (381 MiB, expected speed-up",
+        "estimated from its size, not measured on this machine)",
+        ", or a head with --head qwen3-8b-eagle3 (763 MiB, expected speed-up",
+        "its publisher measured 1.7x on a server GPU with 16-bit weights)",
+    ):
+        assert expected in pair.why_no_draft

@@ -122,6 +122,21 @@ def test_unfitting_tensors_are_refused(tmp_path: Path, changes: dict[str, Any], 
         read_eagle(folder)
 
 
+def test_quantised_heads_are_refused(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {
+        "fc.weight": np.zeros((32, 12), np.uint32),
+        "fc.scales": np.zeros((32, 3), np.float16),
+    }
+    folder = write_head(tmp_path / "head", vocab=VOCAB, changes=changes)
+    with pytest.raises(ModelFileError, match="not an EAGLE head that edgespec supports"):
+        read_eagle(folder)
+    header = json.dumps({"a": {"dtype": "F8_E4M3", "shape": [2], "data_offsets": [0, 2]}}).encode()
+    content = len(header).to_bytes(8, "little") + header + bytes(2)
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(ModelFileError, match="type F8_E4M3"):
+        read_eagle(folder)
+
+
 def test_damaged_files_are_refused(tmp_path: Path) -> None:
     folder = write_head(tmp_path / "head", vocab=VOCAB)
     weights = folder / "model.safetensors"

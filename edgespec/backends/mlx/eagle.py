@@ -1,10 +1,10 @@
-"""Draft with an EAGLE head, a small network that reads the target's hidden states."""
+"""Draft with an EAGLE head or an MTP layer, a small network that reads the target's hidden states."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -15,7 +15,6 @@ from edgespec.backends.base_model import in_batches
 from edgespec.backends.hidden_state_log import HiddenStateLog
 from edgespec.backends.memory_check import check_tokens_fit
 from edgespec.backends.mlx.attention_cache import AttentionCache
-from edgespec.backends.mlx.eagle_network import EagleNetwork
 from edgespec.backends.mlx.evaluation import evaluate, start_evaluation, translate_errors
 from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.mlx.pass_layout import PassLayout, install_tree_ropes
@@ -27,10 +26,29 @@ from edgespec.errors import CancelledError, CapabilityError
 if TYPE_CHECKING:
     from edgespec.backends.mlx.model import MlxModel
 
-__all__ = ["BATCH_TOKENS", "EagleHead"]
+__all__ = ["BATCH_TOKENS", "EagleHead", "HeadNetwork"]
 
 # Maximum number of tokens per pass. A pass cannot be interrupted.
 BATCH_TOKENS = 64
+
+
+class HeadNetwork(Protocol):
+    """The layer of a head, which runs each token with the hidden state before it."""
+
+    fc: Any
+    """The matrix that combines the inputs, whose data type is that of the computation."""
+
+    def reduced(self, states: mx.array) -> mx.array:
+        """Return the hidden states [tokens, size] that the layer reads, given the target's."""
+
+    def __call__(self, embeddings: mx.array, states: mx.array, cache: AttentionCache) -> mx.array:
+        """Return the head's hidden states [tokens, size] for tokens and the hidden states before them."""
+
+    def normalised(self, states: mx.array) -> mx.array:
+        """Return the hidden states that the LM head reads, given those of the layer."""
+
+    def fed_back(self, states: mx.array) -> mx.array:
+        """Return the hidden states with which the layer runs the tokens that follow, given its own."""
 
 
 class EagleHead(SelfDraftView["MlxModel"]):
@@ -53,7 +71,7 @@ class EagleHead(SelfDraftView["MlxModel"]):
         self,
         target: MlxModel,
         log: HiddenStateLog,
-        network: EagleNetwork,
+        network: HeadNetwork,
         embed: Callable[[mx.array], mx.array],
         lm_head: Callable[[mx.array], mx.array],
         target_ids: NDArray[np.int64] | None,

@@ -31,7 +31,7 @@ from edgespec.heads.eagle_files import EagleFiles, read_eagle
 if TYPE_CHECKING:
     from edgespec.backends.mlx.model import MlxModel
 
-__all__ = ["estimate_eagle_head", "load_eagle_head"]
+__all__ = ["estimate_eagle_head", "load_eagle_head", "most_accurate"]
 
 # Text with which heads are tried that could read several hidden states of the target.
 _TRIAL_TEXT = (
@@ -85,7 +85,7 @@ def load_eagle_head(target: MlxModel, net: Any, folder: Path) -> EagleHead:
         for states in _state_choices(target, files, folder):
             heads += [_head(target, net, files, weights, states, name, folder)]
         check_finite(heads[0], folder)
-        best = _most_accurate(target, heads) if len(heads) > 1 else heads[0]
+        best = most_accurate(target, heads) if len(heads) > 1 else heads[0]
     except BaseException:
         for head in heads:
             head.close()
@@ -156,7 +156,7 @@ def _head(
         raise
 
 
-def _most_accurate(target: MlxModel, heads: Sequence[EagleHead]) -> EagleHead:
+def most_accurate(target: MlxModel, heads: Sequence[EagleHead]) -> EagleHead:
     """Return the head that most often predicts what the target does, or the first one if several do.
 
     Publishers describe the same hidden states differently, and a wrong choice only lowers the acceptance

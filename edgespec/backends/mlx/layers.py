@@ -136,6 +136,11 @@ class Body:
         self._body = body
         self.output: mx.array | None = None
 
+    @property
+    def arguments(self) -> Any:
+        """The sizes from which mlx-lm built the model."""
+        return self._parent.args
+
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Record the output of the body in every pass inside the block."""

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -237,11 +238,11 @@ class MlxModel(BaseModel):
     def _head(self, method: Head) -> SelfDraftView[MlxModel]:
         from edgespec.backends.mlx.dflash_loading import load_dflash_head
         from edgespec.backends.mlx.eagle_loading import load_eagle_head
+        from edgespec.backends.mlx.mtp import load_mtp_head
 
         self.partial_models.check(method.method, self.facts)
-        assert method.path is not None
-        load = load_dflash_head if method.method == "dflash" else load_eagle_head
-        return load(self, self._net, method.path)
+        loaders = {"mtp": load_mtp_head, "eagle": load_eagle_head, "dflash": load_dflash_head}
+        return loaders[method.method](self, self._net, method.path or Path(self.facts.path))
 
     def _partial_model(self, method: PartialDraft) -> PartialModel:
         self.partial_models.check(SELF_DRAFT_NAMES[type(method)], self.facts)
