@@ -23,8 +23,10 @@ from edgespec.reply import MethodReport
 
 __all__ = ["DrafterSet", "MissingDrafter"]
 
-# The method `auto` combines the first available drafter in this list with suffix lookup.
-_AUTO_MODELS = (*HEADS, "model", "layerskip", "lowbit")
+# The method `auto` combines all of these drafters that are available with suffix lookup. Without any, it uses
+# the first available one of `_AUTO_SELF_DRAFTS`.
+_AUTO_MODELS = (*HEADS, "model")
+_AUTO_SELF_DRAFTS = ("layerskip", "lowbit")
 _AUTO_LOOKUP = "suffix"
 _CLASSIFIED_TOKENS = 512
 
@@ -135,7 +137,9 @@ class DrafterSet:
 
     def _auto_names(self) -> tuple[str, ...]:
         models = [name for name in _AUTO_MODELS if name in self._drafters]
-        return tuple(name for name in (*models[:1], _AUTO_LOOKUP) if name in self._drafters)
+        if not models:
+            models = [name for name in _AUTO_SELF_DRAFTS if name in self._drafters][:1]
+        return tuple(name for name in (*models, _AUTO_LOOKUP) if name in self._drafters)
 
     def _controlled(self, config: AutoConfig, names: tuple[str, ...]) -> AutoController:
         if names not in self._controllers:

@@ -55,11 +55,13 @@ def cannot(row: Row, column: Column, name: str) -> bool:
     if {"medusa", "hydra"} & {*row.drafters}:
         return column.memory == "recurrent" and bool(row.branches)
     if "mtp" in row.drafters:
-        return column.backend == "MLX" or (column.memory == "recurrent" and bool(row.branches))
+        if column.memory == "recurrent":
+            return bool(row.branches)
+        return column.backend == "MLX"
+    if "dflash" in row.drafters:
+        return column.memory == "recurrent" and bool(row.branches)
     if row.head and column.backend == "MLX":
-        return row.drafters[0] not in ("eagle", "dflash") or (
-            column.memory == "recurrent" and bool(row.branches)
-        )
+        return row.drafters[0] != "eagle" or (column.memory == "recurrent" and bool(row.branches))
     if row.head and column.memory == "recurrent":
         return name != "lfm2"  # llama.cpp does not copy the input of the first layer of the others
     if row.head:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple, TypeAlias
 
 from edgespec.assembly.drafting_options import DraftingOptions
@@ -13,6 +14,7 @@ from edgespec.backends.memory_check import BLOCK_TOKENS
 from edgespec.catalog import MetadataCache, Resolved
 from edgespec.catalog.head_reference import resolve_head
 from edgespec.catalog.heads import HeadOption, head_options, named_head
+from edgespec.catalog.remote_header import resolve_head_metadata
 from edgespec.errors import EdgespecError, OptionError
 from edgespec.method_names import HEADS
 
@@ -67,8 +69,14 @@ def find_heads(
                 f"a head needs a GGUF model, but {target.name} is not one",
                 "omit --head, or use a GGUF version of the model",
             )
-        found = (find_head or partial(resolve_head, progress=progress))(drafting.head)
-        return FoundHeads((named_head(found, target, metadata, convert=find_head is None),))
+        if find_head is not None:
+            return FoundHeads((named_head(find_head(drafting.head), target, metadata, convert=False),))
+        # Check the metadata first, because a head for another target need not be downloaded.
+        with TemporaryDirectory(prefix="edgespec-") as folder:
+            header = resolve_head_metadata(drafting.head, Path(folder), progress)
+            named_head(header, target, metadata, convert=False)
+        found = resolve_head(drafting.head, progress=progress)
+        return FoundHeads((named_head(found, target, metadata),))
     named, automatic = drafting.named_drafters & {*HEADS}, "auto" in drafting.methods
     if not named and not automatic:
         return FoundHeads()
@@ -95,18 +103,18 @@ def without_heads(found: FoundHeads, why: str) -> FoundHeads:
 def choose_heads(
     options: Sequence[HeadOption], named_methods: Collection[str], *, automatic: bool
 ) -> tuple[HeadOption, ...]:
-    """Return the heads to load: one for each method that the user named, and the best one for `auto`.
+    """Return the heads to load: the first one for each method that the user named, or that `auto` can use.
 
     Args:
         options: The heads for the target, the ones to prefer first.
         named_methods: The methods that the user named.
-        automatic: Whether `auto` can be used.
+        automatic: Whether `auto` can be used, which chooses among the heads of all methods.
     """
-    usable = [option for option in options if option.is_usable]
-    chosen = {option.method: option for option in reversed(usable) if option.method in named_methods}
-    if automatic and usable:
-        chosen.setdefault(usable[0].method, usable[0])
-    return tuple(chosen[method] for method in HEADS if method in chosen)
+    chosen: dict[str, HeadOption] = {}
+    for option in options:
+        if option.is_usable and (automatic or option.method in named_methods):
+            chosen.setdefault(option.method, option)
+    return tuple(chosen.values())
 
 
 def describe_choice(chosen: Sequence[HeadOption], options: Sequence[HeadOption]) -> str:
@@ -114,12 +122,13 @@ def describe_choice(chosen: Sequence[HeadOption], options: Sequence[HeadOption])
     if not chosen:
         blocked = next((each for each in options if each.source == "beside" and each.problem), None)
         return f"not drafting with the head {blocked.name}: {blocked.problem}" if blocked else ""
-    names = " and ".join(option.name for option in chosen)
+    start = "drafting with the head" + ("s " if len(chosen) > 1 else " ")
+    start += " and ".join(option.name for option in chosen)
     others = [option.name for option in options if option.is_usable and option not in chosen]
     if not others:
-        return f"drafting with the head {names}"
+        return start
     count = f"{len(others)} other heads fit" if len(others) > 1 else "another head fits"
-    return f"drafting with the head {names}; {count}: {', '.join(others)} (choose with --head)"
+    return f"{start}; {count}: {', '.join(others)} (choose with --head)"
 
 
 def _checked_estimate(option: HeadOption, target: Resolved) -> HeadOption:

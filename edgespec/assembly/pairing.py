@@ -62,7 +62,7 @@ class ModelPair:
         why_no_draft: The reason why there is no draft model. Empty if there is one.
         why_draft: The reason why `auto` chose this draft model. Empty if the user chose it or the catalogue
             recommends it.
-        heads: The heads to draft with, at most one for each method.
+        heads: The heads to draft with, at most one for each method, the ones to prefer first.
         why_no_head: The reason why there is no head. Empty if there is one.
         why_heads: Which heads were chosen, as a notice for the user. Empty if the user chose the head.
     """
@@ -112,8 +112,8 @@ def find_pair(
 
     Args:
         target: Reference to the target.
-        draft: Reference to the draft model. `auto` chooses from the models on this machine, or none if there
-            is a head.
+        draft: Reference to the draft model. `auto` chooses from the models on this machine, or none if the
+            user named a head.
         drafting: The methods that replies can use.
         progress: Called during downloads. Returning False cancels them.
         options: Memory and context limits for `auto` to respect when it chooses a draft model.
@@ -133,7 +133,8 @@ def find_pair(
     metadata = MetadataCache()
     _check_is_model(found, metadata)
     heads = find_heads(found, drafting, metadata, find_head, progress)
-    if heads.chosen and draft == "auto" and not DRAFT_MODEL_USERS & drafting.named_drafters:
+    names_head = any(head.source == "named" for head in heads.chosen)
+    if names_head and draft == "auto" and not DRAFT_MODEL_USERS & drafting.named_drafters:
         found_draft, why_none, why_draft = None, "the head drafts instead", ""
     else:
         found_draft, why_none, why_draft = _find_draft(found, draft, find_model, options)

@@ -33,6 +33,9 @@ _MIN_PREFILL_TOKENS = 32
 _DRAFT_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 # Retry unsuccessful drafters only while other drafters contribute no more accepted tokens than this.
 _MAX_TOKENS_AT_RISK = 0.5
+# While a draft model saves time, measuring another one for the first time may use at most this share of the
+# time that `exploration_seconds` allows. A heuristic.
+_MEASURING_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -56,10 +59,12 @@ class _Proposal:
 class CombinedDrafter(Drafter):
     """Runs each drafter whose draft is expected to save time, and merges the drafts into one tree.
 
-    Lookup drafters run first, in every round. A draft model runs if its recent acceptance rate justifies its
-    cost, or if its cost has not been measured yet. Lookup tokens that are unlikely to be accepted are
-    dropped. Other drafts are kept whole, because dropping tokens that were drawn at random would bias
-    rejection sampling.
+    Lookup drafters run first, in every round. Of the drafters that run a model (draft models and heads), at
+    most one runs in a round, because two models mostly draft the same tokens, but cost the sum of their
+    times. It is the one with the highest expected gain, if its recent acceptance rate justifies its cost.
+    Others are run instead for a small share of the time, to measure them and to notice when they become
+    better. Lookup tokens that are unlikely to be accepted are dropped. Other drafts are kept whole, because
+    dropping tokens that were drawn at random would bias rejection sampling.
 
     Args:
         drafters: The drafters, in the order in which their drafts are merged.
@@ -74,7 +79,8 @@ class CombinedDrafter(Drafter):
         clock: Returns the time in seconds.
 
     Attributes:
-        drafted_levels: Depth of the most recent draft from a drafter that runs a model.
+        model_name: Name of the drafter that ran its model in the last call to `propose`, or None.
+        drafted_levels: Depth of its draft.
         prefill_seconds: Time spent on prefill in the last call to `propose`.
         contributors: Names of the drafters that contributed tokens to the last non-empty draft.
     """
@@ -91,10 +97,13 @@ class CombinedDrafter(Drafter):
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.name = "+".join(drafter.name for drafter in drafters)
+        self.model_name: str | None = None
         self.drafted_levels = 0
         self.prefill_seconds = 0.0
         self.contributors: tuple[str, ...] = ()
         self._stats = tuple(DrafterStats(drafter) for drafter in drafters)
+        self._lookups = tuple(stats for stats in self._stats if stats.is_lookup)
+        self._models = {stats.drafter.name: stats for stats in self._stats if not stats.is_lookup}
         self._can_branch = can_branch
         self._limits = limits or PassLimits()
         self._v = v
@@ -115,15 +124,15 @@ class CombinedDrafter(Drafter):
 
     @property
     def has_lookup(self) -> bool:
-        return any(stats.is_lookup for stats in self._stats)
+        return bool(self._lookups)
 
     @property
-    def pass_seconds(self) -> float:
-        """Longest duration of a draft model's single-token pass, measured before the first draft.
+    def pass_seconds(self) -> dict[str, float]:
+        """Duration of a single-token pass of each drafter that runs a model, by name.
 
-        0 if it was not measured.
+        It is measured before the first draft, and is 0 if it was not measured.
         """
-        return max(stats.pass_seconds for stats in self._stats)
+        return {name: stats.pass_seconds for name, stats in self._models.items()}
 
     def select_text_kind(self, kind: str) -> None:
         for stats in self._stats:
@@ -149,23 +158,33 @@ class CombinedDrafter(Drafter):
             stats.begin(tokens)
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
-        return self.propose_within(sampler, acceptance, draft_length, draft_length)
+        lengths = dict.fromkeys(self._models, draft_length)
+        return self.propose_within(sampler, acceptance, draft_length, lengths)
 
     def propose_within(
-        self, sampler: Sampler, acceptance: Acceptance, lookup_length: int, model_length: int
+        self,
+        sampler: Sampler,
+        acceptance: Acceptance,
+        lookup_length: int,
+        model_lengths: Mapping[str, int],
     ) -> TokenTree:
-        """Propose a draft, with separate maximum lengths for lookups and for drafters that run a model."""
-        proposals = self._proposals = {}
-        self.prefill_seconds = 0.0
-        for stats in sorted(self._stats, key=lambda stats: not stats.is_lookup):
-            if stats.is_lookup or (model_length and self._prepare(stats, model_length)):
-                started = self._clock()
-                length = lookup_length if stats.is_lookup else model_length
-                tree = stats.drafter.propose(sampler, acceptance, length)
-                stats.record_draft(tree, length, self._clock() - started)
-                proposals[stats] = _Proposal(tree, stats.acceptance.node_probs(tree))
-        depths = [max(each.tree.depths) for stats, each in proposals.items() if not stats.is_lookup]
-        self.drafted_levels = max(depths, default=0)
+        """Propose a draft of limited length.
+
+        Args:
+            sampler: See `propose`.
+            acceptance: See `propose`.
+            lookup_length: Maximum length of a lookup drafter's draft.
+            model_lengths: Maximum length of the draft of each drafter that runs a model, by name.
+        """
+        self._proposals = {}
+        self.prefill_seconds, self.model_name, self.drafted_levels = 0.0, None, 0
+        for stats in self._lookups:
+            self._ask(stats, sampler, acceptance, lookup_length)
+        if chosen := self._choose_model(model_lengths):
+            self.model_name = chosen.drafter.name
+            tree = self._ask(chosen, sampler, acceptance, model_lengths[self.model_name])
+            self.drafted_levels = max(tree.depths)
+        proposals = self._proposals
         tree = self._merged_tree() if proposals else TokenTree.chain(self._last_token)
         if tree.drafted:
             drafted = (stats for stats in self._asked if proposals[stats].tree.drafted)
@@ -173,12 +192,36 @@ class CombinedDrafter(Drafter):
         self._proposed_at = self._clock()
         return tree
 
+    def _ask(self, stats: DrafterStats, sampler: Sampler, acceptance: Acceptance, length: int) -> TokenTree:
+        started = self._clock()
+        tree = stats.drafter.propose(sampler, acceptance, length)
+        stats.record_draft(tree, length, self._clock() - started)
+        self._proposals[stats] = _Proposal(tree, stats.acceptance.node_probs(tree))
+        return tree
+
     @property
     def _asked(self) -> list[DrafterStats]:
         return [stats for stats in self._stats if stats in self._proposals]
 
-    def _prepare(self, stats: DrafterStats, levels: int) -> bool:
-        gain = self._expected_gain(stats, levels)
+    def _choose_model(self, lengths: Mapping[str, int]) -> DrafterStats | None:
+        """Choose the drafter whose model runs in this round, and prefill it. Return None if none should."""
+        levels = {stats: lengths[name] for name, stats in self._models.items() if lengths[name]}
+        gains = {stats: self._expected_gain(stats, levels[stats]) for stats in levels}
+        known = [stats for stats, gain in gains.items() if gain < inf]
+        best = max(known, key=gains.__getitem__, default=None)
+        if best is None or gains[best] <= 1.0:
+            ranked = sorted(gains, key=gains.__getitem__, reverse=True)
+            return next(
+                (stats for stats in ranked if self._prepare(stats, levels[stats], gains[stats])), None
+            )
+        for stats, gain in gains.items():
+            if stats is not best and self._should_challenge(stats, gain / gains[best]):
+                stats.force_draft()
+                if self._prefill(stats):
+                    return stats
+        return best if self._prepare(best, levels[best], gains[best]) else None
+
+    def _prepare(self, stats: DrafterStats, levels: int, gain: float) -> bool:
         if gain > 1.0:
             if levels > stats.empty_draft_levels:
                 stats.retries.shorten()
@@ -190,6 +233,22 @@ class CombinedDrafter(Drafter):
         stats.acceptance.limit_weight()
         stats.force_draft()
         return self._prefill(stats)
+
+    def _should_challenge(self, stats: DrafterStats, relative_gain: float) -> bool:
+        """Return whether to run a drafter instead of the best one, to measure it.
+
+        `relative_gain` is its expected speed divided by that of the best drafter.
+        """
+        step = self._target_step_seconds.value
+        catch_up = self._prefill_tokens(stats) * stats.prefill_token_seconds(step) / step
+        if relative_gain == inf:
+            return catch_up * step <= _MEASURING_SHARE * self._exploration_seconds()
+        rows = round(stats.acceptance.rows.value)
+        cost = max(1.0 - relative_gain, 0.0) * (self._draft_cost(stats) + self._v(1 + rows))
+        if not stats.retries.is_affordable(catch_up + cost):
+            return False
+        stats.acceptance.limit_weight()
+        return True
 
     def _should_retry(self, stats: DrafterStats, gain: float) -> bool:
         if sum(self._estimate().reach_probs) > _MAX_TOKENS_AT_RISK:
@@ -233,14 +292,13 @@ class CombinedDrafter(Drafter):
         return min(pending, int(affordable)) if affordable >= min(pending, _MIN_PREFILL_TOKENS) else 0
 
     @property
-    def planned_prefill_seconds(self) -> float:
-        """Time in seconds that the next call to `propose` can spend on prefilling draft models."""
+    def planned_prefill_seconds(self) -> dict[str, float]:
+        """Time in seconds that the next call to `propose` can spend on prefilling each model, by name."""
         step = self._target_step_seconds.value
-        return sum(
-            self._prefill_tokens(stats) * stats.prefill_token_seconds(step)
-            for stats in self._stats
-            if not stats.is_lookup
-        )
+        return {
+            name: self._prefill_tokens(stats) * stats.prefill_token_seconds(step)
+            for name, stats in self._models.items()
+        }
 
     def _merged_tree(self) -> TokenTree:
         chosen = self._asked if self._can_branch else self._best_chain()

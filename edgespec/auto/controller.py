@@ -130,7 +130,9 @@ class AutoController(Drafter):
         self._round: _Round | None = None
         # Mean time spent outside the target's pass when one token is generated, for example on sampling.
         self._overhead_seconds = RunningMean()
-        self._worst_case = WorstCaseCosts(costs, drafter.pass_seconds)
+        # Worst-case costs of each drafter that runs a model. Lookups alone need an entry for verify passes.
+        passes = drafter.pass_seconds or {"": 0.0}
+        self._worst_cases = {name: WorstCaseCosts(costs, seconds) for name, seconds in passes.items()}
         self._backoff = Backoff()
         self._backoffs = {costs.conditions: self._backoff}
         self._saved_backoff = self._backoff
@@ -180,32 +182,42 @@ class AutoController(Drafter):
         self._follow_conditions()
         must_measure = self._tokens_since_target_step >= _REMEASURE_TOKENS or self.costs.needs_target_step
         if not must_measure and self._backoff.may_draft():
-            lookup_length, model_length = self._affordable_lengths(this_round, draft_length)
-            self._unaffordable_rounds += model_length == 0 < draft_length
+            lookup_length, model_lengths = self._affordable_lengths(this_round, draft_length)
+            self._unaffordable_rounds += draft_length > 0 and not any(model_lengths.values())
             if lookup_length:
                 this_round.was_asked = True
                 self._asked_rounds += 1
-                tree = self._drafter.propose_within(sampler, acceptance, lookup_length, model_length)
+                tree = self._drafter.propose_within(sampler, acceptance, lookup_length, model_lengths)
                 tree = self._cut(tree, self.allowance_seconds - (self._clock() - this_round.started))
                 if tree.drafted:
                     self._contributors |= dict.fromkeys(self._drafter.contributors)
         this_round.draft_done = self._clock()
         return tree
 
-    def _affordable_lengths(self, this_round: _Round, draft_length: int) -> tuple[int, int]:
+    def _affordable_lengths(self, this_round: _Round, draft_length: int) -> tuple[int, dict[str, int]]:
+        """Return the maximum draft lengths of lookups, and of each drafter that runs a model."""
         allowance = self.allowance_seconds
         if allowance <= 0.0:
-            return 0, 0
+            return 0, {}
         this_round.was_considered = True
         if not self._is_drafting:
             self._drafter.begin(self._tokens)
             self._is_drafting = True
-        model_length = self._worst_case.model_draft_length(
-            draft_length, allowance - self._drafter.planned_prefill_seconds, self.loss_limit.draft_rounds
-        )
+        prefill_seconds = self._drafter.planned_prefill_seconds
+        lengths = {
+            name: worst_case.model_draft_length(
+                draft_length, allowance - prefill_seconds.get(name, 0.0), self.loss_limit.draft_rounds
+            )
+            for name, worst_case in self._worst_cases.items()
+        }
         if not self._drafter.has_lookup:
-            return model_length, model_length
-        return self._worst_case.affordable_length(draft_length, allowance, 0.0), model_length
+            return max(lengths.values()), lengths
+        return self._pass_costs.affordable_length(draft_length, allowance, 0.0), lengths
+
+    @property
+    def _pass_costs(self) -> WorstCaseCosts:
+        """The worst-case costs of verify passes, which are the same for all drafters."""
+        return next(iter(self._worst_cases.values()))
 
     def _cut(self, tree: TokenTree, allowance_seconds: float) -> TokenTree:
         """Drop tokens from the end of a draft until rejecting all of it costs at most `allowance_seconds`.
@@ -217,7 +229,7 @@ class AutoController(Drafter):
         while (
             width > 1
             and tree.draft_probs[width - 1] is None
-            and self._worst_case.extra_pass_seconds(width) > allowance_seconds
+            and self._pass_costs.extra_pass_seconds(width) > allowance_seconds
         ):
             width -= 1
         return tree.pruned(1 << 62, 1 << 30, width)
@@ -231,7 +243,8 @@ class AutoController(Drafter):
         self.costs.set_conditions(self._now)
         if self.costs.conditions == previous:
             return
-        self._worst_case.change_conditions(previous, step_seconds)
+        for worst_case in self._worst_cases.values():
+            worst_case.change_conditions(previous, step_seconds)
         self._backoff = self._backoffs.setdefault(self.costs.conditions, Backoff())
         self._is_drafting = self._is_drafting and not self._backoff.is_paused
         self._run_ahead(self._backoff.is_paused)
@@ -277,8 +290,11 @@ class AutoController(Drafter):
             self._tokens_since_target_step += tokens
             self._backoff.record_draft(tokens - (seconds - prefill_seconds) / step_seconds)
             if is_undisturbed:
-                self._worst_case.record_pass(this_round.pass_seconds, expected_seconds)
-        self._worst_case.record_draft(self._drafter.drafted_levels, draft_seconds - prefill_seconds)
+                for worst_case in self._worst_cases.values():
+                    worst_case.record_pass(this_round.pass_seconds, expected_seconds)
+        for name, worst_case in self._worst_cases.items():
+            if self._drafter.model_name in (name, None):
+                worst_case.record_draft(self._drafter.drafted_levels, draft_seconds - prefill_seconds)
         self._apply_backoff()
 
     def _record_target_step(
@@ -286,7 +302,8 @@ class AutoController(Drafter):
     ) -> None:
         self.costs.set_context_tokens(len(self._tokens))
         self._overhead_seconds.add(seconds - this_round.pass_seconds - draft_seconds)
-        self._worst_case.record_target_step()
+        for worst_case in self._worst_cases.values():
+            worst_case.record_target_step()
         self.loss_limit.record_target_step(tokens, draft_seconds if this_round.was_considered else 0.0)
         self._tokens_since_target_step = 0
         if this_round.was_considered:
@@ -301,7 +318,7 @@ class AutoController(Drafter):
         """Return a report on how much drafting speeds up the current or last reply."""
         step_seconds, loss_limit = self.target_step_seconds, self.loss_limit
         speed_up = loss_limit.speed_up(step_seconds)
-        shortest_loss = self._worst_case.loss_seconds(1, self._worst_case.level_seconds)
+        shortest_loss = min(each.loss_seconds(1, each.level_seconds) for each in self._worst_cases.values())
         drafts_often = loss_limit.draft_rounds * _TOKENS_PER_RETRY >= loss_limit.tokens
         return ControllerReport(
             step_seconds,

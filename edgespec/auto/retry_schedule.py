@@ -44,6 +44,18 @@ class RetrySchedule:
         self._interval, self._waited = min(2 * self._interval, self._max_interval), 0
         return True
 
+    def is_affordable(self, cost: float) -> bool:
+        """Return whether to try the drafter instead of a better one in this round, and count the round.
+
+        Unlike `is_due`, it waits as long as necessary for `cost` to be at most 0.75 % of the decoding time.
+        A draft model that has to catch up with a long text can wait until the next reply.
+        """
+        self._waited += 1
+        if self._waited < max(self._min_interval, cost / _RETRY_SHARE):
+            return False
+        self._waited = 0
+        return True
+
     def skip_rounds(self, rounds: int) -> None:
         self._waited += rounds
 

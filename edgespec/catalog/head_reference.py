@@ -51,15 +51,11 @@ def resolve_head_with(reference: str, download: Download) -> Resolved:
         case HubReference(repository, quantisation):
             if catalogue.of_repository(repository):
                 raise refused_model(typed)
-            path = download(repository, quantisation)
-            note = f"{typed} -> hf:{hub_name(repository, quantisation)}: {path}"
-            return Resolved(typed, path, "hub", None, note, format_at(path).name)
+            return _resolve_hub(typed, repository, quantisation, download)
         case NameReference():
             name = parsed.full_name
             if head := catalogue.find_head(name):
-                path = download(head.repository, None)
-                note = f"{typed} -> hf:{head.repository}: {path}"
-                return Resolved(typed, path, "hub", None, note, format_at(path).name)
+                return _resolve_hub(typed, head.repository, None, download)
             if Path(name).exists():
                 return _resolve_head_path(Path(name))
             if catalogue.find(name):
@@ -76,6 +72,12 @@ def _resolve_head_path(path: Path) -> Resolved:
     """Return the head at a path. Medusa and Hydra heads can be named by the file with their weights."""
     is_weights = path.is_file() and residual_head_method(path) is not None
     return resolve_path(path.parent if is_weights else path, missing_from_head)
+
+
+def _resolve_hub(typed: str, repository: str, quantisation: str | None, download: Download) -> Resolved:
+    path = cached_model(repository, quantisation, missing_from_head) or download(repository, quantisation)
+    note = f"{typed} -> hf:{hub_name(repository, quantisation)}: {path}"
+    return Resolved(typed, path, "hub", None, note, format_at(path).name)
 
 
 def refused_model(name: str) -> ModelFileError:

@@ -5,7 +5,7 @@ from scripts.simulation.machines import MACHINES, SimulatedMachine
 from scripts.simulation.oracle import PLAIN, Fixed, best_fixed, fixed_seconds
 from scripts.simulation.report import Case, Outcome, evaluate, recovery_tokens
 from scripts.simulation.traces import Text, Trace, flips, passages, recorded, replies, stationary, stretches
-from scripts.simulation.world import World
+from scripts.simulation.world import SimulatedModel, World
 
 __all__ = [
     "MACHINES",
@@ -14,6 +14,7 @@ __all__ = [
     "Fixed",
     "Outcome",
     "SimulatedMachine",
+    "SimulatedModel",
     "Text",
     "Trace",
     "World",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from edgespec.auto.combined_drafter import CombinedDrafter
 from edgespec.auto.controller import AutoController
@@ -12,7 +12,7 @@ from edgespec.costs.curve import CostCurve
 from edgespec.costs.pass_limits import PassLimits
 from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
 from edgespec.drafters.base import Drafter
-from scripts.simulation.world import World
+from scripts.simulation.world import SimulatedModel, World
 
 __all__ = ["make_controller"]
 
@@ -23,17 +23,31 @@ def make_controller(
     initial_curve: CostCurve | None = None,
     limits: LossLimits | None = None,
     lookup: bool = False,
+    others: Sequence[SimulatedModel] = (),
     count_replies: Callable[[], int] = lambda: 1,
 ) -> AutoController:
-    """Return a controller for the simulated draft model and, if `lookup` is True, the lookup drafter.
+    """Return a controller for the simulated draft model and further drafters.
 
-    The controller starts with `initial_curve`, or with the machine's own cost curve.
+    Args:
+        world: The machine.
+        initial_curve: The cost curve with which the controller starts. Defaults to the machine's own.
+        limits: The loss limits.
+        lookup: Whether there is a lookup drafter.
+        others: Further draft models and heads.
+        count_replies: See `AutoController`.
     """
     costs, loss_limit = LiveCosts(initial_curve or world.machine.curve), LossLimit(limits)
-    growth = AdaptiveTreeGrowth(
-        PassLimits(), costs.v, siblings=1, initial_pass_cost=world.draft_cost(), clock=world.clock
-    )
-    drafters: list[Drafter] = [world.model(growth), *([world.lookup()] if lookup else [])]
+
+    def growth(pass_cost: float) -> AdaptiveTreeGrowth:
+        return AdaptiveTreeGrowth(
+            PassLimits(), costs.v, siblings=1, initial_pass_cost=pass_cost, clock=world.clock
+        )
+
+    drafters: list[Drafter] = [
+        *(world.model(growth(other.draft_cost), other) for other in others),
+        world.model(growth(world.draft_cost())),
+        *([world.lookup()] if lookup else []),
+    ]
     combined = CombinedDrafter(
         drafters,
         can_branch=True,

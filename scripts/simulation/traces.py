@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -31,12 +31,18 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A reply, with the predictions of a draft model and, if there is one, of a lookup drafter."""
+    """A reply, with the predictions of a draft model and of further drafters.
+
+    Attributes:
+        lookup: The predictions of the lookup drafter, if there is one.
+        others: The predictions of further draft models and heads, by name.
+    """
 
     name: str
     model: Trace
     lookup: Trace | None = None
     prompt_tokens: int = 1
+    others: Mapping[str, Trace] = field(default_factory=dict)
 
     @property
     def length(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +20,26 @@ from edgespec.engine.tree import TokenTree
 from scripts.simulation.machines import SimulatedMachine
 from scripts.simulation.traces import Text, Trace
 
-__all__ = ["World"]
+__all__ = ["SimulatedModel", "World"]
 
 WORDS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedModel:
+    """A further draft model or head. Costs are in target steps.
+
+    Attributes:
+        name: Name of the drafter. `Text.others` holds its predictions under this name.
+        draft_cost: Cost of drafting a token.
+        prefill_cost: Cost of prefilling a token of the prompt.
+    """
+
+    name: str
+    draft_cost: float
+    prefill_cost: float
+
+
 # Share of correct predictions that remain correct if the draft model has processed only the end of the
 # prompt.
 _TRUNCATED_SHARE = 0.8
@@ -84,9 +102,12 @@ class World:
     def commit(self, path: tuple[int, ...]) -> None:
         self._length += 1 + len(path)
 
-    def model(self, growth: TreeGrowth) -> BudgetedDrafter:
-        """Return the draft model, which drafts chains whose length the growth rule decides."""
-        return _Model(self, growth)
+    def model(self, growth: TreeGrowth, simulated: SimulatedModel | None = None) -> BudgetedDrafter:
+        """Return a draft model, which drafts chains whose length the growth rule decides.
+
+        By default, it is the machine's draft model.
+        """
+        return _Model(self, growth, simulated)
 
     def lookup(self) -> Drafter:
         """Return the lookup drafter, which takes no time and drafts up to the next missing prediction."""
@@ -145,17 +166,28 @@ class World:
 
 
 class _Model(BudgetedDrafter):
-    name = "model"
-
-    def __init__(self, world: World, growth: TreeGrowth) -> None:
+    def __init__(self, world: World, growth: TreeGrowth, simulated: SimulatedModel | None) -> None:
         self._world = world
         self._growth = growth
+        self._simulated = simulated
+        self.name = simulated.name if simulated else "model"
         self.chooses_length = growth.chooses_length
         self._reply = self._length = self._run = 0
         self._whole = True  # True if the model has processed the whole sequence, not only its end.
         self._drafted: list[int] = []
         # As measured by `ModelDrafter.warm_up`. The simulated clock counts target steps.
-        self.pass_seconds, self.prefill_token_seconds = world.draft_cost(), world.prefill_cost()
+        self.pass_seconds, self.prefill_token_seconds = self._draft_cost(), self._prefill_cost()
+
+    def _draft_cost(self) -> float:
+        return self._simulated.draft_cost if self._simulated else self._world.draft_cost()
+
+    def _prefill_cost(self) -> float:
+        return self._simulated.prefill_cost if self._simulated else self._world.prefill_cost()
+
+    @property
+    def _trace(self) -> Trace:
+        text = self._world.text
+        return text.others[self.name] if self._simulated else text.model
 
     def begin(self, tokens: Sequence[int]) -> None:
         if self._reply != self._world.replies:
@@ -176,7 +208,7 @@ class _Model(BudgetedDrafter):
             self._run, self._whole = 0, True
         if self.pending_tokens > max_tokens:
             self._whole = False
-        self._world.spend(min(self.pending_tokens, max_tokens) * self._world.prefill_cost())
+        self._world.spend(min(self.pending_tokens, max_tokens) * self._prefill_cost())
         self._run = self._length - 1
 
     def force_draft(self) -> None:
@@ -191,11 +223,11 @@ class _Model(BudgetedDrafter):
             return TokenTree.chain(root)
         value = 1.0
         for at in range(self._length, min(self._length + draft_length, self._world.end)):
-            self._world.spend(self._world.draft_cost())
+            self._world.spend(self._draft_cost())
             children = self._growth.grow_level([value], lambda _, at=at: self._confidence(at))[0]  # type: ignore[misc]
             if not children.path_probs:
                 break
-            self._drafted.append(self._world.predict(self._world.text.model, at, wrong=1, whole=self._whole))
+            self._drafted.append(self._world.predict(self._trace, at, wrong=1, whole=self._whole))
             value = children.path_probs[0]
             if not children.expand_count:
                 break
@@ -203,7 +235,7 @@ class _Model(BudgetedDrafter):
         return TokenTree.chain(root, self._drafted)
 
     def _confidence(self, at: int) -> NDArray[np.float64]:
-        return self._world.text.model.confidence[at - self._world.text.prompt_tokens :][:1]
+        return self._trace.confidence[at - self._world.text.prompt_tokens :][:1]
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
         self._growth.record_verify_pass(tree.width)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from edgespec.assembly.loading import always_draft
 from edgespec.assembly.pairing import ModelPair, find_pair
 from edgespec.assembly.planning import LoadPlan, PlanRequest, check_fits, plan_pair
 from edgespec.backends.base import Head, LoadOptions
+from edgespec.catalog import resolve
 from edgespec.catalog.heads import HeadOption
 from edgespec.errors import CapabilityError, MemoryBudgetError, ModelFileError, OptionError
 from edgespec.memory import Budget
@@ -24,7 +26,7 @@ from edgespec.prepare.layerskip import prepare_layerskip
 from tests.backends.published_heads import write_published
 from tests.backends.tiny_models import write_eagle, write_gemma2, write_llama
 from tests.catalog.conftest import own_home as own_home
-from tests.catalog.fake_stores import add_to_hub
+from tests.catalog.fake_stores import add_to_hub, add_to_lmstudio
 
 OPTIONS: dict[str, Any] = {"context": 256, "threads": 1}
 
@@ -61,6 +63,14 @@ class TestChoice:
         )
         assert describe_choice(chosen, options[:2]) == "drafting with the head eagle1"
 
+    def test_auto_takes_one_of_each_method(self) -> None:
+        options = [self.option(method, number) for number in (1, 2) for method in ("eagle", "mtp")]
+        chosen = choose_heads(options, {"mtp"}, automatic=True)
+        assert [each.reference for each in chosen] == ["eagle1", "mtp1"]
+        assert describe_choice(chosen, options) == (
+            "drafting with the heads eagle1 and mtp1; 2 other heads fit: eagle2, mtp2 (choose with --head)"
+        )
+
     def test_a_named_method_takes_its_first_one(self) -> None:
         options = [self.option(method, number) for method in HEADS for number in (1, 2)]
         for method in HEADS:
@@ -84,6 +94,22 @@ class TestFinding:
         assert pair_of(target, method="eagle").heads == pair.heads
         for options in ({"head": "none"}, {"method": "suffix"}, {"method": "none"}):
             assert pair_of(target, **options).heads == ()
+
+    def test_a_found_head_does_not_replace_the_draft_model(self, tmp_path: Path) -> None:
+        demo = resolve("demo")
+        model = add_to_lmstudio(
+            tmp_path / "home" / ".lmstudio" / "models", "maker/Large-GGUF/large-Q8_0.gguf", demo.path
+        )
+        add_to_lmstudio(
+            tmp_path / "home" / ".lmstudio" / "models",
+            "maker/Small-GGUF/small-Q8_0.gguf",
+            resolve("demo-draft").path,
+        )
+        head = write_eagle(model.with_name("eagle3-large.gguf"), size=256, vocab=8192)
+        pair = pair_of(model)
+        assert [each.head for each in pair.heads] == [Head("eagle", head)]
+        assert pair.draft is not None
+        assert pair_of(model, head=head).draft is None
 
     def test_none_in_python_means_no_head(self, target: Path, head: Path) -> None:
         assert head.exists()
@@ -200,6 +226,22 @@ class TestPlanning:
             assert not planned.plan.fits
             with pytest.raises(MemoryBudgetError, match="use --head none"):
                 check_fits(planned)
+
+    def test_the_least_preferred_head_is_dropped_first(self, target: Path, head: Path) -> None:
+        other = write_eagle(target.with_name("eagle3-other.gguf"), layers=(0, 1, 2))
+        drafting, options = DraftingOptions.of(), LoadOptions(context_tokens=512)
+        pair = find_pair(str(target), "none", drafting, None)
+        pair = replace(pair, heads=(*pair.heads, replace(pair.heads[0], reference=str(other))))
+
+        def planned(budget_bytes: int) -> LoadPlan:
+            request = PlanRequest(frozenset({"context", "kv_type"}))
+            return plan_pair(pair, drafting, options, Budget(budget_bytes, "here"), request)
+
+        both = planned(planned(1 << 40).plan.total_bytes - 1)
+        assert [option.reference for option in both.pair.heads] == [str(head)]
+        assert both.pair.why_no_head == f"the head {other} does not fit in memory"
+        assert [decision.what for decision in both.plan.decisions] == ["only 1 of 2 heads"]
+        assert planned(both.plan.total_bytes - 1).pair.heads == ()
 
     def test_plans_name_the_head(self, target: Path, head: Path) -> None:
         preview = edgespec.plan(str(target), "none", context=512)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from edgespec.assembly.drafting_options import DraftingOptions
+from edgespec.assembly.pairing import find_pair
 from edgespec.backends.base import Head
 from edgespec.catalog import MetadataCache, Resolved, head_options, load_catalogue, published_heads, resolve
 from edgespec.catalog.head_reference import resolve_head
@@ -194,6 +196,29 @@ class TestDownloads:
         assert estimate is not None
         planned = estimate(option.head, folder / "target.gguf", 512)
         assert planned.bytes_of("weights") == option.size_bytes > 10_000
+
+    @pytest.mark.usefixtures("published")
+    def test_a_head_for_another_target_is_not_downloaded(self, hub: StandInHub, cache: Path) -> None:
+        with pytest.raises(CapabilityError, match="was made for another target"):
+            find_pair("demo", "none", DraftingOptions.of(head=REPOSITORY), None)
+        assert hub.requests
+        assert not cache.exists()
+
+    @pytest.mark.usefixtures("published")
+    def test_a_named_head_is_checked_and_downloaded(self, folder: Path, hub: StandInHub) -> None:
+        drafting = DraftingOptions.of(head=REPOSITORY, method="eagle")
+        pair = find_pair(str(folder / "target.gguf"), "none", drafting, None)
+        assert [option.method for option in pair.heads] == ["eagle"]
+        hub.stop()
+        assert find_pair(str(folder / "target.gguf"), "none", drafting, None).heads == pair.heads
+
+    def test_a_model_is_not_downloaded_as_a_head(
+        self, folder: Path, hub: StandInHub, cache: Path, tmp_path: Path
+    ) -> None:
+        hub.files = {"model-Q4_K_M.gguf": write_llama(tmp_path / "model.gguf").read_bytes()}
+        with pytest.raises(ModelFileError, match="is a model, not a head"):
+            find_pair(str(folder / "target.gguf"), "none", DraftingOptions.of(head=REPOSITORY), None)
+        assert not cache.exists()
 
     def test_a_file_of_a_gguf_repository_can_be_chosen(self, hub: StandInHub, tmp_path: Path) -> None:
         data = write_eagle(tmp_path / "eagle3.gguf", layers=(0, 1, 2)).read_bytes()

@@ -260,6 +260,7 @@ def test_a_variable_that_is_wrong(
     [
         ('kv_type = "q9"', "kv_type 'q9' is invalid (kv_type is set in {file}); "),
         ('target = "nonesuch"', "there is no model named nonesuch (target is set in {file}); "),
+        ('head = "nonesuch"', "there is no head named nonesuch (head is set in {file}); "),
         ('target = "nonesuch\\n"', "there is no model named nonesuch (target is set in {file}); "),
         ("learn = true", "(learn is set in {file}); "),
     ],
