@@ -12,6 +12,7 @@ from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
 from scripts.simulation import MACHINES, SimulatedMachine, Text, Trace, World, make_controller
+from scripts.simulation.world import SimulatedModel
 
 
 def widths_of_failing_rounds(machine: SimulatedMachine) -> tuple[list[int], list[float]]:
@@ -60,8 +61,8 @@ def test_a_measured_draft_model_writes_more_of_the_first_reply() -> None:
 class UnmeasuredWorld(World):
     """A machine on which the draft model was not measured before the first reply."""
 
-    def model(self, growth: TreeGrowth) -> BudgetedDrafter:
-        drafter = super().model(growth)
+    def model(self, growth: TreeGrowth, simulated: SimulatedModel | None = None) -> BudgetedDrafter:
+        drafter = super().model(growth, simulated)
         drafter.pass_seconds = drafter.prefill_token_seconds = 0.0
         return drafter
 
