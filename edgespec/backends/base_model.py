@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from edgespec.backends.base import LanguageModel, ModelFacts, Progress, SelfDraft, Vocabulary
+from edgespec.backends.hidden_state_log import OpenLogs
 from edgespec.backends.memory_check import check_tokens_fit
 from edgespec.errors import CancelledError, CapabilityError, ClosedError, ContextFullError
 
@@ -70,12 +71,6 @@ class BaseModel(ABC):
     def pipeline_with(self, draft: LanguageModel | None) -> None:  # noqa: B027
         pass
 
-    def log_until(self, length: int) -> None:  # noqa: B027
-        """Make the logs of hidden states end at position `length`.
-
-        They then include accepted tokens of a verified tree that `rewind` is about to remove from the cache.
-        """
-
     def self_draft(self, method: SelfDraft) -> LanguageModel:  # noqa: ARG002
         reason = self.facts.capabilities.reason
         raise CapabilityError(f"{self.facts.name} cannot draft for itself{reason and f': {reason}'}")
@@ -84,6 +79,11 @@ class BaseModel(ABC):
     def _views(self) -> weakref.WeakSet[SelfDraftView[Any]]:
         """Draft models that share this model's KV cache."""
         return weakref.WeakSet()
+
+    @cached_property
+    def logs(self) -> OpenLogs:
+        """Logs of hidden states, for models that are a `HiddenStateSource`."""
+        return OpenLogs()
 
     def _span(self, start: int, end: int | None) -> tuple[int, int]:
         """Return the range of cached tokens to copy for a snapshot."""

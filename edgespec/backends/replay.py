@@ -13,16 +13,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import (
-    Head,
-    LanguageModel,
-    ModelFacts,
-    Progress,
-    SelfDraft,
-    Snapshot,
-    Vocabulary,
-)
+from edgespec.backends.base import Head, LanguageModel, ModelFacts, Progress, SelfDraft, Snapshot, Vocabulary
 from edgespec.backends.base_model import BaseModel, scaled_progress
+from edgespec.backends.hidden_state_log import OpenLogs
 from edgespec.engine.logits import Logits, Noise
 from edgespec.engine.processors import Candidates, LogitsProcessor
 from edgespec.engine.tree import TokenTree
@@ -46,7 +39,15 @@ class Rewindable(LanguageModel, Protocol):
 
     After an exception, or if part of a draft is rejected, the contents of the cache are undefined until
     `rewind` or `truncate(0)` is called.
+
     """
+
+    @property
+    def logs(self) -> OpenLogs:
+        """The logs of hidden states, which `commit` and `prefill` append to.
+
+        `rewind` does not change them, because the tokens after the checkpoint can still be part of the text.
+        """
 
     def checkpoint(self) -> Any:
         """Save the state of the cache, and return a handle that `rewind` accepts."""
@@ -60,9 +61,6 @@ class Rewindable(LanguageModel, Protocol):
         Raises:
             CapabilityError: The tokens before the checkpoint are no longer in the cache.
         """
-
-    def log_until(self, length: int) -> None:
-        """See `BaseModel.log_until`."""
 
 
 class _Checkpoint(NamedTuple):
@@ -193,13 +191,16 @@ class ReplayModel(BaseModel):
         if dropped <= min(self._undo_tokens, self._open - 1):
             self._commit_inner(self._open - dropped)
         else:
-            self._inner.log_until(length)
+            if self._inner.logs.states and dropped < self._open:
+                # Log the hidden states of the accepted tokens, before their recurrent state is lost.
+                self._commit_inner(self._open - dropped)
             self._go_back(length)
             if self.length < length:
                 raise BackendError(
                     f"{self.facts.name} could not remove {dropped} rejected tokens and cleared its cache",
                     "send the message again",
                 )
+        self._inner.logs.truncate(length)
 
     def truncate(self, length: int) -> None:
         self._check(0)
@@ -210,7 +211,7 @@ class ReplayModel(BaseModel):
             self._go_back(length)
             length = self._inner.length
         del self._known[length - self._first_known :]
-        self._inner.log_until(self.length)
+        self._inner.logs.truncate(length)
 
     def remove_range(self, start: int, end: int) -> None:
         raise CapabilityError(f"{self.facts.name} is recurrent and cannot remove tokens {start} to {end}")
@@ -249,13 +250,9 @@ class ReplayModel(BaseModel):
     def self_draft(self, method: SelfDraft) -> LanguageModel:
         if not isinstance(method, Head):
             return super().self_draft(method)
-        self._check(0)
-        self._end_round()
-        view = self._inner.self_draft(method)
-        # Run all tokens again, because reading hidden states can replace the context and its checkpoints.
-        self._checkpoints = []
-        self._go_back(0)
-        return view
+        # The wrapped model runs a token to find out whether its hidden states can be read.
+        self.truncate(0)
+        return self._inner.self_draft(method)
 
     def interrupt(self, enabled: bool) -> None:
         self._inner.interrupt(enabled)
@@ -277,7 +274,7 @@ class ReplayModel(BaseModel):
         if self._round:
             self._round = []
             self._go_back(self.length)
-            self._inner.log_until(self.length)
+            self._inner.logs.truncate(self.length)
 
     def _go_back(self, limit: int) -> None:
         """Rewind the recurrent model to its latest checkpoint with at most `limit` tokens."""

@@ -75,13 +75,13 @@ def check_history(
             target.prefill(tokens[target.length :] + more[:-1] if more else [])
             tokens += more
         elif what == "say":
-            target.prefill(tokens[target.length : -1])
-            # llama.cpp can undo eight tokens of LFM2. If more are rejected, it replays the accepted ones.
+            # llama.cpp can undo eight tokens of some recurrent targets. If more are rejected, they replay the
+            # accepted ones.
             draft = some(10)
-            grown = 4 if number % 2 else 0
-            if grown:
-                target.verify(TokenTree.chain(tokens[-1], draft[: grown - 1]))
-            target.verify(TokenTree.chain(tokens[-1], draft), grown)
+            first = 4 if number % 2 else 0
+            if first:
+                target.verify(TokenTree.chain(tokens[-1], draft[: first - 1]))
+            target.verify(TokenTree.chain(tokens[-1], draft), first)
             kept = number % 11
             target.commit(tuple(range(1, kept + 1)))
             tokens += [*draft[:kept], *some(1)]

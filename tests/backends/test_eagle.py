@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,29 +34,58 @@ from edgespec.errors import (
 )
 from edgespec.prepare.head import prepare_head
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
-from tests.backends.published_heads import VOCAB, write_published
-from tests.backends.tiny_models import write_eagle, write_gemma2, write_lfm2, write_llama
-from tests.heads.published import Layout
+from tests.backends.tiny_models import (
+    WORDS,
+    write_eagle,
+    write_gemma2,
+    write_jamba,
+    write_lfm2,
+    write_llama,
+    write_mamba,
+)
+from tests.heads.published import Layout, write_head
 
 CONTEXT = 512
+VOCAB = 259 + len(WORDS)
 
 
 class Files:
-    """A target with three layers and its head."""
+    """A target and its head."""
 
-    def __init__(self, folder: Path) -> None:
-        self.target = write_llama(folder / "target.gguf", layers=3)
-        self.head = write_eagle(folder / "head.gguf", layers=(0, 1, 2))
+    def __init__(self, target: Path, layers: tuple[int, int, int]) -> None:
+        self.target = target
+        self.head = write_eagle(target.with_name(f"{target.stem}-head.gguf"), layers=layers)
 
-    def load(self, context: int = CONTEXT) -> LlamaCppModel:
-        model = llamacpp.load(str(self.target), "target", LoadOptions(context_tokens=context))
+    def load_any(self, context: int = CONTEXT) -> LanguageModel:
+        return llamacpp.load(str(self.target), "target", LoadOptions(context_tokens=context))
+
+    def load(self) -> LlamaCppModel:
+        model = self.load_any()
         assert isinstance(model, LlamaCppModel)
         return model
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    return Files(tmp_path_factory.mktemp("eagle"))
+    return Files(write_llama(tmp_path_factory.mktemp("eagle") / "target.gguf", layers=3), (0, 1, 2))
+
+
+# Targets with layer taps, without them, with a sliding window, and with recurrent layers. llama.cpp can undo
+# the last tokens of LFM2.
+KINDS: dict[str, tuple[Callable[[Path], Path], tuple[int, int, int]]] = {
+    "llama": (partial(write_llama, layers=3), (0, 1, 2)),
+    "qwen2": (partial(write_llama, architecture="qwen2", layers=3), (1, 1, 2)),
+    "gemma2": (write_gemma2, (1, 1, 1)),
+    "mamba": (partial(write_mamba, layers=3), (1, 1, 2)),
+    "jamba": (write_jamba, (1, 1, 1)),
+    "lfm2": (write_lfm2, (0, 1, 1)),
+}
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Files]:
+    folder = tmp_path_factory.mktemp("kinds")
+    return {name: Files(write(folder / f"{name}.gguf"), layers) for name, (write, layers) in KINDS.items()}
 
 
 @pytest.fixture
@@ -71,29 +101,14 @@ def head_of(target: LanguageModel, path: Path) -> EagleHead:
     return head
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(ROUNDS, min_size=1, max_size=8), st.integers(0, 1 << 16))
 def test_a_draft_after_any_history_equals_that_of_a_fresh_head(
-    files: Files, rounds: list[Round], seed: int
+    kinds: dict[str, Files], kind: str, rounds: list[Round], seed: int
 ) -> None:
-    check_history(files.load, lambda target: head_of(target, files.head), rounds, seed)
-
-
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(ROUNDS, min_size=1, max_size=8), st.integers(0, 1 << 16))
-def test_heads_follow_targets_with_recurrent_layers(
-    tmp_path_factory: pytest.TempPathFactory, rounds: list[Round], seed: int
-) -> None:
-    folder = tmp_path_factory.mktemp("recurrent")
-    path = write_lfm2(folder / "target.gguf")
-    head = write_eagle(folder / "head.gguf", layers=(0, 1, 1))
-    options = LoadOptions(context_tokens=CONTEXT)
-    check_history(
-        lambda: llamacpp.load(str(path), "target", options),
-        lambda target: head_of(target, head),
-        rounds,
-        seed,
-    )
+    files = kinds[kind]
+    check_history(files.load_any, lambda target: head_of(target, files.head), rounds, seed)
 
 
 def test_a_restored_prefix_has_no_hidden_states_so_the_head_starts_after_it(
@@ -221,6 +236,23 @@ def test_targets_without_layer_taps_reply_the_same_with_a_head(tmp_path: Path, t
         assert reply.stats.drafted_tokens
 
 
+@pytest.mark.parametrize("kind", ["mamba", "lfm2", "gemma2"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_recurrent_and_windowed_targets_reply_the_same_with_a_head(
+    kinds: dict[str, Files], kind: str, temperature: float
+) -> None:
+    files = kinds[kind]
+    asked: dict[str, Any] = {"max_tokens": 40, "temperature": temperature, "seed": 3}
+    with (
+        always_draft(),
+        edgespec.load(str(files.target), "none", method="none", context=256) as plain,
+        edgespec.load(str(files.target), "none", method="eagle", head=files.head, context=256) as drafting,
+    ):
+        reply = drafting.generate("the file", **asked)
+        assert reply.tokens == plain.generate("the file", **asked).tokens
+        assert reply.stats.drafted_tokens
+
+
 def test_a_truncated_head_is_refused(target: LlamaCppModel, files: Files, tmp_path: Path) -> None:
     path = tmp_path / "head.gguf"
     path.write_bytes(files.head.read_bytes()[:-100])
@@ -262,6 +294,12 @@ def test_a_head_with_huge_weights_changes_no_reply(files: Files, tmp_path: Path,
         edgespec.load(str(files.target), "none", method="eagle", head=head, context=256) as drafting,
     ):
         assert drafting.generate("the file", **asked).tokens == plain.generate("the file", **asked).tokens
+
+
+def write_published(folder: Path, layout: Layout = "SafeAILab", **changes: Any) -> Path:
+    """A random head for the tiny target in the layout of published heads."""
+    layers = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    return write_head(folder, layout, **{"vocab": VOCAB, "draft_vocab": 100, **layers, **changes})
 
 
 @pytest.mark.parametrize("pickled", [False, True])

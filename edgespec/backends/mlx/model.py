@@ -73,7 +73,9 @@ class MlxModel(BaseModel):
         self._net = loaded.skeleton.model
         self.memory_bytes = options.memory_bytes
         self.rounding: float = mx.finfo(loaded.dtype).eps
-        self._runner = PassRunner(self._net, facts.context_tokens, facts.capabilities.max_width, kv_bits)
+        self._runner = PassRunner(
+            self._net, facts.context_tokens, facts.capabilities.max_width, kv_bits, self.logs
+        )
         self.caches = self._runner.caches
         self._fingerprint = f"{facts.architecture} {facts.quantisation} {kv_bits} {_weights_crc(self._net)}"
         # The loader replaces this function after it has measured the model's KV cache.
@@ -151,15 +153,12 @@ class MlxModel(BaseModel):
         if not self._closed:
             self._recorder().close(log)
 
-    def log_until(self, length: int) -> None:
-        self._runner.log_until(length)
-
     def _recorder(self) -> StateRecorder:
         self.end_round()
         runner = self._runner
         runner.layout.set_chain(self.length)
         if runner.recorder is None:
-            runner.recorder = StateRecorder(self._net)
+            runner.recorder = StateRecorder(self._net, self.logs)
         return runner.recorder
 
     @property

@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.backends.hidden_state_log import OpenLogs
 from edgespec.backends.mlx.evaluation import evaluate, start_evaluation, translate_errors
 from edgespec.backends.mlx.layer_caches import CacheCheckpoint, LayerCaches
 from edgespec.backends.mlx.logits import DeviceLogits
@@ -65,7 +66,9 @@ class PassRunner:
         recorder: Records the hidden states that heads read. None if no head was ever loaded.
     """
 
-    def __init__(self, net: Any, context_tokens: int, max_width: int, kv_bits: int | None) -> None:
+    def __init__(
+        self, net: Any, context_tokens: int, max_width: int, kv_bits: int | None, logs: OpenLogs
+    ) -> None:
         self.layout = PassLayout()
         install_tree_ropes(net, self.layout)
         self.caches = LayerCaches(net, self.layout, kv_bits)
@@ -74,6 +77,7 @@ class PassRunner:
         self.interrupted = False
         self.recorder: StateRecorder | None = None
         self._net = net
+        self._logs = logs
         self.context_tokens = context_tokens
         self._max_width = max_width
         self._round = TreeBuilder()
@@ -202,7 +206,7 @@ class PassRunner:
 
     def clear(self) -> None:
         self.committed = CacheCheckpoint(0, (), ())
-        self._forget_states(0)
+        self._logs.truncate(0)
         self.caches.clear()
         self.committed = self.caches.checkpoint()
         self._clear_at = _CLEAR_EVERY_TOKENS
@@ -213,7 +217,7 @@ class PassRunner:
         if 0 < length < self.length and self.caches.can_rewind(length):
             self.caches.rewind(length)
             self.committed = self.caches.checkpoint()
-            self._forget_states(length)
+            self._logs.truncate(length)
         elif length < self.length or length == 0:
             self.clear()
 
@@ -237,6 +241,10 @@ class PassRunner:
                 self.caches.keep_path(self.length, kept)
                 start_evaluation(*self.caches.arrays)
             elif len(kept) < len(self._round):
+                if self.caches.recurrent and self._round_states:
+                    # The caller commits only to log the hidden states, and then returns to a checkpoint.
+                    self.end_round()
+                    return
                 if self.caches.recurrent:
                     raise CapabilityError(
                         "a recurrent model cannot remove the last tokens from its state",
@@ -252,11 +260,6 @@ class PassRunner:
         self.caches.restore(checkpoint)
         self.committed = checkpoint
 
-    def log_until(self, length: int) -> None:
-        """See `BaseModel.log_until`."""
-        self._log(self._round_states, range(max(0, length - self.length)))
-        self._forget_states(length)
-
     def _add_states(self, states: mx.array | None) -> None:
         if states is not None:
             self._round_states.append(states)
@@ -265,10 +268,6 @@ class PassRunner:
         """Log the hidden states of tokens that are about to be committed."""
         if self.recorder is not None and passes:
             self.recorder.append(self.length, passes, rows)
-
-    def _forget_states(self, length: int) -> None:
-        if self.recorder is not None:
-            self.recorder.truncate(length)
 
     def _clear_buffers(self) -> None:
         """Free the old buffers of caches that have grown, because MLX would keep them for reuse."""

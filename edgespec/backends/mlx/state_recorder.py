@@ -18,7 +18,11 @@ __all__ = ["StateRecorder"]
 
 
 class StateRecorder:
-    """Records hidden states, numbered as in `HiddenStateSource`, and owns the logs that keep them.
+    """Records hidden states, numbered as in `HiddenStateSource`, and adds them to logs.
+
+    Args:
+        net: An mlx-lm model.
+        logs: The model's logs.
 
     Attributes:
         state_size: Number of values per hidden state.
@@ -28,15 +32,15 @@ class StateRecorder:
         CapabilityError: The model does not store its layers in a single list.
     """
 
-    def __init__(self, net: Any) -> None:
+    def __init__(self, net: Any, logs: OpenLogs) -> None:
         self._net = net
+        self._logs = logs
         self._hooks = HiddenStateHooks(net)
         self._body: Body | None = None
         self.last: mx.array | None = None
         with self._hooks.on([0]):
             trace_one_token(net)
         self.state_size: int = self._hooks.inputs[0].shape[-1]
-        self._logs = OpenLogs(self.state_size)
 
     @property
     def layer_count(self) -> int:
@@ -61,7 +65,7 @@ class StateRecorder:
                 )
         if POST_NORM in states and self._body is None:
             self._body = Body(self._net)
-        log = self._logs.open(states)
+        log = self._logs.open(states, self.state_size)
         try:
             with self.recorded():
                 trace_one_token(self._net)
@@ -106,7 +110,3 @@ class StateRecorder:
         if len(rows):
             recorded = np.concatenate([np.array(states) for states in passes])
             self._logs.append(position, recorded[list(rows)])
-
-    def truncate(self, length: int) -> None:
-        """Forget the hidden states from position `length` on."""
-        self._logs.truncate(length)
