@@ -171,7 +171,7 @@ _GGUF = FileFormat(
     files=gguf_files,
     one_file_per_quantisation=True,
     mapped=True,
-    preparations=frozenset({"layerskip", "lowbit", "head"}),
+    preparations=frozenset({"layerskip", "lowbit"}),
     low_bit_copy_format="gguf",
     trial=_try_gguf,
     try_head=_try_gguf_head,
@@ -186,7 +186,8 @@ _GGUF = FileFormat(
             "Q2_K": {"Q2_K": 0.6, "Q3_K": 0.3, "Q6_K": 0.1},
         },
     ),
-    head_methods=frozenset({"mtp", "eagle", "dflash"}),
+    head_formats=dict.fromkeys(("mtp", "eagle", "dflash"), frozenset({"gguf"})),
+    converted_heads=frozenset({"eagle"}),
     estimate_head=_estimate_gguf_head,
 )
 _SPLIT_GGUF = FileFormat(

@@ -9,13 +9,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from edgespec.backends.mlx_files import MAX_JSON_BYTES, WEIGHTS, StoredTensor, read_json_object, read_tensors
+from edgespec.backends.mlx_files import (
+    MAX_JSON_BYTES,
+    WEIGHTS,
+    StoredTensor,
+    head_weights,
+    read_json_object,
+    read_tensors,
+)
 from edgespec.backends.model_info import Kind, ModelInfo
 from edgespec.backends.token_list import tokens_of_folder
 from edgespec.errors import ModelFileError
 from edgespec.files import read_regular_file, regular_file_bytes
 
-__all__ = ["language_config", "read_mlx_info", "trained_context"]
+__all__ = ["language_config", "read_head_info", "read_mlx_info", "trained_context"]
 
 # Models that generate text have an architecture name with one of these suffixes.
 _TEXT_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
@@ -77,6 +84,42 @@ def read_mlx_info(folder: Path) -> ModelInfo:
         experts=experts,
         experts_used=used,
         heads=tuple(_heads(whole, config, tensors)),
+        hidden_size=_first(config, ("target_hidden_size", "hidden_size", "n_embd")),
+        layers=_first(config, ("num_hidden_layers", "n_layer")),
+        read_layers=_read_layers(config),
+    )
+
+
+def read_head_info(folder: Path) -> ModelInfo:
+    """Return the metadata of a head in the layout of Hugging Face, from its configuration and file names.
+
+    Its kind is `model` if nothing tells that it is a head. Raises ModelFileError.
+    """
+    whole = read_json_object(folder / "config.json")
+    config = language_config(whole)
+    try:
+        weights = head_weights(file.name for file in folder.iterdir() if file.is_file())
+        size_bytes = sum((folder / name).stat().st_size for name in weights)
+    except OSError as error:
+        raise ModelFileError(f"{folder} cannot be read: {error.strerror}", "check the path") from error
+    # The weights of Medusa and Hydra heads are in files such as `medusa_lm_head.safetensors`.
+    named = [label for name, label in _HEAD_NAMES.items() for file in weights if file.startswith(f"{name}_")]
+    heads = tuple(_heads(whole, config, {}) or named[:1])
+    return ModelInfo(
+        kind="head" if heads else _kind(whole),
+        family=_name(whole, folder),
+        architecture=str(whole.get("model_type", "")),
+        parameters=0,
+        quantisation=str(config.get("torch_dtype") or config.get("dtype") or ""),
+        size_bytes=size_bytes,
+        pass_bytes=size_bytes,
+        kv_bytes=_kv_bytes(config),
+        context_tokens=trained_context(whole),
+        vocab_size=_first(config, ("vocab_size",)),
+        vocabulary="",
+        chat_template=False,
+        licence=_licence(folder),
+        heads=heads,
         hidden_size=_first(config, ("target_hidden_size", "hidden_size", "n_embd")),
         layers=_first(config, ("num_hidden_layers", "n_layer")),
         read_layers=_read_layers(config),

@@ -107,8 +107,8 @@ class FileFormat:
         read_pass_weights: Returns the weights that a pass of the model at a path reads. Raises
             ModelFileError.
         benchmark_models: Models for measuring this machine. None if there are none.
-        head_methods: Methods whose heads the backend can run, if the head's files are in a format of the same
-            backend.
+        head_formats: Methods whose heads the backend can run, and the formats in which it reads their files.
+        converted_heads: Methods whose heads can be converted to this format (`edgespec prepare head`).
         estimate_head: Returns the memory that a head needs, given the path of its target and the context size
             in tokens. Raises ModelFileError. None if the format has no heads.
     """
@@ -136,7 +136,8 @@ class FileFormat:
     try_head: Callable[[str, str, Head, Progress | None], None] | None = None
     read_pass_weights: Callable[[Path], PassWeights] | None = None
     benchmark_models: BenchmarkModels | None = None
-    head_methods: frozenset[str] = frozenset()
+    head_formats: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    converted_heads: frozenset[str] = frozenset()
     estimate_head: Callable[[Head, Path, int], MemoryEstimate] | None = None
 
 

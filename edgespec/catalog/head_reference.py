@@ -50,15 +50,11 @@ def resolve_head_with(reference: str, download: Download) -> Resolved:
         case HubReference(repository, quantisation):
             if catalogue.of_repository(repository):
                 raise refused_model(typed)
-            path = download(repository, quantisation)
-            note = f"{typed} -> hf:{hub_name(repository, quantisation)}: {path}"
-            return Resolved(typed, path, "hub", None, note, format_at(path).name)
+            return _resolve_hub(typed, repository, quantisation, download)
         case NameReference():
             name = parsed.full_name
             if head := catalogue.find_head(name):
-                path = download(head.repository, None)
-                note = f"{typed} -> hf:{head.repository}: {path}"
-                return Resolved(typed, path, "hub", None, note, format_at(path).name)
+                return _resolve_hub(typed, head.repository, None, download)
             if Path(name).exists():
                 return resolve_path(Path(name), missing_from_head)
             if catalogue.find(name):
@@ -69,6 +65,12 @@ def resolve_head_with(reference: str, download: Download) -> Resolved:
                 (f"did you mean {' or '.join(nearest)}? " if nearest else "")
                 + "`edgespec models show TARGET` lists the heads for a model; a path or user/repo also works",
             )
+
+
+def _resolve_hub(typed: str, repository: str, quantisation: str | None, download: Download) -> Resolved:
+    path = cached_model(repository, quantisation, missing_from_head) or download(repository, quantisation)
+    note = f"{typed} -> hf:{hub_name(repository, quantisation)}: {path}"
+    return Resolved(typed, path, "hub", None, note, format_at(path).name)
 
 
 def refused_model(name: str) -> ModelFileError:
