@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from edgespec.assembly.drafting_options import DraftingOptions
 from edgespec.assembly.pairing import ModelPair, draft_load_options, options_in_pair
-from edgespec.backends.base import LoadOptions
+from edgespec.backends.base import Head, LoadOptions
 from edgespec.backends.memory_estimate import MemoryEstimator
 from edgespec.catalog import Resolved, find_installed, smaller_quantisations
 from edgespec.drafters.windowed import AttentionWindow, choose_draft_window
@@ -85,8 +85,10 @@ class PairEstimator:
 
     def load_options(self, choice: PlanChoice) -> LoadOptions:
         """Return the target's load options with the values from `choice`."""
+        own_head = Head("mtp") in (option.head for option in self._pair.heads[: choice.heads])
         return replace(
             self._options,
+            mtp=own_head,
             context_tokens=choice.context_tokens,
             kv_type=choice.kv_type,
             gpu_layers=choice.gpu_layers,

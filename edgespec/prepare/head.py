@@ -1,4 +1,4 @@
-"""Convert a published EAGLE-3 head to GGUF, for the method `eagle`."""
+"""Convert published EAGLE-3, DFlash and DSpark heads to GGUF, for the methods `eagle` and `dflash`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def convert_once(folder: Path, target: Path) -> Path:
 
 
 def prepare_head(folder: Path, target: Path, output: Path) -> int:
-    """Convert an EAGLE-3 head to a GGUF file.
+    """Convert a head to a GGUF file.
 
     Args:
         folder: Folder of the head, in the layout in which it was published on Hugging Face.
@@ -51,11 +51,14 @@ def prepare_head(folder: Path, target: Path, output: Path) -> int:
         The size of the new file in bytes.
 
     Raises:
-        ModelFileError: The folder contains no EAGLE-3 head that can be converted.
+        ModelFileError: The folder contains no EAGLE-3, DFlash or DSpark head that can be converted.
         OptionError: The target is not a GGUF model.
         EdgespecError: The file cannot be written.
     """
+    from edgespec.backends.llamacpp.dflash_conversion import convert_dflash_head
     from edgespec.backends.llamacpp.eagle_conversion import convert_eagle_head
+    from edgespec.heads.dflash_config import is_dflash
+    from edgespec.heads.eagle_config import read_config
 
     if not format_at(target).converted_heads:
         raise OptionError(
@@ -65,7 +68,8 @@ def prepare_head(folder: Path, target: Path, output: Path) -> int:
     try:
         with TemporaryDirectory(prefix=".edgespec-", dir=output.parent) as unfinished:
             path = Path(unfinished) / "head.gguf"
-            convert_eagle_head(folder, layers, path)
+            convert = convert_dflash_head if is_dflash(read_config(folder)) else convert_eagle_head
+            convert(folder, layers, path)
             size_bytes = path.stat().st_size
             path.replace(output)
     except OSError as error:
