@@ -56,6 +56,8 @@ def cannot(row: Row, column: Column, name: str) -> bool:
         if column.memory == "recurrent":
             return bool(row.branches)
         return column.backend == "MLX"
+    if "dflash" in row.drafters:
+        return column.memory == "recurrent" and bool(row.branches)
     if row.head and column.backend == "MLX":
         return row.drafters[0] != "eagle" or (column.memory == "recurrent" and bool(row.branches))
     if row.head and column.memory == "recurrent":

@@ -65,7 +65,7 @@ class DFlashConfig:
 
 def is_dflash(config: Mapping[str, Any]) -> bool:
     """Return whether the settings of a head, as `read_config` returns them, are those of such a head."""
-    return "mask_token_id" in config
+    return config.get("mask_token_id") is not None
 
 
 def parse_dflash_config(config: Mapping[str, Any]) -> DFlashConfig:

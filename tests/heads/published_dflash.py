@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -22,7 +23,7 @@ def write_dflash_head(
     vocab: int,
     size: int = 32,
     draft_vocab: int | None = None,
-    states: tuple[int, ...] = (0, 1, 3),
+    states: Sequence[int] = (0, 1, 3),
     block: int = 6,
     mask: int = 7,
     changes: dict[str, NDArray[Any] | None] | None = None,
@@ -34,7 +35,7 @@ def write_dflash_head(
     7 on. `changes` replaces tensors, or removes those that are None.
     """
     random = np.random.default_rng(11)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     layer_config: dict[str, Any] = {
         "hidden_size": size, "intermediate_size": FEED_FORWARD, "num_attention_heads": 2,
         "num_key_value_heads": 1, "head_dim": 16, "num_hidden_layers": LAYERS, "rms_norm_eps": 1e-5,

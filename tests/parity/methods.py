@@ -26,6 +26,7 @@ from edgespec.prepare.layerskip import prepare_layerskip
 from edgespec.prepare.lowbit import prepare_lowbit
 from tests.backends.tiny_models import write_dflash, write_eagle
 from tests.heads.published import write_head
+from tests.heads.published_dflash import write_dflash_head
 from tests.parity.models import (
     ASKED,
     CONTEXT,
@@ -221,12 +222,13 @@ def load(tiny: Tiny, rows: Sequence[Row]) -> Runtime:
 
 def write_head_for(tiny: Tiny, method: str) -> Path:
     """A random head for a tiny model."""
-    if tiny.backend == "MLX" and method == "eagle":
+    if tiny.backend == "MLX" and method in ("eagle", "dflash"):
         size, vocab = tiny_checkpoints.configuration(tiny.name)["hidden_size"], tiny.target.facts.vocab_size
-        layers = [0, 1, 2]
-        return write_head(
-            tiny.path.parent / "eagle", size=size, vocab=vocab, eagle_aux_hidden_state_layer_ids=layers
-        )
+        folder, layers = tiny.path.parent / method, [0, 1, 2]
+        if method == "eagle":
+            return write_head(folder, size=size, vocab=vocab, eagle_aux_hidden_state_layer_ids=layers)
+        write_dflash_head(folder, size=size, vocab=vocab, states=layers)
+        return folder
     return _WRITE_HEAD[method](tiny.path.parent / f"{method}.gguf")
 
 

@@ -87,10 +87,14 @@ class DFlashHead(CachedHead):
         )
         super().__init__(target, weights, path, options, name, context, log, max_plan, capabilities)
         self._markov = MarkovHead(Path(path), self.vocabulary.size) if shape.has_markov else None
+        # The token for which llama.cpp computed the Markov head's logits in each row of the block.
+        self._assumed: list[int] = []
+        self._end_round()
+
+    def _end_round(self) -> None:
+        super()._end_round()
         # The logits of the last block, from the row on that predicts the token after the block's first.
         self._rows: NDArray[np.float32] = np.empty((0, self.vocabulary.size), np.float32)
-        # The token for which llama.cpp computed the Markov head's logits in each of these rows.
-        self._assumed: list[int] = []
         # Number of the tree's nodes before the block, whose hidden states are known.
         self._known_nodes = 0
 
@@ -110,7 +114,7 @@ class DFlashHead(CachedHead):
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
         self._check()
         check_tokens_fit(self, len(tokens))
-        self._cells.truncate(self.length)
+        self._end_round()
         for batch in in_batches(tokens, self._options.batch_tokens, progress):
             start = self.length
             try:
@@ -135,12 +139,12 @@ class DFlashHead(CachedHead):
                 )
             return HostLogits(self._rows_after(tree.tokens[first:], depths))
         except (BackendError, ContextFullError, CancelledError, CapabilityError):
-            self._cells.truncate(self.length)
+            self._end_round()
             raise
 
     def _run_block(self, tree: TokenTree) -> None:
         """Run a block after the tokens of the tree whose hidden states are known."""
-        self._cells.truncate(self.length)
+        self._end_round()
         known = self._known_nodes = min(max(self._log.end - self.length, 0), tree.width - 1)
         begin = self.length + known
         if known:
@@ -174,11 +178,7 @@ class DFlashHead(CachedHead):
         """Keep the entries of tokens whose hidden states were known."""
         self._check()
         self._cells.length += self._known_nodes
-        self._known_nodes = 0
-
-    def truncate(self, length: int) -> None:
-        self._known_nodes = 0
-        super().truncate(length)
+        self._end_round()
 
     def _free_weights(self) -> None:
         library().llama_model_free(self._weights)
