@@ -23,6 +23,7 @@ from edgespec.backends.token_list import TokenList, tokens_of_folder, tokens_of_
 from edgespec.errors import CapabilityError
 
 if TYPE_CHECKING:
+    from edgespec.backends.head_training import Teacher
     from edgespec.backends.memory_estimate import MemoryEstimate, MemoryEstimator
 
 __all__ = ["BUILT_IN"]
@@ -107,6 +108,13 @@ def _estimate_mlx(path: str, name: str, options: LoadOptions) -> MemoryEstimator
     from edgespec.backends.mlx.memory_estimate import MlxMemoryEstimator
 
     return MlxMemoryEstimator(path, name, options)
+
+
+def _load_mlx_teacher(path: str, name: str, progress: Progress | None) -> Teacher:
+    require_mlx(name)
+    from edgespec.backends.mlx.teacher import load_teacher
+
+    return load_teacher(path, name, progress)
 
 
 def _try_mlx(path: str, name: str, _runs: bool, _progress: Progress | None) -> None:
@@ -210,6 +218,7 @@ _MLX = FileFormat(
     measure_exits=_measure_mlx_exits,
     low_bit_weights=True,
     trial=_try_mlx,
+    load_teacher=_load_mlx_teacher,
 )
 
 BUILT_IN = (

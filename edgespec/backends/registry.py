@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from edgespec.backends.base import Head, LanguageModel, LoadOptions, Progress
+from edgespec.backends.head_training import Teacher
 from edgespec.backends.memory_estimate import MemoryEstimate, MemoryEstimator
 from edgespec.backends.model_info import ModelInfo
 from edgespec.backends.pass_weights import PassWeights
@@ -109,6 +110,8 @@ class FileFormat:
         benchmark_models: Models for measuring this machine. None if there are none.
         estimate_head: Returns the memory that a head needs, given the path of its target and the context size
             in tokens. Raises ModelFileError. None if the format has no heads.
+        load_teacher: Loads the model at a path to train heads for it, given its name and a progress callback.
+            None if heads cannot be trained for models in this format.
     """
 
     name: str
@@ -135,6 +138,7 @@ class FileFormat:
     read_pass_weights: Callable[[Path], PassWeights] | None = None
     benchmark_models: BenchmarkModels | None = None
     estimate_head: Callable[[Head, Path, int], MemoryEstimate] | None = None
+    load_teacher: Callable[[str, str, Progress | None], Teacher] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
