@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 _GGUF_NAME = "head.gguf"
-_MIN_TOKENS = 10_000
+_MIN_TOKENS = 1_000
 
 
 @click.group(

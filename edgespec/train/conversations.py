@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,7 +54,7 @@ def save_conversations(path: Path, conversations: Sequence[Conversation]) -> Non
 def read_conversations(path: Path) -> list[Conversation]:
     """Read what `save_conversations` wrote. Raises ModelFileError."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with path.open("rb") as stored, np.load(stored, allow_pickle=False) as file:
             texts = np.split(file["tokens"], np.cumsum(file["lengths"])[:-1])
             return [
                 Conversation(tokens, int(prompt_length), str(kind))
@@ -61,7 +62,7 @@ def read_conversations(path: Path) -> list[Conversation]:
                     texts, file["prompt_lengths"], file["kinds"], strict=True
                 )
             ]
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, BadZipFile) as error:
         raise ModelFileError(
             f"the conversations in {path} cannot be read: {error}", "delete this file and train again"
         ) from error

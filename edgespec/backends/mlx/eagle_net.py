@@ -86,7 +86,7 @@ class _Attention(Module):
         super().__init__()
         size = config["hidden_size"]
         self._heads, self._kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-        self._head_size, self._rope_base = config["head_dim"], config["rope_theta"]
+        self._head_size, self._rope_base = config["head_dim"], float(config["rope_theta"])
         self.q_proj = Linear(2 * size, self._heads * self._head_size, bias=False)
         self.k_proj = Linear(2 * size, self._kv_heads * self._head_size, bias=False)
         self.v_proj = Linear(2 * size, self._kv_heads * self._head_size, bias=False)

@@ -68,7 +68,7 @@ class EagleGuesser:
         self, teacher: MlxTeacher, net: EagleNet, draft_tokens: NDArray[np.int64], output: mx.array
     ) -> None:
         self._teacher, self.net = teacher, net
-        self._draft_tokens, self._output = mx.array(draft_tokens), output
+        self._draft_tokens, self.output = mx.array(draft_tokens), output
 
     def guesses(self, batch: TrainingBatch, depth: int) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
         """See `Guesser`."""
@@ -80,7 +80,7 @@ class EagleGuesser:
         embeddings = self._teacher.embed(mx.array(batch.tokens))
         hits = []
         for step, state in enumerate(self.net.unroll(embeddings, states.hidden, depth)):
-            drafted = state.reshape(-1, state.shape[-1])[mx.array(rows)] @ self._output.T
+            drafted = state.reshape(-1, state.shape[-1])[mx.array(rows)] @ self.output.T
             hit = self._draft_tokens[drafted.argmax(axis=-1)] == best[mx.array(rows + 1 + step)]
             evaluate(hit)
             hits.append(np.array(hit))
@@ -257,7 +257,7 @@ class EagleTrainer(EagleGuesser):
     def publish(self, folder: Path) -> None:
         """See `HeadTrainer`."""
         arrays = {name: array.astype(mx.float16) for name, array in self._weights().items()}
-        arrays["lm_head.weight"] = self._output.astype(mx.float16)
+        arrays["lm_head.weight"] = self.output.astype(mx.float16)
         # `d2t` holds the difference between the ids of a token in the two vocabularies.
         arrays["d2t"] = mx.array(self._ids - np.arange(len(self._ids)), mx.int64)
         arrays["t2d"] = mx.array(np.isin(np.arange(self.config["vocab_size"]), self._ids))

@@ -10,7 +10,6 @@ import mlx.core as mx
 import numpy as np
 import psutil
 from mlx.nn.layers.embedding import Embedding
-from mlx.nn.layers.normalization import RMSNorm
 from mlx.nn.layers.quantized import QuantizedEmbedding
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.utils import dequantize_model
@@ -104,7 +103,7 @@ class MlxTeacher:
         outside = [(key, one) for key, one in self._net.named_modules() if ".layers." not in f".{key}"]
         tables = [one for _, one in outside if isinstance(one, Embedding | QuantizedEmbedding)]
         heads = [one for key, one in outside if key.rpartition(".")[2] == "lm_head" and "weight" in one]
-        norms = [one["weight"] for _, one in outside if isinstance(one, RMSNorm)]
+        norms = [one for _, one in outside if "weight" in one and one["weight"].ndim == 1]
         if len(tables) != 1 or len(norms) != 1:
             raise CapabilityError(
                 f"a head for {self.name} cannot be trained: it has {len(tables)} embedding tables and"
@@ -112,7 +111,8 @@ class MlxTeacher:
                 "choose another model",
             )
         self._table, self._output = tables[0], heads[0] if heads else tables[0]
-        self.final_norm = norms[0].astype(mx.float32)
+        # The norm of ones, because some architectures add 1 to the stored weights.
+        self.final_norm = norms[0](mx.ones(norms[0]["weight"].shape)).astype(mx.float32)
         evaluate(self.final_norm)
 
     def embed(self, tokens: mx.array) -> mx.array:
