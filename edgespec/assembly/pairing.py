@@ -143,7 +143,8 @@ def _prepared_for_early_exit(found: Resolved, drafting: DraftingOptions, has_dra
     if "layerskip" not in found.file_format.preparations:
         return found
     named = "layerskip" in drafting.named_drafters
-    automatic = "auto" in drafting.methods and not has_draft and find_valid_lowbit(found.path) is None
+    drafts_otherwise = has_draft or drafting.head is not None or find_valid_lowbit(found.path) is not None
+    automatic = "auto" in drafting.methods and not drafts_otherwise
     prepared = find_prepared("layerskip", found.path) if named or automatic else None
     if prepared is None:
         return found

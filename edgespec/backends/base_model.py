@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from edgespec.backends.base import LanguageModel, ModelFacts, Progress, SelfDraft, Vocabulary
+from edgespec.backends.hidden_state_log import OpenLogs
 from edgespec.backends.memory_check import check_tokens_fit
 from edgespec.errors import CancelledError, CapabilityError, ClosedError, ContextFullError
 
@@ -78,6 +79,11 @@ class BaseModel(ABC):
     def _views(self) -> weakref.WeakSet[SelfDraftView[Any]]:
         """Draft models that share this model's KV cache."""
         return weakref.WeakSet()
+
+    @cached_property
+    def logs(self) -> OpenLogs:
+        """Logs of hidden states, for models that are a `HiddenStateSource`."""
+        return OpenLogs()
 
     def _span(self, start: int, end: int | None) -> tuple[int, int]:
         """Return the range of cached tokens to copy for a snapshot."""

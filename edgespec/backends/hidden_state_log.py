@@ -40,12 +40,13 @@ class HiddenStateLog:
         return int(self._rows.shape[1])
 
     def append(self, position: int, rows: NDArray[Any]) -> None:
-        """Append the hidden states [tokens, row size] of the tokens from `position` on.
+        """Put the hidden states [tokens, row size] of the tokens from `position` on at the end of the buffer.
 
-        Forgets all earlier tokens if `position` does not follow the last one.
+        Forgets later tokens that are already in the buffer. Forgets all tokens if some are missing between
+        those in the buffer and `position`.
         """
-        if position != self.end:
-            self.start = self.end = position
+        if not self.start <= position <= self.end:
+            self.start = position
         size = len(self._rows)
         kept = rows[-size:]
         at = np.arange(position + len(rows) - len(kept), position + len(rows)) % size
@@ -73,22 +74,18 @@ class HiddenStateLog:
 class OpenLogs:
     """The logs that a model keeps for its heads.
 
-    Args:
-        size: Number of values per hidden state.
-
     Attributes:
         states: The hidden states that the logs need, each once. `append` expects them in this order.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self) -> None:
         self.states: tuple[int, ...] = ()
-        self._size = size
         # Each log with the hidden states that its rows consist of.
         self._logs: list[tuple[HiddenStateLog, Sequence[int]]] = []
 
-    def open(self, states: Sequence[int]) -> HiddenStateLog:
-        """Return a new log, whose rows are the concatenated hidden states `states`."""
-        log = HiddenStateLog(len(states) * self._size)
+    def open(self, states: Sequence[int], size: int) -> HiddenStateLog:
+        """Return a new log, whose rows are the concatenated hidden states `states` of `size` values each."""
+        log = HiddenStateLog(len(states) * size)
         self._logs.append((log, tuple(states)))
         self._update_states()
         return log

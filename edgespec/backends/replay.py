@@ -13,8 +13,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import LanguageModel, ModelFacts, Progress, Snapshot, Vocabulary
+from edgespec.backends.base import Head, LanguageModel, ModelFacts, Progress, SelfDraft, Snapshot, Vocabulary
 from edgespec.backends.base_model import BaseModel, scaled_progress
+from edgespec.backends.hidden_state_log import OpenLogs
 from edgespec.engine.logits import Logits, Noise
 from edgespec.engine.processors import Candidates, LogitsProcessor
 from edgespec.engine.tree import TokenTree
@@ -38,7 +39,15 @@ class Rewindable(LanguageModel, Protocol):
 
     After an exception, or if part of a draft is rejected, the contents of the cache are undefined until
     `rewind` or `truncate(0)` is called.
+
     """
+
+    @property
+    def logs(self) -> OpenLogs:
+        """The logs of hidden states, which `commit` and `prefill` append to.
+
+        `rewind` does not change them, because the tokens after the checkpoint can still be part of the text.
+        """
 
     def checkpoint(self) -> Any:
         """Save the state of the cache, and return a handle that `rewind` accepts."""
@@ -182,12 +191,16 @@ class ReplayModel(BaseModel):
         if dropped <= min(self._undo_tokens, self._open - 1):
             self._commit_inner(self._open - dropped)
         else:
+            if self._inner.logs.states and dropped < self._open:
+                # Log the hidden states of the accepted tokens, before their recurrent state is lost.
+                self._commit_inner(self._open - dropped)
             self._go_back(length)
             if self.length < length:
                 raise BackendError(
                     f"{self.facts.name} could not remove {dropped} rejected tokens and cleared its cache",
                     "send the message again",
                 )
+        self._inner.logs.truncate(length)
 
     def truncate(self, length: int) -> None:
         self._check(0)
@@ -198,6 +211,7 @@ class ReplayModel(BaseModel):
             self._go_back(length)
             length = self._inner.length
         del self._known[length - self._first_known :]
+        self._inner.logs.truncate(length)
 
     def remove_range(self, start: int, end: int) -> None:
         raise CapabilityError(f"{self.facts.name} is recurrent and cannot remove tokens {start} to {end}")
@@ -233,6 +247,13 @@ class ReplayModel(BaseModel):
     def run_ahead(self, enabled: bool) -> None:
         self._inner.run_ahead(enabled)
 
+    def self_draft(self, method: SelfDraft) -> LanguageModel:
+        if not isinstance(method, Head):
+            return super().self_draft(method)
+        # The wrapped model runs a token to find out whether its hidden states can be read.
+        self.truncate(0)
+        return self._inner.self_draft(method)
+
     def interrupt(self, enabled: bool) -> None:
         self._inner.interrupt(enabled)
 
@@ -253,6 +274,7 @@ class ReplayModel(BaseModel):
         if self._round:
             self._round = []
             self._go_back(self.length)
+            self._inner.logs.truncate(self.length)
 
     def _go_back(self, limit: int) -> None:
         """Rewind the recurrent model to its latest checkpoint with at most `limit` tokens."""

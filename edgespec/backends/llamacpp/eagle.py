@@ -61,8 +61,8 @@ def load_eagle_head(target: LlamaCppModel, path: Path) -> EagleHead:
     api = staging_api()
     if api is None or "eagle" not in target.facts.capabilities.self_draft_methods:
         raise CapabilityError(
-            f"{target.facts.name} does not support EAGLE-3 heads, because it has recurrent layers or this"
-            " version of llama.cpp cannot run them",
+            f"{target.facts.name} cannot use the head {path}, because it cannot be rolled back, or because"
+            " this version of llama.cpp cannot run EAGLE-3 heads",
             "choose another method, such as model or suffix",
         )
     options, name = _head_options(target.options), f"the head of {target.facts.name}"

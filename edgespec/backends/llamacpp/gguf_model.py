@@ -247,8 +247,9 @@ class GgufModel(BaseModel):
 
     def _head(self, method: Head) -> SelfDraftView[Any]:  # noqa: ARG002
         raise CapabilityError(
-            f"{self.facts.name} does not support heads, because it was prepared for early exit",
-            "choose another method",
+            f"{self.facts.name} cannot use a head, because it was prepared for early exit, and its lower and"
+            " upper layers run separately",
+            "load the original model file, or omit --head",
         )
 
     def export_cells(self, start: int, end: int) -> Sequence[bytes | memoryview]:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import Head, LanguageModel, LoadOptions, ModelFacts, Progress
-from edgespec.backends.hidden_state_log import HiddenStateLog, OpenLogs
+from edgespec.backends.hidden_state_log import HiddenStateLog
 from edgespec.backends.llamacpp.checkpoints import StateCheckpoint, StateCheckpoints
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_planning import plan_context
@@ -84,7 +84,6 @@ class LlamaCppModel(GgufModel):
             context.close()
             raise
         self._checkpoints = StateCheckpoints(context, range(1, plan.sequences))
-        self._logs = OpenLogs(library().llama_model_n_embd(weights))
         # Hidden states of the nodes of the tree that is being verified.
         self._tree_states: list[NDArray[np.float32]] = []
         # Whether llama.cpp will roll back the recurrent state at the start of the next forward pass.
@@ -93,8 +92,8 @@ class LlamaCppModel(GgufModel):
     def _append(self, tokens: Sequence[int]) -> None:
         self._rollback_pending = False
         self._context.append(tokens, self.length)
-        if self._logs.states:
-            self._logs.append(self.length, self._context.tapped_rows(len(tokens)))
+        if self.logs.states:
+            self.logs.append(self.length, self._context.tapped_rows(len(tokens)))
 
     def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
         return self._run(tree, first, self._logits)
@@ -103,7 +102,7 @@ class LlamaCppModel(GgufModel):
         positions, sequences = self.cells.place_tree(tree, first)
         self._rollback_pending = False
         logits = self._context.run(tree.tokens[first:], positions, sequences)
-        if self._logs.states:
+        if self.logs.states:
             self._tree_states[first:] = self._context.tapped_rows(len(positions))
         return logits
 
@@ -116,34 +115,34 @@ class LlamaCppModel(GgufModel):
 
     def commit(self, path: tuple[int, ...]) -> None:
         self._check(0)
-        if self._logs.states:
-            self._logs.append(self.length, np.array([self._tree_states[node] for node in (0, *path)]))
+        if self.logs.states:
+            self.logs.append(self.length, np.array([self._tree_states[node] for node in (0, *path)]))
         kept_all = self.cells.commit(path)
         self._rollback_pending = self.probe_result.replays and not kept_all
 
     def _cut(self, length: int) -> None:
         self._checkpoints.release_dropped()
         super()._cut(length)
-        self._logs.truncate(self.length)
+        self.logs.truncate(self.length)
         self._rollback_pending = self._rollback_pending and self.length > 0
 
     def remove_range(self, start: int, end: int) -> None:
         super().remove_range(start, end)
-        self._logs.clear()
+        self.logs.clear()
 
     @property
     def context(self) -> LlamaContext:
         return self._context
 
     def log_hidden_states(self, states: Sequence[int]) -> HiddenStateLog:
-        """See `HiddenStateSource`."""
+        """See `HiddenStateSource`. The cache of a recurrent model must be empty."""
         self._check(0)
         self._end_round()
-        log = self._logs.open(states)
+        log = self.logs.open(states, library().llama_model_n_embd(self.weights[0]))
         try:
-            self._context.tap_states(self._logs.states)
+            self._context.tap_states(self.logs.states)
             if self._context.is_stale:
-                rebuild_context(self._context, self._context.plan, self.length)
+                rebuild_context(self._context, self._context.plan, self.length, recurrent=self._recurrent)
                 self._now_sized(self.facts.context_tokens, self.facts.kv_bytes)
             self._check_states_readable()
         except BaseException:
@@ -165,8 +164,8 @@ class LlamaCppModel(GgufModel):
 
     def stop_logging(self, log: HiddenStateLog) -> None:
         """See `HiddenStateSource`."""
-        self._logs.close(log)
-        self._context.tap_states(self._logs.states)
+        self.logs.close(log)
+        self._context.tap_states(self.logs.states)
 
     def _head(self, method: Head) -> EagleHead:
         assert method.path is not None

@@ -68,7 +68,7 @@ def _probe_cells(context: LlamaContext, options: LoadOptions) -> ProbeResult:
     parts = context.export_cells(0, 0, 1)
     context.clear()
     copyable = context.import_cells(parts, 0, 1) and context.export_cells(0, 0, 1) == parts
-    methods = {name for name, works in (("lowbit", copyable), ("eagle", staging_api() is not None)) if works}
+    methods = _head_methods() | ({"lowbit"} if copyable else set())
     tree = options.max_branches > 1
     reason = "" if tree else "it was loaded with --draft-branches 1"
     prefix_reuse_exact = not prefill_kernel_differs(context.plan.kv_types, options, context.max_threads)
@@ -84,7 +84,7 @@ def _probe_cells(context: LlamaContext, options: LoadOptions) -> ProbeResult:
             reason,
             max_width,
             options.max_branches,
-            self_draft_methods=frozenset(methods),
+            self_draft_methods=methods,
             prefix_reuse_exact=prefix_reuse_exact,
         ),
         "in place; sliding windows are kept whole" if context.window else "in place",
@@ -117,8 +117,21 @@ def _probe_replay(context: LlamaContext) -> ProbeResult:
     if undo_tokens:
         rollback = f"the last {undo_tokens} tokens in place, else {rollback}"
     reason = "its recurrent layers support chains only"
-    capabilities = Capabilities(False, False, reason, context.max_width, 1, partial_truncate=False)
+    capabilities = Capabilities(
+        False,
+        False,
+        reason,
+        context.max_width,
+        1,
+        self_draft_methods=_head_methods(),
+        partial_truncate=False,
+    )
     return ProbeResult(capabilities, rollback, True, undo_tokens)
+
+
+def _head_methods() -> frozenset[str]:
+    """Return the methods that draft with a head that llama.cpp runs."""
+    return frozenset({"eagle"} if staging_api() is not None else ())
 
 
 def _without_rollback(reason: str) -> ProbeResult:
