@@ -44,9 +44,9 @@ def save_conversations(path: Path, conversations: Sequence[Conversation]) -> Non
     with replace_when_written(path) as unfinished, unfinished.open("wb") as file:
         np.savez(
             file,
-            tokens=np.concatenate([each.tokens for each in conversations]),
-            lengths=np.array([len(each.tokens) for each in conversations]),
-            prompt_lengths=np.array([each.prompt_length for each in conversations]),
+            tokens=np.concatenate([np.empty(0, np.int32), *(each.tokens for each in conversations)]),
+            ends=np.cumsum([len(each.tokens) for each in conversations], dtype=np.int64),
+            prompt_lengths=np.array([each.prompt_length for each in conversations], np.int64),
             kinds=np.array([each.kind for each in conversations], dtype=np.str_),
         )
 
@@ -55,7 +55,7 @@ def read_conversations(path: Path) -> list[Conversation]:
     """Read what `save_conversations` wrote. Raises ModelFileError."""
     try:
         with path.open("rb") as stored, np.load(stored, allow_pickle=False) as file:
-            texts = np.split(file["tokens"], np.cumsum(file["lengths"])[:-1])
+            texts = np.split(file["tokens"], file["ends"])[:-1]
             return [
                 Conversation(tokens, int(prompt_length), str(kind))
                 for tokens, prompt_length, kind in zip(

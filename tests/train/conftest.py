@@ -59,14 +59,16 @@ def target(model: Path) -> Iterator[TrainingTarget]:
 
 
 @pytest.fixture(scope="session")
-def train(target: TrainingTarget) -> Train:
-    """Train a head on the replies to 12 prompts, which takes a few seconds."""
+def train(target: TrainingTarget) -> Iterator[Train]:
+    """Train a head on short replies to 12 prompts, which takes a few seconds."""
 
-    def train(folder: Path, progress: Any = None, tokens: int = 1000) -> TrainingResult:
+    def train(folder: Path, progress: Any = None, tokens: int = 500) -> TrainingResult:
         settings = TrainingSettings("eagle3", target.identity, tokens, "test")
         return train_head(target, settings, PROMPTS, folder, progress or Stops(), lambda _seconds: None)
 
-    return train
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("edgespec.train.writing._MAX_REPLY_TOKENS", 40)
+        yield train
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ from edgespec.backends.base import Head, LoadOptions
 from edgespec.backends.head_training import TrainingBatch
 from edgespec.backends.llamacpp import load
 from edgespec.backends.llamacpp.eagle import EagleHead
+from edgespec.backends.mlx.eagle_trainer import EagleTrainer
 from edgespec.backends.mlx.teacher import load_teacher
 from edgespec.catalog.catalogue import models_folder
 from edgespec.engine.tree import TokenTree
@@ -30,6 +31,7 @@ def test_a_converted_head_guesses_the_same_tokens(tmp_path: Path) -> None:
     replied[0, 2:] = True
     batch = TrainingBatch(np.array([tokens], np.int32), replied)
     trainer = teacher.head_trainer("eagle3", batch, np.ones(teacher.vocabulary.size, np.int64))
+    assert isinstance(trainer, EagleTrainer)
     for _ in range(3):
         trainer.step(batch, 0.1)
     trainer.publish(tmp_path)

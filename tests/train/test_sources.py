@@ -12,7 +12,7 @@ import pytest
 from edgespec.chat.message import Message
 from edgespec.chat.store import ChatStore, SavedChat
 from edgespec.errors import EdgespecError, OptionError
-from edgespec.train import TrainingTarget, chat_prompts, file_prompts, load_target
+from edgespec.train import TrainingPrompt, TrainingTarget, chat_prompts, file_prompts, load_target
 from edgespec.train.conversations import (
     Conversation,
     batch_of,
@@ -61,6 +61,13 @@ def test_given_prompts_are_answered_first(target: TrainingTarget) -> None:
     assert [each.kind for each in writer.write(0, always)] == ["code", "talk", "code"]
 
 
+def test_long_prompts_are_left_out(target: TrainingTarget) -> None:
+    long = TrainingPrompt((Message("user", "list " * 900),), "talk")
+    writer = ConversationWriter(target.teacher, target.template, [long, PROMPTS[0]])
+    assert [each.kind for each in writer.write(0, always)] == ["code"]
+    assert ConversationWriter(target.teacher, target.template, [long]).write(0, always) == []
+
+
 def test_a_target_that_writes_no_questions(target: TrainingTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edgespec.train.writing._MAX_QUESTION_TOKENS", 1)
     with pytest.raises(EdgespecError, match="wrote no questions.*--prompts"):
@@ -95,8 +102,9 @@ def conversations(*lengths: int) -> list[Conversation]:
     return [Conversation(np.arange(length, dtype=np.int32), length // 2, "talk") for length in lengths]
 
 
-def test_conversations_are_saved_and_read(tmp_path: Path) -> None:
-    saved = conversations(4, 9, 2)
+@pytest.mark.parametrize("lengths", [(4, 9, 2), (5,), ()])
+def test_conversations_are_saved_and_read(tmp_path: Path, lengths: tuple[int, ...]) -> None:
+    saved = conversations(*lengths)
     save_conversations(tmp_path / "some.npz", saved)
     read = read_conversations(tmp_path / "some.npz")
     assert [(each.tokens.tolist(), each.prompt_length, each.kind) for each in read] == [

@@ -29,6 +29,8 @@ __all__ = ["MlxTeacher", "TargetStates", "load_teacher"]
 
 # EAGLE-3 heads read three different layers, the last of which is followed by three more.
 _MIN_LAYERS = 6
+# Keys of a model's `config.json` from which a head's layer takes its sizes.
+_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads")
 
 
 class TargetStates(NamedTuple):
@@ -96,6 +98,12 @@ class MlxTeacher:
                 "choose a larger model",
             )
         self.hidden_layers = (2, layers // 2, layers - 3)
+        missing = [key for key in _SIZES if not isinstance(self.config.get(key), int)]
+        if missing:
+            raise CapabilityError(
+                f"a head for {name} cannot be trained: its config.json has no {missing[0]}",
+                "choose another model",
+            )
         self._find_matrices()
 
     def _find_matrices(self) -> None:
@@ -147,7 +155,7 @@ class MlxTeacher:
             "num_key_value_heads": config.get("num_key_value_heads") or heads,
             "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
             "rms_norm_eps": config.get("rms_norm_eps", 1e-5),
-            "rope_theta": float(config.get("rope_theta") or 10000.0),
+            "rope_theta": float(config.get("rope_theta") or 10_000.0),
             "max_position_embeddings": self.context_tokens,
         }
 
