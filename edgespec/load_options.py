@@ -11,6 +11,7 @@ from edgespec.option_kinds import (
     Branches,
     Choice,
     Flag,
+    HeadName,
     Integer,
     MethodList,
     Number,
@@ -122,9 +123,10 @@ class LoadArguments(TypedDict, total=False):
     exit_layer: Annotated[int | None, Option(Integer(1, metavar="E"), "drafting",
         "Number of layers the layerskip method drafts with. MLX models only.",
         default_text="measured at load time", read_by=("layerskip",), per_run=True)]
-    head: Annotated[str | PathLike[str] | None, Option(PathName(), "drafting",
-        "EAGLE-3 head in GGUF format that was trained for the model, for the eagle method. GGUF models only.",
-        read_by=HEADS, per_run=True)]
+    head: Annotated[str | PathLike[str] | None, Option(HeadName(), "drafting",
+        "A head: a small network that was trained to draft for this model. `auto` uses one from the model's"
+        " files or folder (see `edgespec models show`); `none` uses none.",
+        default="auto", read_by=HEADS)]
     corpus: Annotated[str | PathLike[str] | None, Option(PathName(), "drafting",
         "Text file or folder where the suffix method looks up likely continuations, such as the code you are"
         " editing.",

@@ -16,6 +16,7 @@ __all__ = [
     "Branches",
     "Choice",
     "Flag",
+    "HeadName",
     "Integer",
     "Kind",
     "ListOf",
@@ -79,6 +80,15 @@ class Text(Kind):
 
 class ModelName(Text):
     """A model reference: a path, `user/repo:quant` or a name."""
+
+
+class HeadName(Kind):
+    """A reference to a head: a path, `user/repo` or a name, or `auto` or `none`."""
+
+    metavar = "REF|auto|none"
+
+    def check(self, name: str, value: Any) -> str:
+        return "none" if value is None else check_path(name, value)
 
 
 class MethodName(Kind):

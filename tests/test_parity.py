@@ -52,10 +52,14 @@ def cannot(row: Row, column: Column, name: str) -> bool:
     """Where a method is known to be impossible."""
     if column.memory == "chunked":
         return row.method != "none"
-    if row.head and column.memory != "recurrent":
+    if "mtp" in row.drafters:
+        return column.backend == "MLX" or (column.memory == "recurrent" and bool(row.branches))
+    if row.head and column == ("llama.cpp", "recurrent"):
+        return name != "lfm2"  # llama.cpp does not copy the input of the first layer of the others
+    if row.head:
         return column != ("llama.cpp", "full")
     if column.memory == "recurrent":
-        return bool(row.head or row.branches or row.itself or row.learn)
+        return bool(row.branches or row.itself or row.learn)
     if column.backend == "llama.cpp":
         return row.learn or "swift" in row.itself or ("layerskip" in row.itself and name == "gemma2")
     return False

@@ -30,7 +30,7 @@ from edgespec.drafters.head_cache import HeadCache
 from edgespec.drafters.lookahead import LookaheadDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.tree_growth import TreeGrowth
-from edgespec.errors import CapabilityError, OptionError
+from edgespec.errors import CapabilityError, EdgespecError, OptionError
 from edgespec.method_names import HEADS
 from edgespec.methods import DrafterSet, MissingDrafter
 from edgespec.prepare.calibration import calibration_prompt, greedy_reply
@@ -88,6 +88,7 @@ class _DrafterFactory:
         self._arguments = options.arguments
         self._progress = progress
         self._measured_curve: CostCurve | None = None
+        self._notices: list[str] = []
         self.made: dict[str, Drafter | MissingDrafter] = {}
 
     def make_all(self, draft: LoadedDraft | None) -> tuple[DrafterSet, tuple[str, ...]]:
@@ -127,13 +128,17 @@ class _DrafterFactory:
             v=self._curve.v if self._options.combines_drafters else assumed_cost,
             auto_config=config,
         )
-        return drafters, (corpus_notice, self._costs.notice if self._measured_curve else "")
+        return drafters, (
+            corpus_notice,
+            *self._notices,
+            self._costs.notice if self._measured_curve else "",
+        )
 
     def _automatic_self_drafts(self, draft: LoadedDraft | None) -> set[str]:
         if "auto" not in self._options.methods:
             return set()
-        if self._options.head is not None:
-            return {self._options.head.method}
+        if self._pair.heads:
+            return {head.method for head in self._pair.heads}
         if draft is not None:
             return set()
         if self._format.fixed_exit:
@@ -277,18 +282,26 @@ class _DrafterFactory:
         return self._model_drafter(self._model.self_draft(low_bit), "lowbit")
 
     def _make_head(self, name: str) -> Drafter | MissingDrafter:
-        head = self._options.head
-        if head is None:
+        heads = {option.method: option for option in self._pair.heads}
+        option = heads.get(name)
+        if option is None or option.head is None:
+            if heads and (other := next(iter(heads.values()))).source == "named":
+                return MissingDrafter(
+                    f"{other.name} is a head for the method {other.method}", f"use --method {other.method}"
+                )
             return MissingDrafter(
-                f"it needs a head that was trained for {self._model.facts.name}", "pass one with --head PATH"
-            )
-        if head.method != name:
-            return MissingDrafter(
-                f"{head.path} is a head for the method {head.method}", f"use --method {head.method}"
+                f"it needs a head that was trained for {self._model.facts.name}: {self._pair.why_no_head}",
+                f"pass one with --head REF (see `edgespec models show {self._reference}`)",
             )
         if name not in self._model.facts.capabilities.self_draft_methods:
-            return self._missing_self_draft(head)
-        view = cast(HeadModel, self._model.self_draft(head))
+            return self._missing_self_draft(option.head)
+        try:
+            view = cast(HeadModel, self._model.self_draft(option.head))
+        except EdgespecError as error:
+            if option.source == "named" or name in self._options.named_drafters:
+                raise
+            self._notices.append(f"not drafting with the head {option.name}: {error.what}")
+            return MissingDrafter(error.what, error.next_step)
         return self._model_drafter(view, name, HeadCache(view))
 
     def _checked_lowbit_copy(self) -> PreparedModel | None:

@@ -5,12 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
-from edgespec.backends.base import Head
-from edgespec.backends.head_files import head_at
-from edgespec.errors import OptionError
-from edgespec.method_names import parse_method
+from edgespec.method_names import HEADS, parse_method
 from edgespec.options import LoadArguments, check_load_arguments
 
 __all__ = ["DraftingOptions"]
@@ -57,23 +53,15 @@ class DraftingOptions:
         """The names of the drafters that the user selected explicitly, without those that `auto` chooses."""
         return frozenset(name for names in self._named for name in names)
 
-    @cached_property
-    def head(self) -> Head | None:
-        """The head passed with `--head`, or None.
+    @property
+    def head(self) -> str:
+        """The reference to a head, `auto` to look for heads, or `none`."""
+        return str(self.arguments["head"])
 
-        Raises:
-            OptionError: The file or folder does not exist.
-            ModelFileError: It contains no head, or is damaged.
-        """
-        if self.arguments["head"] is None:
-            return None
-        path = Path(self.arguments["head"]).expanduser()
-        if not path.exists():
-            raise OptionError(
-                f"the head {path} does not exist",
-                "pass a GGUF file, which `edgespec prepare head` can make from a Hugging Face folder",
-            )
-        return head_at(path)
+    @property
+    def names_head(self) -> bool:
+        """Whether the user named a head, or a method that needs one."""
+        return self.head not in ("auto", "none") or not self.named_drafters.isdisjoint(HEADS)
 
     @property
     def combines_drafters(self) -> bool:

@@ -74,7 +74,9 @@ def load(
     request = LoadRequest.read(target, draft, options)
     check_room_to_plan()
     pair = find_pair(request.target, request.draft, request.drafting, progress, request.options)
-    trial_notice = "" if request.trust else try_pair(pair, request.drafting.head, request.options, progress)
+    trial_notice = ""
+    if not request.trust:
+        pair, trial_notice = try_pair(pair, request.options, progress)
     budget = budget_for(pair.backends, request.drafting.arguments)
     planned = plan_pair(pair, request.drafting, request.options, budget, request.plan)
     check_fits(planned)
@@ -110,6 +112,7 @@ def _load_planned(planned: LoadPlan, trial_notice: str, progress: Progress | Non
             exact_notice,
             *notices,
             draft.notice if draft else "",
+            pair.why_heads,
         )
         runtime = Runtime(
             model,

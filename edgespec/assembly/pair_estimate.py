@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from edgespec.assembly.drafting_options import DraftingOptions
 from edgespec.assembly.pairing import ModelPair, draft_load_options, options_in_pair
-from edgespec.backends.base import LoadOptions
+from edgespec.backends.base import Head, LoadOptions
 from edgespec.backends.memory_estimate import MemoryEstimator
 from edgespec.catalog import Resolved, find_installed, smaller_quantisations
 from edgespec.drafters.windowed import AttentionWindow, choose_draft_window
@@ -61,7 +61,6 @@ class PairEstimator:
         if copy := _find_low_bit_copy(pair, drafting):
             self._copy = open_estimator(copy, replace(options, adapter=None))
             undo.callback(self._copy.close)
-        self._head = drafting.head
         self._process_bytes = max(backend.process_bytes for backend in pair.backends)
 
     def _open_draft(self, draft: Resolved) -> MemoryEstimator:
@@ -86,8 +85,10 @@ class PairEstimator:
 
     def load_options(self, choice: PlanChoice) -> LoadOptions:
         """Return the target's load options with the values from `choice`."""
+        own_head = Head("mtp") in (option.head for option in self._pair.heads)
         return replace(
             self._options,
+            mtp=own_head and choice.head,
             context_tokens=choice.context_tokens,
             kv_type=choice.kv_type,
             gpu_layers=choice.gpu_layers,
@@ -113,10 +114,12 @@ class PairEstimator:
             tokens = self._copy_context_tokens(choice, target.context_tokens)
             copy_options = replace(options, adapter=None, context_tokens=tokens)
             items += create_items("low-bit copy", self._copy.estimate(copy_options))
-        if self._head is not None:
+        for option in pair.heads if choice.head else ():
             estimate = pair.target.file_format.estimate_head
             assert estimate is not None
-            items += create_items("head", estimate(self._head, pair.target.path, target.context_tokens))
+            assert option.head is not None
+            role = "head" if len(pair.heads) == 1 else f"{option.method} head"
+            items += create_items(role, estimate(option.head, pair.target.path, target.context_tokens))
         items += shared_items(sum(item.bytes for item in items), self._process_bytes, self._headroom_bytes)
         return MemoryPlan(self._budget, target.context_tokens, target.kv_type, tuple(items))
 

@@ -8,10 +8,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from edgespec.assembly.drafting_options import DraftingOptions
-from edgespec.backends.base import Head, LanguageModel, LoadOptions, ModelFacts, Progress
+from edgespec.assembly.heads import FindHead, find_heads
+from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progress
 from edgespec.backends.registry import Backend, same_backend
 from edgespec.backends.trial_load import TrialModel, check_loadable
-from edgespec.catalog import Resolved, choose_draft, resolve
+from edgespec.catalog import MetadataCache, Resolved, choose_draft, resolve
+from edgespec.catalog.heads import HeadOption
+from edgespec.catalog.installed import model_info_or_none
+from edgespec.catalog.reference import refused_head
 from edgespec.costs.target_costs import settings_key
 from edgespec.costs.thread_search import use_fastest_threads
 from edgespec.drafters.base import Drafter
@@ -50,7 +54,7 @@ _TOKEN_RATIO = 4
 
 @dataclass(frozen=True, slots=True)
 class ModelPair:
-    """The files of a target and its draft model, if any.
+    """The files of a target, and of its draft model and its heads, if any.
 
     Attributes:
         target: The target.
@@ -58,12 +62,18 @@ class ModelPair:
         why_no_draft: The reason why there is no draft model. Empty if there is one.
         why_draft: The reason why `auto` chose this draft model. Empty if the user chose it or the catalogue
             recommends it.
+        heads: The heads to draft with, at most one for each method.
+        why_no_head: The reason why there is no head. Empty if there is one.
+        why_heads: Which heads were chosen, as a notice for the user. Empty if the user chose the head.
     """
 
     target: Resolved
     draft: Resolved | None
     why_no_draft: str
     why_draft: str = ""
+    heads: tuple[HeadOption, ...] = ()
+    why_no_head: str = ""
+    why_heads: str = ""
 
     @property
     def backends(self) -> tuple[Backend, ...]:
@@ -93,8 +103,9 @@ def find_pair(
     progress: Progress | None,
     options: LoadOptions | None = None,
     find_model: FindModel | None = None,
+    find_head: FindHead | None = None,
 ) -> ModelPair:
-    """Find the files of a target and its draft model, downloading missing ones.
+    """Find the files of a target, its draft model and its heads, downloading those that the user named.
 
     Uses the files that `edgespec prepare layerskip` created for a GGUF target if a method names `layerskip`,
     or if `auto` has nothing else to draft with.
@@ -107,44 +118,55 @@ def find_pair(
         progress: Called during downloads. Returning False cancels them.
         options: Memory and context limits for `auto` to respect when it chooses a draft model.
         find_model: Finds a model by reference. The default downloads missing files.
+        find_head: Finds a head by reference. The default downloads missing files, and converts them to the
+            target's format.
 
     Raises:
         OptionError: A method needs a draft model and there is none, or the target does not support adapters.
+        CapabilityError: The head that the user named cannot draft for the target.
         ModelFileError: The prepared files are damaged or outdated.
         EdgespecError: Any error raised by `catalog.resolve`.
     """
     find_model = find_model or partial(resolve, progress=progress)
     options = options or LoadOptions()
     found = find_model(target)
-    if drafting.head is not None and draft == "auto" and not DRAFT_MODEL_USERS & drafting.named_drafters:
+    metadata = MetadataCache()
+    _check_is_model(found, metadata)
+    heads = find_heads(found, drafting, metadata, find_head, progress)
+    if heads.chosen and draft == "auto" and not DRAFT_MODEL_USERS & drafting.named_drafters:
         found_draft, why_none, why_draft = None, "the head drafts instead", ""
     else:
         found_draft, why_none, why_draft = _find_draft(found, draft, find_model, options)
+        if found_draft and not why_draft:
+            _check_is_model(found_draft, metadata)
+        if not found_draft and draft == "auto":
+            why_none += heads.suggestion
     if options.adapter is not None and not found.file_format.adapters:
         raise OptionError(
             f"an adapter needs an MLX model, but {found.name} is not one",
             "omit --adapter, or use an MLX version of the model, such as 8b-mlx",
         )
-    if drafting.head is not None and found.file_format.estimate_head is None:
-        raise OptionError(
-            f"a head needs a GGUF model, but {found.name} is not one",
-            "omit --head, or use a GGUF version of the model",
-        )
-    found = _prepared_for_early_exit(found, drafting, found_draft is not None)
+    found = _prepared_for_early_exit(found, drafting, found_draft is not None or bool(heads.chosen))
     if not found_draft and DRAFT_MODEL_USERS & drafting.named_drafters:
         method = next(method for method in drafting.methods if DRAFT_MODEL_USERS & {*method.split("+")})
         raise OptionError(
             f"method {method!r} needs a draft model: {why_none}", "pass a draft model with --draft REF"
         )
-    return ModelPair(found, found_draft, why_none, why_draft)
+    return ModelPair(found, found_draft, why_none, why_draft, heads.chosen, heads.why_none, heads.notice)
 
 
-def _prepared_for_early_exit(found: Resolved, drafting: DraftingOptions, has_draft: bool) -> Resolved:
+def _check_is_model(found: Resolved, metadata: MetadataCache) -> None:
+    """Raise ModelFileError if a head was passed as a model."""
+    info = model_info_or_none(found, metadata)
+    if info is not None and info.kind == "head":
+        raise refused_head(found.name)
+
+
+def _prepared_for_early_exit(found: Resolved, drafting: DraftingOptions, has_drafter: bool) -> Resolved:
     if "layerskip" not in found.file_format.preparations:
         return found
     named = "layerskip" in drafting.named_drafters
-    drafts_otherwise = has_draft or drafting.head is not None or find_valid_lowbit(found.path) is not None
-    automatic = "auto" in drafting.methods and not drafts_otherwise
+    automatic = "auto" in drafting.methods and not has_drafter and find_valid_lowbit(found.path) is None
     prepared = find_prepared("layerskip", found.path) if named or automatic else None
     if prepared is None:
         return found
@@ -174,26 +196,39 @@ def _find_draft(
     )
 
 
-def try_pair(pair: ModelPair, head: Head | None, options: LoadOptions, progress: Progress | None) -> str:
-    """Check in a child process that the models and the head can be loaded.
-
-    Damaged files can crash a process.
+def try_pair(pair: ModelPair, options: LoadOptions, progress: Progress | None) -> tuple[ModelPair, str]:
+    """Check in a child process that the models and heads can be loaded, because damaged files can crash it.
 
     Reads only the metadata of models larger than the memory limit in `options`. Raises the same errors as
-    `check_loadable`.
+    `check_loadable`, except for heads that the user did not name.
 
     Returns:
-        A notice for the user if the check could not be made, or an empty string.
+        The pair, without heads that crash the process, and notices for the user.
     """
     models = []
+    target_runs = False
     for found in filter(None, (pair.target, pair.draft)):
         with suppress(OSError, ModelFileError):
             size_bytes = sum(file.stat().st_size for file in found.file_format.files(found.path))
             runs = options.memory_bytes is None or size_bytes <= options.memory_bytes
+            target_runs = target_runs or (runs and found is pair.target)
             models.append(TrialModel(found.name, found.path, found.file_format, runs))
-            if head and runs and found is pair.target:
-                models.append(TrialModel(found.name, found.path, found.file_format, runs, head))
-    return check_loadable(models, progress)
+    notice = check_loadable(models, progress)
+    if not target_runs:
+        return pair, notice
+    target, heads, failures = pair.target, [], []
+    for option in pair.heads:
+        trial = TrialModel(target.name, target.path, target.file_format, True, option.head)
+        try:
+            notice = check_loadable([trial], progress) or notice
+            heads.append(option)
+        except ModelFileError as error:
+            if option.source == "named":
+                raise
+            failures.append(error.what)
+    if failures:
+        pair = replace(pair, heads=tuple(heads), why_no_head="; ".join(failures), why_heads="")
+    return pair, " · ".join(filter(None, (notice, *failures)))
 
 
 def load_target(pair: ModelPair, options: LoadOptions, progress: Progress | None) -> LanguageModel:

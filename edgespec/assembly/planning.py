@@ -165,6 +165,7 @@ def plan_pair(
             pair.draft is not None,
             drafting.window_tokens,
             options.gpu_layers,
+            head=bool(pair.heads),
         )
         forms = [] if "draft" in request.fixed else estimator.smaller_drafts(start)
 
@@ -191,6 +192,10 @@ def plan_pair(
     if pair.draft and not choice.draft:
         why = f"the draft model {pair.draft.name} does not fit in memory"
         pair = replace(pair, draft=None, why_no_draft=why)
+    if pair.heads and not choice.head:
+        names = " and ".join(head.name for head in pair.heads)
+        why = f"the head {names} does not fit in memory"
+        pair = replace(pair, heads=(), why_no_head=why, why_heads="")
     drafting = replace(
         drafting,
         window_tokens=choice.draft_window,
@@ -224,6 +229,8 @@ def _fixed_options(request: PlanRequest, drafting: DraftingOptions) -> set[PlanO
         fixed.add("draft_kv_type")
     if DRAFT_MODEL_USERS & drafting.named_drafters or drafting.arguments["learn"]:
         fixed.add("draft")
+    if drafting.names_head:
+        fixed.add("head")
     if "lowbit" in drafting.named_drafters:
         fixed.add("copy")
     if drafting.window_tokens is not None or not {"auto", "model", "lowbit"} & set(drafting.methods):

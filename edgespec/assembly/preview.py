@@ -15,7 +15,7 @@ from edgespec.assembly.speed_prediction import SpeedPrediction, predict_pair
 from edgespec.backends.base import Progress
 from edgespec.backends.memory_estimate import Pool
 from edgespec.catalog import Resolved
-from edgespec.catalog.remote_header import resolve_metadata
+from edgespec.catalog.remote_header import resolve_head_metadata, resolve_metadata
 from edgespec.drafters.windowed import AttentionWindow
 from edgespec.heap import address_space_is_limited
 from edgespec.memory import MemoryPlan, check_room_to_plan
@@ -31,6 +31,9 @@ class Preview:
         target, draft: Names of the models; `draft` is None if there is no draft model.
         notes: User-facing notes on how the model names were resolved to files.
         why_no_draft: Reason why there is no draft model. Empty if there is one.
+        heads: Names of the heads to draft with.
+        why_no_head: Reason why there is no head. Empty if there is one.
+        why_heads: How the heads were chosen. Empty if the user chose.
         plan: The memory plan.
         advice: Advice for the user if the plan does not fit. Otherwise empty.
         trained_context_tokens: Context length that the target was trained for. 0 if unknown.
@@ -45,6 +48,9 @@ class Preview:
         self.draft: str | None = pair.draft.name if pair.draft else None
         self.notes: tuple[str, ...] = tuple(each.note for each in (pair.target, pair.draft) if each)
         self.why_no_draft: str = pair.why_no_draft
+        self.heads: tuple[str, ...] = tuple(head.name for head in pair.heads)
+        self.why_no_head: str = pair.why_no_head
+        self.why_heads: str = pair.why_heads
         self.plan: MemoryPlan = planned.plan
         self.advice: str = planned.advice
         self.trained_context_tokens: int = planned.trained_tokens
@@ -81,10 +87,15 @@ def plan(
         def find(reference: str) -> Resolved:
             return resolve_metadata(reference, Path(folder), progress)
 
-        pair = find_pair(request.target, request.draft, request.drafting, progress, request.options, find)
+        def find_head(reference: str) -> Resolved:
+            return resolve_head_metadata(reference, Path(folder), progress)
+
+        pair = find_pair(
+            request.target, request.draft, request.drafting, progress, request.options, find, find_head
+        )
         if not request.trust:
             # With a limit of 0 bytes, the trial reads only the metadata.
-            try_pair(pair, None, replace(request.options, memory_bytes=0), progress)
+            try_pair(pair, replace(request.options, memory_bytes=0), progress)
         if address_space_is_limited():
             # Import the modules that `load` uses before measuring the free address space.
             import_module("edgespec.assembly.loading")

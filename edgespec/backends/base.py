@@ -110,6 +110,8 @@ class LoadOptions:
             pass, even if they are slower.
         low_bits: Whether to load the weights in a format that can also be read at lower precision, so that
             `LowBit` self-drafting needs no separate copy. Plain decoding uses this format too.
+        mtp: Whether to load the multi-token prediction layers in the model's own files, which a `Head` of the
+            method `mtp` without a path needs.
     """
 
     context_tokens: int | None = None
@@ -129,10 +131,11 @@ class LoadOptions:
     adapter: str | None = None
     exact: bool = False
     low_bits: bool = False
+    mtp: bool = False
 
     def for_draft(self) -> LoadOptions:
         """Return these options for a draft model, without those that apply only to the target."""
-        return replace(self, is_draft=True, adapter=None, exact=False, low_bits=False)
+        return replace(self, is_draft=True, adapter=None, exact=False, low_bits=False, mtp=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +148,9 @@ class Capabilities:
         reason: One-line explanation of a missing feature. Empty if nothing is missing.
         max_width: Maximum number of tokens in a verify pass.
         max_branches: Maximum number of leaves in a token tree.
+        max_draft_length: Maximum draft length. Limited for heads that predict a fixed number of tokens.
+        drafts_in_one_pass: Whether a single pass predicts all tokens of a draft, so that a longer draft takes
+            no more time. True for block-diffusion heads.
         self_draft_methods: Methods that `self_draft` supports: `layerskip` (EarlyExit), `lowbit` (LowBit),
             `swift` (SkippedLayers, for a `Skippable` model), and the methods of heads (Head).
         trainable: Whether the model implements `Trainable`, for online training as a draft model.
@@ -162,6 +168,8 @@ class Capabilities:
     reason: str = ""
     max_width: int = 1 << 20
     max_branches: int = 1 << 20
+    max_draft_length: int = 1 << 20
+    drafts_in_one_pass: bool = False
     self_draft_methods: frozenset[str] = frozenset()
     trainable: bool = False
     partial_truncate: bool = True

@@ -63,11 +63,18 @@ def _write_gguf_benchmark(path: Path, type_name: str, size_bytes: int) -> PassWe
     return write_benchmark_model(path, type_name, size_bytes)
 
 
-def _estimate_gguf_head(head: Head, _target: Path, context_tokens: int) -> MemoryEstimate:
-    from edgespec.backends.llamacpp.eagle import estimate_eagle_head
+def _estimate_gguf_head(head: Head, target: Path, context_tokens: int) -> MemoryEstimate:
+    from edgespec.backends.llamacpp.dflash import estimate_dflash_head
+    from edgespec.backends.llamacpp.eagle import estimate_eagle_head, estimate_unconverted_head
+    from edgespec.backends.llamacpp.mtp import estimate_mtp_head
 
+    if head.method == "mtp":
+        return estimate_mtp_head(head.path, target, context_tokens)
     assert head.path is not None
-    return estimate_eagle_head(head.path, context_tokens)
+    if head.path.is_dir():
+        return estimate_unconverted_head(head.path, context_tokens)
+    estimate = estimate_dflash_head if head.method == "dflash" else estimate_eagle_head
+    return estimate(head.path, context_tokens)
 
 
 def _gguf_tokens(path: Path) -> TokenList | None:
@@ -172,7 +179,7 @@ _GGUF = FileFormat(
     files=gguf_files,
     one_file_per_quantisation=True,
     mapped=True,
-    preparations=frozenset({"layerskip", "lowbit"}),
+    preparations=frozenset({"layerskip", "lowbit", "head"}),
     low_bit_copy_format="gguf",
     trial=_try_gguf,
     try_head=_try_gguf_head,
@@ -187,6 +194,7 @@ _GGUF = FileFormat(
             "Q2_K": {"Q2_K": 0.6, "Q3_K": 0.3, "Q6_K": 0.1},
         },
     ),
+    head_methods=frozenset({"mtp", "eagle", "dflash"}),
     estimate_head=_estimate_gguf_head,
 )
 _SPLIT_GGUF = FileFormat(

@@ -108,6 +108,11 @@ class GgufHeader:
         """Return the metadata value of `ARCHITECTURE.key`, such as `llama.block_count`."""
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
+    def architecture_number(self, key: str) -> int:
+        """Return the metadata value of `ARCHITECTURE.key`, or 0 if it is missing or no positive integer."""
+        value = self.architecture_value(key)
+        return int(value) if isinstance(value, int) and value > 0 else 0
+
 
 def read_header(path: Path) -> GgufHeader:
     """Read the header of a GGUF file. Raises ModelFileError."""

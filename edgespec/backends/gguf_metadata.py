@@ -25,6 +25,8 @@ _EMBEDDING = (
 )  # fmt: skip
 # Architectures of draft heads, which take the hidden states of another model as input.
 _HEADS = {"eagle": "EAGLE", "eagle2": "EAGLE-2", "eagle3": "EAGLE-3", "dflash": "DFlash", "medusa": "Medusa"}
+# Maximum number of the target's layers that a head reads.
+_MAX_READ_LAYERS = 64
 _F16_BYTES = 2
 
 
@@ -103,13 +105,17 @@ def _of_parts(parts: Sequence[Path]) -> ModelInfo:
         pass_bytes=_pass_bytes(bytes_of, _used_fraction(header), has_head),
         kv_bytes=_kv_bytes(header),
         context_tokens=_number(header.architecture_value("context_length")),
-        vocab_size=len(tokens.tokens) if tokens else 0,
+        vocab_size=len(tokens.tokens) if tokens else _number(header.architecture_value("vocab_size")),
         vocabulary=tokens.digest() if tokens else "",
         chat_template=bool(_text(metadata.get("tokenizer.chat_template"))),
         licence=_text(metadata.get("general.license")),
         experts=_number(header.architecture_value("expert_count")),
         experts_used=_number(header.architecture_value("expert_used_count")),
         heads=tuple(_heads(header, tensors)),
+        hidden_size=_number(header.architecture_value("target_hidden_size"))
+        or _number(header.architecture_value("embedding_length")),
+        layers=_number(header.architecture_value("block_count")),
+        read_layers=_read_layers(header),
     )
 
 
@@ -133,6 +139,13 @@ def _heads(header: GgufHeader, tensors: Sequence[GgufTensor]) -> list[str]:
     # Some converters remove the tensors of MTP layers, but leave the number of MTP layers in the metadata.
     present = any(".nextn." in tensor.name for tensor in tensors)
     return [f"MTP, {layers} layer{'s' if layers > 1 else ''}"] if layers and present else []
+
+
+def _read_layers(header: GgufHeader) -> tuple[int, ...]:
+    layers = header.architecture_value("target_layers")
+    if isinstance(layers, np.ndarray) and layers.dtype.kind in "iu" and len(layers) <= _MAX_READ_LAYERS:
+        return tuple(int(layer) for layer in layers)
+    return ()
 
 
 def tensor_bytes(file: Path, header: GgufHeader) -> list[tuple[str, int]]:

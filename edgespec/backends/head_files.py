@@ -1,26 +1,59 @@
-"""Find out from its files which method drafts with a head."""
+"""Find out from its files which method drafts with a head, and which targets it could have been made for."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from edgespec.backends.base import Head
+from edgespec.backends.model_info import ModelInfo
 from edgespec.backends.registry import format_at
 from edgespec.errors import ModelFileError
 
-__all__ = ["head_at"]
+__all__ = ["drafts_in_one_pass", "head_at", "method_of", "why_not_made_for"]
 
 # The methods by the first word of the names in `ModelInfo.heads`.
 _METHODS = {"MTP": "mtp", "EAGLE": "eagle", "DFlash": "dflash", "Medusa": "medusa", "Hydra": "hydra"}
+# The same for heads that draft several tokens in one pass.
+_ONE_PASS = ("DFlash", "Medusa")
+
+
+def method_of(kind: str) -> str:
+    """Return the method that drafts with a kind of head, such as `EAGLE-3`. Empty if there is none."""
+    return _METHODS.get(_first_word(kind), "")
+
+
+def drafts_in_one_pass(kind: str) -> bool:
+    """Return whether a kind of head drafts several tokens in one pass, instead of one token in each."""
+    return _first_word(kind) in _ONE_PASS
+
+
+def _first_word(kind: str) -> str:
+    return kind.replace("-", " ").replace(",", " ").split()[0]
 
 
 def head_at(path: Path) -> Head:
     """Return the head at a path. Raises ModelFileError if it contains no head, or is damaged."""
     info = format_at(path).read_info(path)
     for name in info.heads:
-        if method := _METHODS.get(name.replace("-", " ").replace(",", " ").split()[0]):
+        if method := method_of(name):
             return Head(method, path)
     raise ModelFileError(
         f"{path} contains no head, but a model with the architecture {info.architecture!r}",
         "pass a head with --head, and draft models with --draft",
     )
+
+
+def why_not_made_for(head: ModelInfo, target: ModelInfo) -> str:
+    """Return why a head was not made for a target, or an empty string if their metadata match.
+
+    Sizes that the files do not state are not compared.
+    """
+    for what, needed, own in (
+        ("hidden states", head.hidden_size, target.hidden_size),
+        ("vocabularies", head.vocab_size, target.vocab_size),
+    ):
+        if needed and own and needed != own:
+            return f"it needs {what} of size {needed:,}, but those of the target have {own:,}"
+    if head.read_layers and target.layers and max(head.read_layers) > target.layers:
+        return f"it reads the layers {[*head.read_layers]}, but the target has {target.layers}"
+    return ""

@@ -15,6 +15,7 @@ from edgespec.files import read_regular_file
 from edgespec.installation import setup_command
 
 __all__ = [
+    "HEAD_WEIGHTS",
     "MAX_JSON_BYTES",
     "TOKENIZERS",
     "WEIGHTS",
@@ -23,6 +24,7 @@ __all__ = [
     "is_weights",
     "missing_among",
     "missing_files",
+    "missing_from_head",
     "mlx_installed",
     "read_json_object",
     "read_tensors",
@@ -36,6 +38,8 @@ MAX_JSON_BYTES = 1 << 28
 # File name pattern of the weights that mlx-lm loads.
 WEIGHTS = "model*.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
+# File name pattern of the weights of heads.
+HEAD_WEIGHTS = "*.safetensors"
 # File name patterns of tokenizers. An MLX model needs at least one of these files.
 TOKENIZERS = (
     "tokenizer.json",
@@ -96,6 +100,14 @@ def missing_among(names: Iterable[str]) -> list[str]:
                 part_name for part_name in every if part_name not in names and part_name not in missing
             ]
     return missing
+
+
+def missing_from_head(folder: Path) -> list[str]:
+    """Return the names of the files that a head in the layout of Hugging Face lacks."""
+    names = [path.name for path in folder.iterdir() if path.is_file()]
+    missing = [] if "config.json" in names else ["config.json"]
+    has_weights = any(fnmatchcase(name, HEAD_WEIGHTS) for name in names)
+    return missing if has_weights else [*missing, "model.safetensors"]
 
 
 def _listed_weights(index: Path) -> set[str]:

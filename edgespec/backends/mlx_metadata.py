@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import ChainMap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,20 @@ __all__ = ["language_config", "read_mlx_info", "trained_context"]
 
 # Models that generate text have an architecture name with one of these suffixes.
 _TEXT_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
-_HEAD_NAMES = {"eagle3": "EAGLE-3", "eagle": "EAGLE", "medusa": "Medusa", "hydra": "Hydra"}
+_HEAD_NAMES = {
+    "eagle3": "EAGLE-3",
+    "eagle": "EAGLE",
+    "dflash": "DFlash",
+    "dspark": "DFlash",
+    "medusa": "Medusa",
+    "hydra": "Hydra",
+}
+# Settings of heads that list the target's layers whose hidden states they read.
+_READ_LAYERS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids")
+# Settings that contain further settings: of the language model in vision models, and of heads.
+_INNER_CONFIGS = ("text_config", "transformer_layer_config", "eagle_config", "dflash_config")
+# Maximum number of the target's layers that a head reads.
+_MAX_READ_LAYERS = 64
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _EXPERTS_USED = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k")
 _CONTEXT = (
@@ -63,13 +77,16 @@ def read_mlx_info(folder: Path) -> ModelInfo:
         experts=experts,
         experts_used=used,
         heads=tuple(_heads(whole, config, tensors)),
+        hidden_size=_first(config, ("target_hidden_size", "hidden_size", "n_embd")),
+        layers=_first(config, ("num_hidden_layers", "n_layer")),
+        read_layers=_read_layers(config),
     )
 
 
 def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the configuration of the language model, which vision models store under `text_config`."""
-    text = config.get("text_config")
-    return {**config, **text} if isinstance(text, dict) else config
+    """Return a model's configuration, with the settings that vision models and heads nest moved up."""
+    inner = (config.get(name) for name in _INNER_CONFIGS)
+    return dict(ChainMap(*(each for each in inner if isinstance(each, dict)), dict(config)))
 
 
 def trained_context(config: Mapping[str, Any]) -> int:
@@ -104,6 +121,13 @@ def _heads(
     if any(re.search(r"(?:^|\.)(?:mtp|nextn)\.", name) for name in tensors):
         return [f"MTP, {layers} layer{'s' if layers > 1 else ''}" if layers else "MTP"]
     return []
+
+
+def _read_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
+    for layers in map(config.get, _READ_LAYERS):
+        if isinstance(layers, list) and len(layers) <= _MAX_READ_LAYERS:
+            return tuple(layer for layer in layers if type(layer) is int)
+    return ()
 
 
 def _parameters(tensors: Mapping[str, StoredTensor], settings: Mapping[str, Any]) -> int:

@@ -30,7 +30,10 @@ class ModelInfo:
         chat_template: Whether the model has a chat template.
         experts: Number of experts of a mixture-of-experts model.
         experts_used: Number of experts that process each token.
-        heads: Names of built-in heads that can draft from the model's hidden states, such as MTP.
+        heads: Names of the heads in the files, which can draft from a model's hidden states, such as MTP.
+        hidden_size: Number of values in a hidden state. For a head, in those of the target that it reads.
+        layers: Number of layers.
+        read_layers: For a head, the layers of the target whose hidden states it reads, if the files say so.
     """
 
     kind: Kind
@@ -49,3 +52,6 @@ class ModelInfo:
     experts: int = 0
     experts_used: int = 0
     heads: tuple[str, ...] = ()
+    hidden_size: int = 0
+    layers: int = 0
+    read_layers: tuple[int, ...] = ()

@@ -108,6 +108,8 @@ class FileFormat:
         read_pass_weights: Returns the weights that a pass of the model at a path reads. Raises
             ModelFileError.
         benchmark_models: Models for measuring this machine. None if there are none.
+        head_methods: Methods whose heads the backend can run, if the head's files are in a format of the same
+            backend.
         estimate_head: Returns the memory that a head needs, given the path of its target and the context size
             in tokens. Raises ModelFileError. None if the format has no heads.
         load_teacher: Loads the model at a path to train heads for it, given its name and a progress callback.
@@ -137,6 +139,7 @@ class FileFormat:
     try_head: Callable[[str, str, Head, Progress | None], None] | None = None
     read_pass_weights: Callable[[Path], PassWeights] | None = None
     benchmark_models: BenchmarkModels | None = None
+    head_methods: frozenset[str] = frozenset()
     estimate_head: Callable[[Head, Path, int], MemoryEstimate] | None = None
     load_teacher: Callable[[str, str, Progress | None], Teacher] | None = None
 

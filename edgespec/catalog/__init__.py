@@ -10,6 +10,7 @@ from edgespec.catalog.catalogue import (
 )
 from edgespec.catalog.download import Progress
 from edgespec.catalog.drafts import DraftChoice, DraftOption, choose_draft, draft_options
+from edgespec.catalog.heads import HeadOption, head_options, published_heads
 from edgespec.catalog.installed import (
     InstalledModel,
     find_installed,
@@ -24,6 +25,7 @@ __all__ = [
     "Catalogue",
     "DraftChoice",
     "DraftOption",
+    "HeadOption",
     "InstalledModel",
     "MetadataCache",
     "ModelEntry",
@@ -34,8 +36,10 @@ __all__ = [
     "choose_draft",
     "draft_options",
     "find_installed",
+    "head_options",
     "load_catalogue",
     "mlx_installed",
+    "published_heads",
     "read_model_info",
     "resolve",
     "smaller_models",

@@ -17,6 +17,7 @@ from edgespec.files import config_folder, error_reason, parse_toml, read_regular
 
 __all__ = [
     "Catalogue",
+    "HeadEntry",
     "ModelEntry",
     "ModelFormat",
     "load_catalogue",
@@ -97,17 +98,45 @@ class ModelEntry:
         return models_folder() / self.embedded_file if self.embedded_file else None
 
 
-class Catalogue:
-    """Looks up catalogue entries by name or alias, ignoring case."""
+@dataclass(frozen=True)
+class HeadEntry:
+    """A published head in the catalogue.
 
-    def __init__(self, entries: Iterable[ModelEntry]) -> None:
-        self.entries = tuple(entries)
+    Attributes:
+        name: The head's name.
+        kind: What kind of head it is, as in `ModelInfo.heads`.
+        targets: Names of the models that it drafts for.
+        repository: Hugging Face repository of its files.
+        approximate_file_bytes: Approximate size on disk.
+        published_speedup: The speed-up that its publisher measured. 0 if there is none.
+        published_on: The machine on which it was measured.
+        problem: Why edgespec cannot read its files. Empty if it can.
+    """
+
+    name: str
+    kind: str
+    targets: tuple[str, ...]
+    repository: str
+    approximate_file_bytes: int
+    published_speedup: float = 0.0
+    published_on: str = ""
+    problem: str = ""
+
+
+class Catalogue:
+    """Looks up models by name or alias, and heads by name, ignoring case."""
+
+    def __init__(self, entries: Iterable[ModelEntry], heads: Iterable[HeadEntry] = ()) -> None:
+        self.entries, self.heads = tuple(entries), tuple(heads)
         self._by_name: dict[str, tuple[ModelEntry, str]] = {}
         for entry in self.entries:
             for name, quantisation in {entry.name: entry.quantisation, **entry.aliases}.items():
                 if name.lower() in self._by_name:
                     raise ValueError(f"the catalogue has two models named {name}")
                 self._by_name[name.lower()] = (entry, quantisation)
+        self._heads_by_name = {head.name.lower(): head for head in self.heads}
+        if clash := self._heads_by_name.keys() & self._by_name.keys():
+            raise ValueError(f"the catalogue has a model and a head named {min(clash)}")
 
     @property
     def names(self) -> list[str]:
@@ -122,6 +151,17 @@ class Catalogue:
         """Return the catalogue entry whose files are in a Hugging Face repository, or None."""
         matches = (entry for entry in self.entries if entry.repository.lower() == repository.lower())
         return next(matches, None)
+
+    def find_head(self, name: str) -> HeadEntry | None:
+        """Return the head with this name or in this Hugging Face repository, or None."""
+        if head := self._heads_by_name.get(name.lower()):
+            return head
+        return next((head for head in self.heads if head.repository.lower() == name.lower()), None)
+
+    def heads_for(self, entry: ModelEntry | None) -> tuple[HeadEntry, ...]:
+        """Return the published heads for a model. The GGUF and MLX versions of a model share them."""
+        name = entry.name.removesuffix(_MLX_SUFFIX) if entry else ""
+        return tuple(head for head in self.heads if name in head.targets)
 
     def embedded_at(self, path: Path) -> ModelEntry | None:
         """Return the entry of the model at `path` if edgespec includes that model, or None."""
@@ -154,8 +194,9 @@ def models_folder() -> Path:
 def load_catalogue() -> Catalogue:
     """Return the built-in catalogue, which is read once per process."""
     with (models_folder() / "catalogue.toml").open("rb") as file:
-        tables: list[dict[str, Any]] = tomllib.load(file)["model"]
-    return Catalogue(_with_mlx_forms([_entry(table) for table in tables]))
+        tables: dict[str, list[dict[str, Any]]] = tomllib.load(file)
+    entries = [_entry(table) for table in tables["model"]]
+    return Catalogue(_with_mlx_forms(entries), map(_head_entry, tables["head"]))
 
 
 def _with_mlx_forms(entries: list[ModelEntry]) -> Iterator[ModelEntry]:
@@ -194,6 +235,12 @@ def _entry(table: dict[str, Any]) -> ModelEntry:
     values["drafts"] = tuple(values.get("drafts", ()))
     values["aliases"] = MappingProxyType(values.get("aliases", {}))
     return ModelEntry(**values)
+
+
+def _head_entry(table: dict[str, Any]) -> HeadEntry:
+    values = {**table, "targets": tuple(table["targets"])}
+    values["approximate_file_bytes"] = round(values.pop("gigabytes") * 1e9)
+    return HeadEntry(**values)
 
 
 def user_aliases_path() -> Path:

@@ -13,18 +13,35 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from edgespec.backends.base import Progress
-from edgespec.backends.mlx_files import missing_files, require_mlx
+from edgespec.backends.mlx_files import missing_files, missing_from_head, require_mlx
 from edgespec.catalog.hub_cache import cached_model, hub_cache_folder, repository_folder
-from edgespec.catalog.hub_files import HubFile, choose_files, choose_mlx_files, hub_name, is_gguf_model
+from edgespec.catalog.hub_files import (
+    HubFile,
+    choose_files,
+    choose_head_files,
+    choose_mlx_files,
+    hub_name,
+    is_gguf_model,
+)
 from edgespec.errors import CancelledError, DownloadError, EdgespecError, ModelNotFoundError
 from edgespec.files import error_reason, format_bytes, replace_when_written, write_advice
 
-__all__ = ["Progress", "choose", "fetch", "list_repository", "stream_chunks", "translate_errors"]
+__all__ = [
+    "HEAD",
+    "MODEL",
+    "Progress",
+    "RepositoryContent",
+    "fetch",
+    "list_repository",
+    "stream_chunks",
+    "translate_errors",
+]
 
 _CHUNK_BYTES = 1 << 18
 _GIT_ETAG_CHARACTERS, _SHA256_ETAG_CHARACTERS = 40, 64
@@ -36,23 +53,38 @@ _LOCK_SECONDS = 2.0
 _SIGN_IN = "log in with `hf auth login` or set HF_TOKEN"
 
 
+@dataclass(frozen=True, slots=True)
+class RepositoryContent:
+    """What to look for in a Hugging Face repository.
+
+    Attributes:
+        choose: Returns the files to download, given the repository, its files and the quantisation.
+        missing_from_folder: Returns the names of the files that a downloaded folder lacks.
+    """
+
+    choose: Callable[[str, list[HubFile], str | None], list[HubFile]]
+    missing_from_folder: Callable[[Path], list[str]]
+
+
 def fetch(
     repository: str,
     quantisation: str | None,
     *,
     allow_download: bool = True,
     progress: Progress | None = None,
+    content: RepositoryContent | None = None,
 ) -> Path:
-    """Return the path of a Hugging Face model, downloading it if it is not in the cache.
+    """Return the path of a Hugging Face model or head, downloading it if it is not in the cache.
 
     Args:
         repository: `user/repo`.
         quantisation: The quantisation or file to select; see `choose_files`.
         allow_download: Whether to download the model if it is not in the cache.
         progress: Called during the download. Returning False cancels it.
+        content: What to look for. Defaults to a model.
 
     Returns:
-        The first file of a GGUF model, or the folder of an MLX model.
+        The first file of a GGUF model, or the folder of an MLX model or a head.
 
     Raises:
         ModelNotFoundError: The repository or quantisation does not exist.
@@ -60,7 +92,8 @@ def fetch(
         DownloadError: The download failed, for example because of the network or a full disk.
         CancelledError: `progress` returned False.
     """
-    if cached := cached_model(repository, quantisation):
+    content = content or MODEL
+    if cached := cached_model(repository, quantisation, content.missing_from_folder):
         return cached
     if not allow_download:
         raise ModelNotFoundError(
@@ -69,7 +102,7 @@ def fetch(
         )
     with translate_errors(repository):
         commit, listed = list_repository(repository)
-        files = choose(repository, listed, quantisation)
+        files = content.choose(repository, listed, quantisation)
         snapshot = repository_folder(repository) / "snapshots" / commit
         _check_disk(repository, [file for file in files if not (snapshot / file.name).exists()])
         paths, finished_bytes = [], 0
@@ -81,7 +114,7 @@ def fetch(
     if is_gguf_model(files[0]):
         return paths[0]
     folder = paths[0].parent
-    if missing := missing_files(folder):
+    if missing := content.missing_from_folder(folder):
         raise DownloadError(
             f"{repository} is incomplete: it lacks {', '.join(missing[:3])}",
             "choose another repository of the same model",
@@ -89,8 +122,8 @@ def fetch(
     return folder
 
 
-def choose(repository: str, files: list[HubFile], quantisation: str | None) -> list[HubFile]:
-    """Return the files to download, preferring GGUF models to MLX models."""
+def _choose_model(repository: str, files: list[HubFile], quantisation: str | None) -> list[HubFile]:
+    """Return the files of a model, preferring GGUF models to MLX models."""
     if any(map(is_gguf_model, files)):
         return choose_files(repository, files, quantisation)
     chosen = choose_mlx_files(repository, files)
@@ -101,6 +134,10 @@ def choose(repository: str, files: list[HubFile], quantisation: str | None) -> l
         )
     require_mlx(repository)
     return chosen
+
+
+MODEL = RepositoryContent(_choose_model, missing_files)
+HEAD = RepositoryContent(choose_head_files, missing_from_head)
 
 
 def list_repository(repository: str) -> tuple[str, list[HubFile]]:

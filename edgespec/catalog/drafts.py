@@ -154,14 +154,15 @@ def choose_draft(
         return _first_recommended(target)
     installed = find_installed()
     info = model_info_or_none(target, installed.metadata)
-    usable = [option for option in draft_options(target, installed) if _is_for_auto(option, target, info)]
+    options = draft_options(target, installed)
+    usable = [option for option in options if _is_for_auto(option, target, info)]
     fitting = usable
     if memory_bytes is not None and info is not None:
         room_bytes = memory_bytes - info.size_bytes - info.kv_bytes * _context(info, context_tokens)
         fitting = [option for option in usable if option.needed_bytes <= room_bytes]
     faster = [option for option in fitting if option.speedup > 1.0]
     if not faster:
-        return DraftChoice(None, _why_none(target, usable, fitting))
+        return DraftChoice(None, _why_none(target, options, usable, fitting))
     highest = max(option.speedup for option in faster)
     equal = [option for option in faster if option.speedup >= _EQUAL_SPEEDUP_RATIO * highest]
     best = min(equal, key=lambda option: (option.rank, *_order(option)))
@@ -202,7 +203,12 @@ def _no_draft_found(target: Resolved) -> str:
     return f"no suitable draft model was found for {target.name}; choose one with --draft"
 
 
-def _why_none(target: Resolved, usable: Sequence[DraftOption], fitting: Sequence[DraftOption]) -> str:
+def _why_none(
+    target: Resolved,
+    options: Sequence[DraftOption],
+    usable: Sequence[DraftOption],
+    fitting: Sequence[DraftOption],
+) -> str:
     if fitting:
         return (
             f"the best draft model on this machine, {fitting[0].reference}, has an expected speed-up of"
@@ -213,8 +219,13 @@ def _why_none(target: Resolved, usable: Sequence[DraftOption], fitting: Sequence
             f"the draft model {usable[0].reference} needs {format_bytes(usable[0].needed_bytes)}, which does"
             " not fit in memory next to the target; raise --memory, or use a smaller --context"
         )
-    if names := _recommended(target):
-        return f"the recommended draft model is not on this machine; download it with --draft {names[0]}"
+    missing = min((each for each in options if each.path is None), key=lambda each: each.rank, default=None)
+    if missing and missing.rank < len(_recommended(target)):
+        return (
+            "the recommended draft model is not on this machine; download it with --draft"
+            f" {missing.reference} ({format_bytes(missing.size_bytes)}, expected speed-up"
+            f" {missing.speedup:.1f}x, estimated from its size, not measured on this machine)"
+        )
     return _no_draft_found(target)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -32,12 +32,17 @@ def repository_folder(repository: str) -> Path:
     return hub_cache_folder() / f"{_PREFIX}{repository.replace('/', '--')}"
 
 
-def cached_model(repository: str, quantisation: str | None) -> Path | None:
-    """Return a model in the Hugging Face cache, or None if any of its files is missing.
+def cached_model(
+    repository: str,
+    quantisation: str | None,
+    missing_from_folder: Callable[[Path], list[str]] = missing_files,
+) -> Path | None:
+    """Return a model or a head in the Hugging Face cache, or None if any of its files is missing.
 
     Args:
         repository: `user/repo`.
         quantisation: The quantisation or file to select; see `choose_files`.
+        missing_from_folder: Returns the names of the files that a folder lacks.
 
     Returns:
         The first file of a GGUF model, or the folder of an MLX model.
@@ -48,8 +53,9 @@ def cached_model(repository: str, quantisation: str | None) -> Path | None:
         files = _gguf_files(folder, snapshot, budget)
         with suppress(ModelNotFoundError):
             return snapshot / choose_files(repository, files, quantisation)[0].name
-    complete = filter(_is_mlx_model, snapshots) if quantisation is None else iter(())
-    return next(complete, None)
+    if quantisation is not None:
+        return None
+    return next((folder for folder in snapshots if _is_complete_folder(folder, missing_from_folder)), None)
 
 
 def hub_models() -> Iterator[StoredModel]:
@@ -102,13 +108,12 @@ def _snapshot_models(
         yield StoredModel("hub", tuple(names), snapshot / first.name)
     if not models and "" not in seen and (snapshot / "config.json").is_file():
         seen.add("")
-        if _is_mlx_model(snapshot):
+        if _is_complete_folder(snapshot, missing_files):
             yield StoredModel("hub", (repository, f"hf:{repository}"), snapshot, "mlx")
 
 
-def _is_mlx_model(folder: Path) -> bool:
-    """Return whether a folder contains all files of an MLX model."""
+def _is_complete_folder(folder: Path, missing_from_folder: Callable[[Path], list[str]]) -> bool:
     try:
-        return not missing_files(folder)
+        return not missing_from_folder(folder)
     except (ModelFileError, OSError):
         return False

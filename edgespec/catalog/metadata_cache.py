@@ -20,10 +20,12 @@ from edgespec.files import cache_folder, read_regular_file, write_private_file
 
 __all__ = ["MetadataCache", "files_fingerprint"]
 
-_VERSION = 1
+_VERSION = 2
 # Limits on the number of models and model pairs in the cache file. No machine has that many.
 _MAX_MODELS, _MAX_PAIRS = 2000, 20_000
 _MAX_FILE_BYTES = 16 * 2**20
+# Fields of `ModelInfo` that are sequences.
+_SEQUENCES = ("heads", "read_layers")
 
 # A model's path, file format and vocabulary hash.
 Model: TypeAlias = tuple[Path, ModelFormat, str]
@@ -110,9 +112,9 @@ class MetadataCache:
 
 
 def _info(value: Mapping[str, Any]) -> ModelInfo:
-    info = ModelInfo(**{**value, "heads": tuple(value["heads"])})
+    info = ModelInfo(**{**value, **{name: tuple(value[name]) for name in _SEQUENCES}})
     for one in fields(info):
-        if one.name not in ("kind", "heads") and type(getattr(info, one.name)).__name__ != one.type:
+        if one.name not in ("kind", *_SEQUENCES) and type(getattr(info, one.name)).__name__ != one.type:
             raise ValueError(f"the field {one.name} has an invalid value: {getattr(info, one.name)!r}")
     return info
 

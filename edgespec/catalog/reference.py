@@ -42,7 +42,15 @@ from edgespec.catalog.stored_models import Store, StoredModel
 from edgespec.errors import ModelFileError, ModelNotFoundError
 from edgespec.prepare.store import MANIFEST, PreparedModel, check_prepared, find_prepared, read_prepared
 
-__all__ = ["Resolved", "resolve", "resolve_with"]
+__all__ = [
+    "Download",
+    "Resolved",
+    "follow_aliases",
+    "refused_head",
+    "resolve",
+    "resolve_path",
+    "resolve_with",
+]
 
 Source = Literal["path"] | Store
 Download: TypeAlias = Callable[[str, str | None], Path]
@@ -106,10 +114,10 @@ def resolve(reference: str, *, allow_download: bool = True, progress: Progress |
 def resolve_with(reference: str, download: Download) -> Resolved:
     """Return the model that a reference names. Call `download` if it is not on this machine."""
     typed = reference.strip()
-    match parsed := _follow_aliases(typed):
+    match parsed := follow_aliases(typed):
         case PathReference(path):
             stored = find_by_missing_path(path)
-            return _resolve_stored(typed, stored) if stored else _resolve_path(path)
+            return _resolve_stored(typed, stored) if stored else resolve_path(path)
         case StoreReference(store, name):
             return _resolve_stored(typed, find_in_store(store, name))
         case HubReference():
@@ -118,7 +126,7 @@ def resolve_with(reference: str, download: Download) -> Resolved:
             return _resolve_name(typed, parsed, download)
 
 
-def _follow_aliases(typed: str) -> Reference:
+def follow_aliases(typed: str) -> Reference:
     """Parse a reference. If it is a user alias, return the reference that the alias stands for."""
     text, seen = typed, [typed.lower()]
     while True:
@@ -147,10 +155,11 @@ def _resolve_name(typed: str, reference: NameReference, download: Download) -> R
     if named:
         return _resolve_entry(typed, *named, download)
     if os.path.exists(full_name):
-        return _resolve_path(Path(full_name))
+        return resolve_path(Path(full_name))
     if stored:
         # Raises an error, because the model is unusable.
         return _resolve_stored(typed, stored)
+    _refuse_head(full_name)
     nearest = catalogue.nearest(full_name, [*user_aliases(), *ollama_names()])
     raise ModelNotFoundError(
         f"there is no model named {full_name}",
@@ -170,7 +179,7 @@ def _resolve_entry(typed: str, entry: ModelEntry, quantisation: str, download: D
             f"use {entry.name}{other}",
         )
     if entry.embedded_path is not None:
-        path = _resolve_path(entry.embedded_path).path
+        path = resolve_path(entry.embedded_path).path
         return Resolved(typed, path, "embedded", entry, f"{typed} -> built in: {path}", entry.format)
     reference = HubReference(entry.repository, quantisation if several else None, explicit=True)
     return _resolve_hub(typed, reference, download)
@@ -178,6 +187,7 @@ def _resolve_entry(typed: str, entry: ModelEntry, quantisation: str, download: D
 
 def _resolve_hub(typed: str, reference: HubReference, download: Download) -> Resolved:
     repository, quantisation = reference.repository, reference.quantisation
+    _refuse_head(repository)
     entry = load_catalogue().of_repository(repository)
     cached = cached_model(repository, quantisation)
     stored = []
@@ -208,14 +218,37 @@ def _resolve_stored(typed: str, stored: StoredModel, entry: ModelEntry | None = 
     return Resolved(typed, stored.path, stored.store, entry, note, stored.format)
 
 
-def _resolve_path(path: Path) -> Resolved:
-    """Return the model at `path` after checking that its file is readable or its folder is complete."""
+def refused_head(name: str, target: str = "TARGET") -> ModelFileError:
+    """Return the error for a head that was passed as a model. `target` is the model that it drafts for."""
+    return ModelFileError(
+        f"{name} is a head, which drafts for one model and cannot run alone",
+        f"pass it with --head, for example --target {target} --head {name}",
+    )
+
+
+def _refuse_head(name: str) -> None:
+    """Raise ModelFileError if the catalogue lists a head with this name or in this repository."""
+    if head := load_catalogue().find_head(name):
+        raise refused_head(name, head.targets[0])
+
+
+def resolve_path(path: Path, missing_from_folder: Callable[[Path], list[str]] | None = None) -> Resolved:
+    """Return the model or head at a path after checking that its file is readable or its folder is complete.
+
+    Args:
+        path: The file or folder.
+        missing_from_folder: Returns the names of the files that a folder lacks. Defaults to those of a model.
+
+    Raises:
+        ModelNotFoundError: There is no file.
+        ModelFileError: The file cannot be read, or the folder is incomplete.
+    """
     try:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
             if (path / MANIFEST).exists():
                 return _resolve_prepared(read_prepared(path), path)
-            _check_folder(path)
+            _check_folder(path, missing_from_folder or format_at(path).missing_files)
         elif not stat.S_ISREG(mode):
             raise ModelFileError(f"{path} is not a regular file", "use the path of a .gguf file")
         elif path.suffix == ".safetensors":
@@ -262,10 +295,12 @@ def _resolve_prepared(prepared: PreparedModel, given: Path) -> Resolved:
     return Resolved(prepared.source.name, folder, "path", entry, note, "layerskip")
 
 
-def _check_folder(folder: Path) -> None:
-    missing = format_at(folder).missing_files(folder)
+def _check_folder(folder: Path, missing_from_folder: Callable[[Path], list[str]]) -> None:
+    missing = missing_from_folder(folder)
     if not missing:
         return
+    if _is_head(folder):
+        raise refused_head(str(folder))
     shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
     if "config.json" not in missing or any(folder.glob("*.safetensors")):
         what = "a folder with an incomplete MLX model"
@@ -276,6 +311,13 @@ def _check_folder(folder: Path) -> None:
     if models := _models_in(folder):
         hint = f"use the path of {'the' if len(models) == 1 else 'a'} GGUF file in it: {folder / models[0]}"
     raise ModelFileError(f"{folder} is {what}: it lacks {shown}", hint)
+
+
+def _is_head(folder: Path) -> bool:
+    try:
+        return format_at(folder).read_info(folder).kind == "head"
+    except ModelFileError:
+        return False
 
 
 def _models_in(folder: Path) -> list[str]:

@@ -11,12 +11,21 @@ from functools import partial
 from pathlib import Path
 
 from edgespec.backends.gguf_header import TruncatedHeader, parse_header
-from edgespec.catalog.download import Progress, choose, list_repository, stream_chunks, translate_errors
+from edgespec.catalog.download import (
+    HEAD,
+    MODEL,
+    Progress,
+    RepositoryContent,
+    list_repository,
+    stream_chunks,
+    translate_errors,
+)
+from edgespec.catalog.head_reference import resolve_head_with
 from edgespec.catalog.hub_files import HubFile, is_gguf_model
 from edgespec.catalog.reference import Resolved, resolve_with
 from edgespec.errors import CancelledError, DownloadError
 
-__all__ = ["resolve_metadata"]
+__all__ = ["resolve_head_metadata", "resolve_metadata"]
 
 # Number of bytes to download before first trying to parse a model's header.
 _FIRST_PARSE_BYTES = 1 << 20
@@ -40,18 +49,35 @@ def resolve_metadata(reference: str, folder: Path, progress: Progress | None = N
         ModelNotFoundError, ModelFileError, DownloadError, CancelledError, BackendMissingError: As in
             `resolve`.
     """
-    resolved = resolve_with(reference, partial(_fetch_metadata, folder, progress))
+    return _named(folder, resolve_with(reference, partial(_fetch_metadata, folder, progress, MODEL)))
+
+
+def resolve_head_metadata(reference: str, folder: Path, progress: Progress | None = None) -> Resolved:
+    """Return the head that a reference names. If it is not on this machine, download its metadata only.
+
+    Takes the same arguments and raises the same errors as `resolve_metadata`.
+    """
+    return _named(folder, resolve_head_with(reference, partial(_fetch_metadata, folder, progress, HEAD)))
+
+
+def _named(folder: Path, resolved: Resolved) -> Resolved:
+    """Replace the path in a model's note if only its metadata was downloaded to `folder`."""
     if not resolved.path.is_relative_to(folder):
         return resolved
     return replace(resolved, note=resolved.note.removesuffix(f": {resolved.path}") + ", not on this machine")
 
 
 def _fetch_metadata(
-    folder: Path, progress: Progress | None, repository: str, quantisation: str | None
+    folder: Path,
+    progress: Progress | None,
+    content: RepositoryContent,
+    repository: str,
+    quantisation: str | None,
 ) -> Path:
     with translate_errors(repository):
         commit, listed = list_repository(repository)
-        files = [one for one in choose(repository, listed, quantisation) if one.name.endswith(_WITH_METADATA)]
+        chosen = content.choose(repository, listed, quantisation)
+        files = [one for one in chosen if one.name.endswith(_WITH_METADATA)]
         target = folder / repository.replace("/", "--")
         for done, file in enumerate(files):
             if progress and not progress(f"reading metadata of {repository}", done / len(files)):

@@ -42,6 +42,7 @@ def picture(preview: Preview, requested_context_tokens: int | None = None) -> Re
     parts: list[RenderableType] = [
         _line(f"model {preview.target}"),
         _line(f"draft model {preview.draft}" if preview.draft else f"no draft model: {preview.why_no_draft}"),
+        *(_line(f"head {name}") for name in preview.heads),
         _line(f"context {plan.context_tokens:,} tokens{_about_context(preview, requested_context_tokens)}"),
         _line(f"cache type {plan.kv_type}"),
         _line(f"expected speed {_expected_speed(preview)}"),

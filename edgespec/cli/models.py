@@ -178,7 +178,7 @@ def _print_list(heads: Sequence[str], rows: Sequence[Sequence[str]], *, optional
 
 @command.command(
     "show",
-    short_help="Show details of a model and its draft models.",
+    short_help="Show details of a model, its draft models and its heads.",
     examples=(
         "edgespec models show demo",
         "edgespec models show 8b-q4 --json",
@@ -189,12 +189,20 @@ def _print_list(heads: Sequence[str], rows: Sequence[Sequence[str]], *, optional
 @click.option("--probe", is_flag=True, help="Also load the model and test its capabilities.")
 @json_option
 def show_model(reference: str, probe: bool, as_json: bool) -> int:
-    """Show details of the model REF, and which models on this machine can draft for it.
+    """Show details of the model REF, and which models and heads can draft for it.
 
     Until two models have been used together, the expected speed-up is estimated from their sizes. The exit
     status is 1 if a file could not be read.
     """
-    from edgespec.catalog import choose_draft, draft_options, find_installed, read_model_info, resolve
+    from edgespec.catalog import (
+        choose_draft,
+        draft_options,
+        find_installed,
+        head_options,
+        published_heads,
+        read_model_info,
+        resolve,
+    )
 
     shown = Shown(reference, _catalogued(reference))
     try:
@@ -203,6 +211,7 @@ def show_model(reference: str, probe: bool, as_json: bool) -> int:
         if shown.entry is None:
             raise
         shown.missing = error.what
+        shown.heads = published_heads(shown.entry)
     else:
         shown.entry = found.entry or shown.entry
         installed = find_installed(include_embedded=True)
@@ -210,7 +219,9 @@ def show_model(reference: str, probe: bool, as_json: bool) -> int:
             shown.info = read_model_info(found, installed.metadata)
         except ModelFileError as error:
             shown.problem = str(error)
-        shown.options, shown.choice = draft_options(found, installed), choose_draft(found)
+        if not shown.info or shown.info.kind == "model":
+            shown.options, shown.choice = draft_options(found, installed), choose_draft(found)
+            shown.heads = head_options(found, installed.metadata)
         if probe:
             has_gpu_layers = "gpu_layers" not in found.backend.ignored_options
             shown.facts, shown.problem = interruptible(lambda stop: _facts(stop, reference, has_gpu_layers))

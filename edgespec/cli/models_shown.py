@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from edgespec.catalog import (
         DraftChoice,
         DraftOption,
+        HeadOption,
         InstalledModel,
         ModelEntry,
         ModelFormat,
@@ -40,6 +41,7 @@ class Shown:
         facts: Properties of the loaded model. None without `--probe`.
         options: Models that can draft for this one, best first.
         choice: The draft model that `--draft auto` would use.
+        heads: Heads for this model, the ones to prefer first.
         problem: The error if the model could not be read or loaded.
     """
 
@@ -51,6 +53,7 @@ class Shown:
     facts: ModelFacts | None = None
     options: Sequence[DraftOption] = ()
     choice: DraftChoice | None = None
+    heads: Sequence[HeadOption] = ()
     problem: str = ""
 
     @property
@@ -79,6 +82,7 @@ class Shown:
                 "draft": choice.draft.name if choice and choice.draft else None,
                 "why": choice.reason if choice else self.missing,
             },
+            "heads": [_head_json(head) for head in self.heads],
             "problem": self.problem,
         }
 
@@ -95,6 +99,7 @@ class Shown:
             lines += _capability_lines(self.facts)
         if self.choice is not None:
             lines += _draft_lines(self.options, self.choice)
+        lines += [("head", _head_line(head)) for head in self.heads]
         return [*lines, ("problem", self.problem)] if self.problem else lines
 
 
@@ -192,6 +197,32 @@ def _draft_json(option: DraftOption) -> dict[str, Any]:
     }
 
 
+def _head_json(head: HeadOption) -> dict[str, Any]:
+    return {
+        "reference": head.reference or None,
+        "kind": head.kind,
+        "method": head.method or None,
+        "on_this_machine": head.head is not None,
+        "source": head.source,
+        "file_bytes": head.size_bytes,
+        "expected_speedup": round(head.speedup, 3) or None,
+        "published_speedup": head.published or None,
+        "works": not head.problem,
+        "why_not": head.problem,
+    }
+
+
+def _head_line(head: HeadOption) -> str:
+    if head.problem:
+        use = f"cannot be used: {head.problem}"
+    elif head.head is None:
+        use = f"not on this machine; download it with --head {head.reference}"
+    else:
+        use = f"works, with --method auto or {head.method}"
+    kind = [head.kind] if head.reference else []
+    return f"{head.name}: {'; '.join(filter(None, (*kind, head.expectation, use)))}"
+
+
 def _entry_lines(entry: ModelEntry | None) -> list[tuple[str, str]]:
     if entry is None:
         return []
@@ -209,6 +240,12 @@ def _entry_lines(entry: ModelEntry | None) -> list[tuple[str, str]]:
 
 
 def _info_lines(info: ModelInfo) -> list[tuple[str, str]]:
+    if info.kind == "head":
+        size = format_bytes(info.size_bytes)
+        return [
+            ("head", f"{', '.join(info.heads)}, {info.quantisation}, {size}; it drafts for one model"),
+            ("use it with", "--head, together with the --target that it was made for"),
+        ]
     experts = f", {info.experts_used} of {info.experts} experts per token" if info.experts else ""
     trained = f"{info.context_tokens:,} tokens" if info.context_tokens else "not stated in the files"
     same = f"ID {info.vocabulary[:12]}" if info.vocabulary else "cannot be compared with other models"
@@ -223,8 +260,6 @@ def _info_lines(info: ModelInfo) -> list[tuple[str, str]]:
             "yes" if info.chat_template else "no; use `edgespec generate --raw` instead of `edgespec chat`",
         ),
     ]
-    if info.heads:
-        lines.append(("drafting heads", ", ".join(info.heads)))
     return [*lines, ("licence (from its files)", info.licence)] if info.licence else lines
 
 

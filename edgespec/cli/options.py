@@ -12,7 +12,7 @@ from edgespec.cli.help import SectionOption
 from edgespec.cli.settings import SettingOption
 from edgespec.errors import OptionError
 from edgespec.method_names import DRAFTER_NAMES
-from edgespec.option_kinds import Choice, Flag, Kind, MethodName, ModelName, PathName
+from edgespec.option_kinds import Choice, Flag, HeadName, Kind, MethodName, ModelName, PathName
 from edgespec.options import LOAD_OPTIONS, MODEL_OPTIONS, REPLY_OPTIONS, SETTINGS, Option
 
 __all__ = [
@@ -98,12 +98,26 @@ def _complete_model(_ctx: click.Context, _param: click.Parameter, typed: str) ->
     except EdgespecError:
         own = []
     known = (*own, *load_catalogue().names, *installed_names())
+    return _complete_name(known, typed)
+
+
+def _complete_head(_ctx: click.Context, _param: click.Parameter, typed: str) -> list[CompletionItem]:
+    """Complete names of published heads. If none match, complete file names."""
+    from edgespec.catalog import load_catalogue
+
+    return _complete_name([head.name for head in load_catalogue().heads], typed)
+
+
+def _complete_name(known: Iterable[str], typed: str) -> list[CompletionItem]:
     names = [name for name in known if name.lower().startswith(typed.lower())]
     return [CompletionItem(name) for name in dict.fromkeys(names)] or [CompletionItem(typed, type="file")]
 
 
 def _complete_method(_ctx: click.Context, _param: click.Parameter, typed: str) -> list[CompletionItem]:
     return [CompletionItem(method) for method in METHODS if method.startswith(typed)]
+
+
+_COMPLETERS = {ModelName: _complete_model, HeadName: _complete_head, MethodName: _complete_method}
 
 
 def model_reference(name: str) -> Decorator:
@@ -134,8 +148,9 @@ def _option(name: str, option: Option, default: Any, *, per_run: bool) -> click.
     if kind.repeatable:
         settings["multiple"] = True
         settings["callback"] = lambda _ctx, param, values: _check(kind, param, values)
-    if isinstance(kind, MethodName | ModelName):
-        settings["shell_complete"] = _complete_model if isinstance(kind, ModelName) else _complete_method
+    for kind_class, complete in _COMPLETERS.items():
+        if isinstance(kind, kind_class):
+            settings["shell_complete"] = complete
     if per_run or option.per_run:
         return SectionOption(names, **settings)
     return SettingOption(names, declaration=option, **settings)

@@ -52,6 +52,8 @@ def command(as_json: bool, **options: Any) -> int:
                 "context_begins": preview.first_context_tokens,
             }
             | ({} if preview.draft else {"why_no_draft": preview.why_no_draft})
+            | {"heads": list(preview.heads)}
+            | ({} if preview.heads else {"why_no_head": preview.why_no_head})
             | {"prediction": preview.prediction.to_json() if preview.prediction else None}
             | _window_json(preview)
             | ({"advice": preview.advice} if preview.advice else {})

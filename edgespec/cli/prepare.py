@@ -124,7 +124,7 @@ def lowbit(reference: str, type_name: str | None, to: Path | None, as_json: bool
 
 @command.command(
     "head",
-    short_help="Convert an EAGLE-3 head to GGUF.",
+    short_help="Convert an EAGLE-3, DFlash or DSpark head to GGUF.",
     examples=("edgespec prepare head ./Qwen3-8B_eagle3 ./qwen3-8b-q4.gguf --to eagle3-qwen3-8b.gguf",),
 )
 @click.argument("head", type=click.Path(path_type=Path, file_okay=False))
@@ -138,7 +138,7 @@ def lowbit(reference: str, type_name: str | None, to: Path | None, as_json: bool
 )
 @json_option
 def head(head: Path, reference: str, to: Path, as_json: bool) -> None:
-    """Convert the EAGLE-3 head in the folder HEAD, as published on Hugging Face, for `--method eagle`.
+    """Convert the EAGLE-3, DFlash or DSpark head in the folder HEAD, as published on Hugging Face.
 
     REF is the GGUF model that the head was trained for.
     """

@@ -278,7 +278,7 @@ def with_setting_source(error: EdgespecError, ctx: click.Context) -> EdgespecErr
             dashed = re.escape("--" + name.replace("_", "-"))
             is_about = bool(re.search(rf"^{name}\b|{dashed}\b", str(error)))
         else:
-            is_model = about_a_model and name in ("target", "draft")
+            is_model = about_a_model and name in ("target", "draft", "head")
             is_about = is_model and str(found.value).strip() in error.what
         if is_about:
             return ConfigurationError(f"{error.what} ({name} is set in {found.where})", error.next_step)

@@ -107,9 +107,10 @@ def eagle3(
         print_json({"kind": "head", "method": "eagle3", **result.to_json(), "gguf": file})
         return
     _print(result)
-    if result.kept:
-        use = f"--target {reference} --head {converted}" if converted else str(folder)
-        note(printable(f"Use it with: edgespec chat {use}" if converted else f"The head is in {use}"))
+    if converted:
+        note(printable(f"Use it with: edgespec chat --target {reference} --head {converted}"))
+    elif result.kept:
+        note(printable(f"The head is in {folder}"))
 
 
 def _train(

@@ -41,7 +41,7 @@ class AdaptiveTreeGrowth(TreeGrowth):
     pass.
 
     Args:
-        limits: Maximum width and number of branches of a verify pass.
+        limits: Maximum width and number of branches of a verify pass, and of draft model passes before it.
         v: Function that returns the duration of a verify pass of a given width, relative to a single-token
             target pass. The durations may change between drafts.
         siblings: Maximum number of children per node. If 1, the tree is a chain.
@@ -64,7 +64,7 @@ class AdaptiveTreeGrowth(TreeGrowth):
         self.siblings = siblings if limits.max_branches > 1 else 1
         self.drafts_chains = self.siblings == 1
         self._max_width = min(limits.max_width, _MAX_WIDTH)
-        self._max_branches = limits.max_branches
+        self._max_branches, self._max_passes = limits.max_branches, limits.max_draft_passes
         self._v = v
         self._acceptance = _ChildAcceptance(self.siblings)
         self._initial_pass_cost = initial_pass_cost or _ASSUMED_DRAFT_PASS_COST
@@ -97,7 +97,8 @@ class AdaptiveTreeGrowth(TreeGrowth):
     def finish_draft(self) -> None:
         now = self._clock()
         if self._round.passes:
-            self._draft_pass_seconds.add((now - self._round.started) / self._round.passes)
+            passes = min(self._round.passes, self._max_passes)
+            self._draft_pass_seconds.add((now - self._round.started) / passes)
         self._round.started = now
 
     def record_verify_pass(self, width: int) -> None:
@@ -168,7 +169,7 @@ class AdaptiveTreeGrowth(TreeGrowth):
             grid = (candidates[:, None] * descendants).ravel()
             order = np.argsort(-grid, kind="stable")[: self._max_width - width]
             tokens = expected_tokens + np.concatenate([[0.0], np.cumsum(grid[order])])
-            passes = this_round.passes + levels
+            passes = min(this_round.passes + levels, self._max_passes)
             cost = passes * this_round.draft_pass_cost + this_round.pass_costs(width, len(tokens))
             speeds = tokens / cost
             count = int(speeds.argmax())
@@ -184,7 +185,7 @@ class AdaptiveTreeGrowth(TreeGrowth):
         counts = np.arange(levels + 1)
         descendants = np.cumsum(self._acceptance.typical_prob ** counts[:-1])
         tokens = expected_tokens + candidate * np.concatenate([[0.0], descendants])
-        passes = this_round.passes + np.maximum(counts - 1, 0)
+        passes = np.minimum(this_round.passes + np.maximum(counts - 1, 0), self._max_passes)
         cost = passes * this_round.draft_pass_cost + this_round.pass_costs(width, levels + 1)
         count = int((tokens / cost).argmax())
         return max(count - 1, 0), count, counts[:count]
@@ -200,7 +201,7 @@ class _Round:
             float64.
         started: Time at which drafting began, or at which the verify pass began if the draft is complete.
         is_forced: Whether to draft even if drafting is not expected to save time.
-        passes: Number of draft passes so far.
+        passes: Number of levels drafted so far.
         width: Number of tokens in the tree, including the root.
         expected_tokens: Expected number of tokens emitted with the current draft.
     """

@@ -125,7 +125,9 @@ class ModelDrafter(BudgetedDrafter):
         if cache.pending_tokens:
             cache.prefill()
         last = cache.visible_tokens[-1]
-        max_width = min(self._model.free_tokens, self._model.facts.capabilities.max_width)
+        capabilities = self._model.facts.capabilities
+        draft_length = min(draft_length, capabilities.max_draft_length)
+        max_width = min(self._model.free_tokens, capabilities.max_width)
         if not cache.can_draft(max_width):
             return TokenTree.chain(last)
         if not self._growth.begin_round(draft_length):

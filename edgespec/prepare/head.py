@@ -1,19 +1,46 @@
-"""Convert a published EAGLE-3 head to GGUF, for the method `eagle`."""
+"""Convert published EAGLE-3, DFlash and DSpark heads to GGUF, for the methods `eagle` and `dflash`."""
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from edgespec.backends.registry import format_at
-from edgespec.errors import EdgespecError, OptionError
-from edgespec.files import error_reason
+from edgespec.errors import EdgespecError, ModelFileError, OptionError
+from edgespec.files import cache_folder, error_reason
 
-__all__ = ["prepare_head"]
+__all__ = ["convert_once", "converted_path", "prepare_head"]
+
+
+def converted_path(folder: Path, target: Path) -> Path:
+    """Return where the GGUF version of a head is saved, whether or not it exists.
+
+    The path changes with the files in the folder. Raises ModelFileError if the folder cannot be read.
+    """
+    try:
+        stamps = [
+            (file.name, status.st_size, status.st_mtime_ns)
+            for file in format_at(folder).files(folder)
+            for status in [file.stat()]
+        ]
+    except OSError as error:
+        raise ModelFileError(f"{folder} cannot be read: {error_reason(error)}", "check the path") from error
+    key = f"{folder.resolve()} {stamps} {_layer_count(target)}"
+    return cache_folder() / "heads" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.gguf"
+
+
+def convert_once(folder: Path, target: Path) -> Path:
+    """Convert a head to GGUF, or return the file if it was converted before. Raises as `prepare_head`."""
+    path = converted_path(folder, target)
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        prepare_head(folder, target, path)
+    return path
 
 
 def prepare_head(folder: Path, target: Path, output: Path) -> int:
-    """Convert an EAGLE-3 head to a GGUF file.
+    """Convert a head to a GGUF file.
 
     Args:
         folder: Folder of the head, in the layout in which it was published on Hugging Face.
@@ -24,24 +51,25 @@ def prepare_head(folder: Path, target: Path, output: Path) -> int:
         The size of the new file in bytes.
 
     Raises:
-        ModelFileError: The folder contains no EAGLE-3 head that can be converted.
+        ModelFileError: The folder contains no EAGLE-3, DFlash or DSpark head that can be converted.
         OptionError: The target is not a GGUF model.
         EdgespecError: The file cannot be written.
     """
-    from edgespec.backends.gguf_files import gguf_files
-    from edgespec.backends.gguf_header import read_header
+    from edgespec.backends.llamacpp.dflash_conversion import convert_dflash_head
     from edgespec.backends.llamacpp.eagle_conversion import convert_eagle_head
+    from edgespec.heads.dflash_config import is_dflash
+    from edgespec.heads.eagle_config import read_config
 
-    form = format_at(target)
-    if form.estimate_head is None:
+    if "head" not in format_at(target).preparations:
         raise OptionError(
             f"{target} is not a GGUF model", "pass the GGUF model that the head was trained for"
         )
-    layers = int(read_header(gguf_files(target)[0]).architecture_value("block_count", 0))
+    layers = _layer_count(target)
     try:
         with TemporaryDirectory(prefix=".edgespec-", dir=output.parent) as unfinished:
             path = Path(unfinished) / "head.gguf"
-            convert_eagle_head(folder, layers, path)
+            convert = convert_dflash_head if is_dflash(read_config(folder)) else convert_eagle_head
+            convert(folder, layers, path)
             size_bytes = path.stat().st_size
             path.replace(output)
     except OSError as error:
@@ -50,3 +78,7 @@ def prepare_head(folder: Path, target: Path, output: Path) -> int:
             "check that the folder exists, and that there is room for the new file",
         ) from error
     return size_bytes
+
+
+def _layer_count(target: Path) -> int:
+    return format_at(target).read_info(target).layers

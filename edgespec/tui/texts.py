@@ -30,11 +30,13 @@ __all__ = [
 ]
 
 _SOURCES = {
+    "dflash": "DFlash head",
     "eagle": "EAGLE-3 head",
     "layerskip": "first layers of the model",
     "lookahead": "parallel guesses",
     "lowbit": "a low-precision copy of the model",
     "model": "draft model",
+    "mtp": "the model's own layers for several tokens at once",
     "ngram": "repeated text",
     "suffix": "repeated text",
     "swift": "some layers of the model",

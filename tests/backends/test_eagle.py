@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 import edgespec
@@ -25,8 +25,15 @@ from edgespec.backends.llamacpp.eagle import EagleHead
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.drafters.head_cache import HeadCache
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import CapabilityError, EdgespecError, ModelFileError, OptionError
+from edgespec.errors import (
+    CapabilityError,
+    EdgespecError,
+    ModelFileError,
+    ModelNotFoundError,
+    OptionError,
+)
 from edgespec.prepare.head import prepare_head
+from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
 from tests.backends.tiny_models import (
     WORDS,
     write_eagle,
@@ -36,6 +43,7 @@ from tests.backends.tiny_models import (
     write_llama,
     write_mamba,
 )
+from tests.heads.published import Layout, write_head
 
 CONTEXT = 512
 VOCAB = 259 + len(WORDS)
@@ -93,72 +101,14 @@ def head_of(target: LanguageModel, path: Path) -> EagleHead:
     return head
 
 
-def first_logits(head: EagleHead, cache: HeadCache, tokens: list[int]) -> np.ndarray:
-    """The head's logits for the first token of a draft."""
-    cache.begin(tokens)
-    cache.prefill()
-    assert cache.can_draft(8)
-    lag = tokens[head.length :]
-    row = np.array(head.verify(TokenTree.chain(lag[0], lag[1:])).at(len(lag) - 1, np.arange(VOCAB)))
-    head.truncate(head.length)
-    return row
-
-
-ROUNDS = st.tuples(
-    st.sampled_from(["say", "say", "say", "cut", "resize", "read"]), st.integers(0, 40), st.booleans()
-)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(ROUNDS, min_size=1, max_size=8), st.integers(0, 1 << 16))
 def test_a_draft_after_any_history_equals_that_of_a_fresh_head(
-    kinds: dict[str, Files], kind: str, rounds: list[tuple[str, int, bool]], seed: int
+    kinds: dict[str, Files], kind: str, rounds: list[Round], seed: int
 ) -> None:
     files = kinds[kind]
-    random = np.random.default_rng(seed)
-    tokens: list[int] = random.integers(3, VOCAB, 12).tolist()
-    target = files.load_any()
-    head = head_of(target, files.head)
-    cache = HeadCache(head)
-    target.prefill(tokens[:-1])
-    cache.begin(tokens)
-    # Every history ends with a verify pass, because a recurrent target may run tokens again in the next pass.
-    for what, number, drafts in [*rounds, ("say", 1, False)]:
-        if drafts and head.last_position >= len(tokens) - 1:
-            first_logits(head, cache, tokens)
-        if what == "read":
-            more = random.integers(3, VOCAB, number).tolist()
-            target.prefill(tokens[target.length :] + more[:-1] if more else [])
-            tokens += more
-        elif what == "say":
-            target.prefill(tokens[target.length : -1])
-            # llama.cpp can undo eight tokens of LFM2. If more are rejected, it replays the accepted ones.
-            draft = random.integers(3, VOCAB, 10).tolist()
-            first = 4 if number % 2 else 0
-            if first:
-                target.verify(TokenTree.chain(tokens[-1], draft[: first - 1]))
-            target.verify(TokenTree.chain(tokens[-1], draft), first)
-            kept = number % 11
-            target.commit(tuple(range(1, kept + 1)))
-            tokens += [*draft[:kept], int(random.integers(3, VOCAB))]
-        elif what == "cut" and target.length > 4:
-            length = 2 + number % (target.length - 2)
-            target.truncate(length)
-            tokens = [*tokens[:length], int(random.integers(3, VOCAB))]
-        elif what == "resize" and target.length < 256:
-            target.resize(256 + 256 * (number % 2))
-        assert head.last_position <= target.length
-    drafted = first_logits(head, cache, tokens)
-    fresh_target = files.load_any()
-    fresh = head_of(fresh_target, files.head)
-    fresh_target.prefill(tokens[:-1])
-    expected = first_logits(fresh, HeadCache(fresh), tokens)
-    for each in (head, fresh, target, fresh_target):
-        each.close()
-    known = np.isfinite(expected)
-    assert (known == np.isfinite(drafted)).all()
-    assert np.abs(drafted[known] - expected[known]).max() < 5e-3
+    check_history(files.load_any, lambda target: head_of(target, files.head), rounds, seed)
 
 
 def test_a_restored_prefix_has_no_hidden_states_so_the_head_starts_after_it(
@@ -208,7 +158,7 @@ def test_closing_a_head_stops_reading_hidden_states(target: LlamaCppModel, files
     [
         ({"size": 16}, "hidden states of size 16"),
         ({"vocab": VOCAB + 1}, "vocabularies of size"),
-        ({"layers": (0, 1, 3)}, "reads the layers"),
+        ({"layers": (0, 1, 4)}, "reads the layers"),
     ],
 )
 def test_a_head_for_another_target_is_refused(
@@ -267,7 +217,7 @@ def test_a_head_drafts_the_same_without_llama_cpps_layer_taps(
         found.append(first_logits(head, HeadCache(head), tokens))
         head.close()
         target.close()
-        monkeypatch.setattr(state_taps, "staging_api", lambda: None)
+        monkeypatch.setattr(state_taps, "layer_input_api", lambda: None)
     assert np.array_equal(found[0], found[1])
 
 
@@ -311,7 +261,7 @@ def test_a_truncated_head_is_refused(target: LlamaCppModel, files: Files, tmp_pa
 
 
 def test_a_missing_head_is_an_error() -> None:
-    with pytest.raises(OptionError, match="does not exist"):
+    with pytest.raises(ModelNotFoundError, match="there is no file missing.gguf"):
         edgespec.load("demo", "none", method="eagle", head="missing.gguf")
     with pytest.raises(OptionError, match="needs a head that was trained for demo"):
         edgespec.load("demo", "none", method="eagle")
@@ -346,39 +296,19 @@ def test_a_head_with_huge_weights_changes_no_reply(files: Files, tmp_path: Path,
         assert drafting.generate("the file", **asked).tokens == plain.generate("the file", **asked).tokens
 
 
-def write_published(folder: Path, *, prefix: str = "midlayer", **changes: object) -> Path:
+def write_published(folder: Path, layout: Layout = "SafeAILab", **changes: Any) -> Path:
     """A random head for the tiny target in the layout of published heads."""
-    random = np.random.default_rng(1)
-    folder.mkdir()
-    config = {
-        "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1,
-        "head_dim": 16, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "vocab_size": VOCAB,
-        "max_position_embeddings": 512, "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
-    } | changes  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
-    shapes = {
-        "fc.weight": (32, 96), "lm_head.weight": (100, 32), "norm.weight": (32,),
-        **{f"{prefix}.{norm}.weight": (32,) for norm in (
-            "input_layernorm", "hidden_norm", "post_attention_layernorm")},
-        f"{prefix}.self_attn.q_proj.weight": (32, 64), f"{prefix}.self_attn.k_proj.weight": (16, 64),
-        f"{prefix}.self_attn.v_proj.weight": (16, 64), f"{prefix}.self_attn.o_proj.weight": (32, 32),
-        f"{prefix}.mlp.gate_proj.weight": (64, 32), f"{prefix}.mlp.up_proj.weight": (64, 32),
-        f"{prefix}.mlp.down_proj.weight": (32, 64),
-    }  # fmt: skip
-    tensors: dict[str, Any] = {
-        name: random.normal(size=shape).astype(np.float16) for name, shape in shapes.items()
-    }
-    tensors["d2t"] = np.full(100, 7, np.int64)
-    save_file(tensors, folder / "model.safetensors")
-    return folder
+    layers = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    return write_head(folder, layout, **{"vocab": VOCAB, "draft_vocab": 100, **layers, **changes})
 
 
-@pytest.mark.parametrize("prefix", ["midlayer", "layers.0"])
+@pytest.mark.parametrize("pickled", [False, True])
+@pytest.mark.parametrize("layout", ["SafeAILab", "NVIDIA", "speculators"])
 def test_a_published_head_is_converted(
-    files: Files, target: LlamaCppModel, tmp_path: Path, prefix: str
+    files: Files, target: LlamaCppModel, tmp_path: Path, layout: Layout, pickled: bool
 ) -> None:
     output = tmp_path / "head.gguf"
-    folder = write_published(tmp_path / "published", prefix=prefix)
+    folder = write_published(tmp_path / "published", layout, pickled=pickled)
     assert prepare_head(folder, files.target, output) == output.stat().st_size
     tokens = list(range(10, 30))
     head = head_of(target, output)
@@ -402,7 +332,7 @@ def test_a_published_head_is_converted(
 )
 def test_an_impossible_config_is_not_converted(files: Files, tmp_path: Path, changes: dict[str, Any]) -> None:
     folder = write_published(tmp_path / "published", **changes)
-    with pytest.raises(ModelFileError, match="not an EAGLE-3 head that edgespec can convert"):
+    with pytest.raises(ModelFileError, match="not an EAGLE head that edgespec supports"):
         prepare_head(folder, files.target, tmp_path / "head.gguf")
 
 
@@ -421,3 +351,54 @@ def test_a_folder_that_is_no_head_is_not_converted(files: Files, tmp_path: Path)
         prepare_head(folder, files.target, output)
     assert not output.exists()
     assert [path.name for path in tmp_path.iterdir()] == ["published"]
+
+
+def converted_logits(files: Files, target: LlamaCppModel, folder: Path, output: Path) -> NDArray[np.float64]:
+    prepare_head(folder, files.target, output)
+    tokens = list(range(10, 60))
+    head = head_of(target, output)
+    target.truncate(0)
+    target.prefill(tokens[:-1])
+    logits = first_logits(head, HeadCache(head), tokens)
+    head.close()
+    finite: NDArray[np.float64] = logits[np.isfinite(logits)]
+    return finite
+
+
+_ROPES: list[dict[str, Any]] = [
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    {"type": "linear", "factor": 4.0},
+    {"rope_type": "yarn", "factor": 4.0},
+]
+
+
+@pytest.mark.parametrize("rope", _ROPES)
+def test_the_scaling_of_rotary_embeddings_is_converted(
+    files: Files, target: LlamaCppModel, tmp_path: Path, rope: dict[str, Any]
+) -> None:
+    plain = write_published(tmp_path / "plain")
+    scaling = {**rope, "original_max_position_embeddings": 32}
+    scaled = write_published(tmp_path / "scaled", rope_scaling=scaling)
+    expected = converted_logits(files, target, plain, tmp_path / "plain.gguf")
+    assert np.abs(expected - converted_logits(files, target, scaled, tmp_path / "scaled.gguf")).max() > 1e-3
+
+
+def test_a_head_that_lists_layers_by_their_outputs_is_converted(files: Files, tmp_path: Path) -> None:
+    folder = write_published(tmp_path / "published", eagle_aux_hidden_state_layer_ids=[1, 0, 1])
+    prepare_head(folder, files.target, tmp_path / "head.gguf")
+    field = gguf.GGUFReader(tmp_path / "head.gguf").fields["eagle3.target_layers"]
+    assert field.contents() == [2, 1, 2]
+
+
+def test_what_llama_cpp_does_not_support_is_not_converted(files: Files, tmp_path: Path) -> None:
+    for number, (changes, message) in enumerate(
+        [
+            ({"rope_scaling": {"type": "longrope"}}, "rope_scaling of type 'longrope'"),
+            ({"norm_output": True}, "norm_output"),
+            ({"eagle_aux_hidden_state_layer_ids": [7, 8, 9]}, "layers"),
+            ({"rope_scaling": {"type": "linear"}}, "factor"),
+        ]
+    ):
+        folder = write_published(tmp_path / str(number), **changes)  # type: ignore[arg-type]
+        with pytest.raises(ModelFileError, match=message):
+            prepare_head(folder, files.target, tmp_path / "head.gguf")

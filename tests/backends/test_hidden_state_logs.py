@@ -52,7 +52,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(params=["llama.cpp's own layer taps", "the hook"])
 def taps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "the hook":
-        monkeypatch.setattr(state_taps, "staging_api", lambda: None)
+        monkeypatch.setattr(state_taps, "layer_input_api", lambda: None)
 
 
 def load(path: Path, **options: object) -> LlamaCppModel:
@@ -122,7 +122,7 @@ def test_the_hook_reads_the_same_states_as_the_layer_taps(
     first = tapped.log_hidden_states([1, 2, 3])
     reply(tapped)
     with monkeypatch.context() as patch:
-        patch.setattr(state_taps, "staging_api", lambda: None)
+        patch.setattr(state_taps, "layer_input_api", lambda: None)
         hooked = load(paths["llama"])
     second = hooked.log_hidden_states([1, 2, 3])
     reply(hooked)

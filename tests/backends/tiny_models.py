@@ -199,6 +199,79 @@ def write_eagle(
     return path
 
 
+def write_dflash(
+    path: Path,
+    *,
+    layers: Sequence[int] = (0, 0, 0),
+    depth: int = 2,
+    block: int = 6,
+    vocab: int = 259 + len(WORDS),
+    mask: int | None = 0,
+    drafted: int | None = None,
+    size: int = _SIZE,
+    rank: int = 0,
+    sections: Sequence[int] = (),
+    window: int = 0,
+    kv_heads: int = 1,
+    value_size: int = _HEAD,
+    **metadata: int | bool | str,
+) -> Path:
+    """A DFlash head for the model that `write_llama` writes.
+
+    depth: the number of its layers. drafted: it drafts so many of the tokens. rank: the rank of the Markov
+    head, which makes it a DSpark head. sections: it has M-RoPE. window: all layers but the first have a
+    sliding window. metadata: further values of its architecture, such as `sample_from_anchor`.
+    """
+    random = np.random.default_rng(9)
+    writer = _open(path, "dflash", layers=depth)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_key_length(_HEAD)
+    writer.add_value_length(value_size)
+    writer.add_vocab_size(vocab)
+    writer.add_tokenizer_model("none")
+    writer.add_array("dflash.target_layers", list(layers))
+    writer.add_uint32("dflash.block_size", block)
+    if mask is not None:
+        writer.add_mask_token_id(mask)
+    if sections:
+        writer.add_rope_dimension_sections(sections)
+    if window:
+        writer.add_sliding_window(window)
+        writer.add_sliding_window_pattern([False, *[True] * (depth - 1)])
+    for key, value in metadata.items():
+        name = f"dflash.{key.replace('__', '.')}"
+        if isinstance(value, bool):
+            writer.add_bool(name, value)
+        elif isinstance(value, int):
+            writer.add_uint32(name, value)
+        else:
+            writer.add_string(name, value)
+    tensors = {
+        "fc.weight": _weights(random, _SIZE, len(layers) * size),
+        "enc.output_norm.weight": _ones(_SIZE),
+        "output_norm.weight": _ones(_SIZE),
+    }
+    for layer in range(depth):
+        tensors |= _attention(random, layer, kv_heads) | _norms_and_feed_forward(random, layer)
+        if value_size != _HEAD:
+            tensors[f"blk.{layer}.attn_v.weight"] = _weights(random, kv_heads * value_size, _SIZE)
+        norms = (f"blk.{layer}.attn_{part}_norm.weight" for part in "qk")
+        tensors |= dict.fromkeys(norms, _ones(_HEAD))
+    if rank:
+        tensors |= {
+            "markov_w1.weight": _weights(random, vocab, rank),
+            "markov_w2.weight": 8 * _weights(random, drafted or vocab, rank),
+            "conf_proj.weight": _weights(random, 1, _SIZE + rank),
+        }
+    if drafted:
+        tensors["output.weight"] = 4 * _weights(random, drafted, _SIZE)
+        ids = np.sort(random.permutation(vocab)[:drafted])
+        writer.add_tensor("d2t", ids.astype(np.int64))
+    _finish(writer, tensors)
+    return path
+
+
 def write_moe(path: Path, *, template: str | None = CHATML, seed: int = 0) -> Path:
     """Write a mixture of experts: two of four experts per token, and two heads that share their keys."""
     random = np.random.default_rng(seed)

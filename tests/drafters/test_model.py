@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -56,6 +58,14 @@ class TestCache:
             held = model._tokens
             assert held == tokens[: len(held)]
             assert len(held) < len(tokens)
+
+    def test_a_draft_is_no_longer_than_the_model_can_draft(self) -> None:
+        model = table(3)
+        capabilities = replace(model.facts.capabilities, max_draft_length=2)
+        model.facts = replace(model.facts, capabilities=capabilities)
+        drafter = ModelDrafter(model, VOCAB)
+        drafter.begin([1, 2])
+        assert propose(drafter, [1, 2], 5).drafted == 2
 
     def test_after_full_acceptance_the_cache_lacks_one_token(self) -> None:
         model, tokens = table(3), [0, 1, 2]

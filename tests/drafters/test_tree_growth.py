@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -102,6 +103,16 @@ class TestShape:
     def test_low_probabilities_give_short_drafts(self) -> None:
         sure, unsure = table(3, spread=6.0), table(3, spread=0.1)
         assert draft(grown(), sure).drafted > draft(grown(), unsure).drafted
+
+    def test_drafts_are_longer_if_one_pass_predicts_them(self) -> None:
+        """Draft passes that take as long as a target pass pay only if further tokens are free."""
+        able = Capabilities(True, True)
+        lengths = []
+        for in_one_pass in (False, True):
+            limits = PassLimits.of(able, replace(able, drafts_in_one_pass=in_one_pass))
+            growth = AdaptiveTreeGrowth(limits, flat, 1, ticking(), initial_pass_cost=1.0)
+            lengths.append(draft(taught(growth, 0)).drafted)
+        assert lengths == [0, 8]
 
     def test_chain_models_draft_a_block(self) -> None:
         limits = PassLimits.of(Capabilities(True, True), Capabilities(True, False))

@@ -24,8 +24,19 @@ from edgespec.method_names import HEADS, SELF_DRAFTS, parse_method
 from edgespec.methods import DrafterSet
 from edgespec.prepare.layerskip import prepare_layerskip
 from edgespec.prepare.lowbit import prepare_lowbit
-from tests.backends.tiny_models import write_eagle
-from tests.parity.models import ASKED, CONTEXT, IN_HALVES, KINDS, Column, Tiny, Voice, Zoo, reply_to
+from tests.backends.tiny_models import write_dflash, write_eagle
+from tests.parity.models import (
+    ASKED,
+    CONTEXT,
+    IN_HALVES,
+    KINDS,
+    WITH_MTP,
+    Column,
+    Tiny,
+    Voice,
+    Zoo,
+    reply_to,
+)
 
 
 class Row(NamedTuple):
@@ -84,9 +95,15 @@ ROWS = (
     Row("`lowbit`", "lowbit", every=True),
     Row("`lowbit`, loaded with `layerskip`", "lowbit", beside=("layerskip",), every=True),
     Row("`swift`", "swift", every=True),
+    Row("`mtp`, chains", "mtp", head=True, every=True),
+    Row("`mtp`, trees (`--draft-branches 2,2`)", "mtp", branches=(2, 2), head=True),
+    Row("`mtp+suffix`", "mtp+suffix", head=True),
     Row("`eagle`, chains", "eagle", head=True, every=True),
     Row("`eagle`, trees (`--draft-branches 2,2`)", "eagle", branches=(2, 2), head=True),
     Row("`eagle+suffix`", "eagle+suffix", head=True),
+    Row("`dflash`, chains", "dflash", head=True, every=True),
+    Row("`dflash`, trees (`--draft-branches 2,2`)", "dflash", branches=(2, 2), head=True),
+    Row("`dflash+suffix`", "dflash+suffix", head=True),
     Row("`lookahead`", "lookahead"),
     Row("`suffix`", "suffix"),
     Row("`ngram`", "ngram", every=True),
@@ -99,6 +116,8 @@ ROWS = (
 # Where a GGUF model of some layers comes apart: Gemma 3's differ by their number, and these do not.
 _EXITS = {"gemma3": 6}
 _SINKS = 2
+# Write a random head for any of the tiny models. Those for `mtp` contain their own.
+_WRITE_HEAD: dict[str, Callable[[Path], Path]] = {"eagle": write_eagle, "dflash": write_dflash}
 
 
 class Cell(NamedTuple):
@@ -141,7 +160,7 @@ def rows_for_nothing() -> Iterator[pytest.MonkeyPatch]:
 
 def models_of(zoo: Zoo, row: Row, column: Column) -> list[Tiny]:
     """The models a row is proved on."""
-    names = KINDS[column]
+    names = WITH_MTP.get(column, KINDS[column]) if "mtp" in row.drafters else KINDS[column]
     if "layerskip" in row.itself:
         names = (*IN_HALVES.get(column, ()), *names)
     return [zoo.tiny(column.backend, name, row.voice) for name in (names if row.every else names[:1])]
@@ -183,8 +202,9 @@ def load(tiny: Tiny, rows: Sequence[Row]) -> Runtime:
         options |= {"draft_window": how.window, "draft_sinks": _SINKS}
     if "layerskip" in names and tiny.backend == "MLX":
         options["exit_layer"] = 1
-    if how.head:
-        options["head"] = write_eagle(tiny.path.parent / "eagle.gguf")
+    if how.head and "mtp" not in how.drafters:
+        name = next(name for name in how.drafters if name in HEADS)
+        options["head"] = _WRITE_HEAD[name](tiny.path.parent / f"{name}.gguf")
     return edgespec.load(
         str(tiny.path),
         "none" if how.itself or how.head else str(getattr(tiny, how.draft)),

@@ -14,7 +14,7 @@ from edgespec import Reply, Runtime
 from edgespec.backends import llamacpp, mlx
 from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.methods import DrafterSet
-from tests.backends import tiny_models
+from tests.backends import tiny_models, tiny_mtp_models
 from tests.parity.weights import keep_to_letters, quieten, write_near, write_renamed
 
 mx = pytest.importorskip("mlx.core")
@@ -45,6 +45,12 @@ KINDS: dict[Column, tuple[str, ...]] = {
 COLUMNS = list(KINDS)
 # Further models, which come apart into halves where those do not.
 IN_HALVES: dict[Column, tuple[str, ...]] = {Column("llama.cpp", "window"): ("gemma3",)}
+# Models with layers for multi-token prediction, which those do not have.
+WITH_MTP: dict[Column, tuple[str, ...]] = {
+    Column("llama.cpp", "full"): ("glm4moe", "deepseek2", "hy_v3"),
+    Column("llama.cpp", "window"): ("step35", "mimo2", "cohere2moe"),
+    Column("llama.cpp", "recurrent"): ("qwen35", "qwen35moe", "qwen3next"),
+}
 BACKENDS = ("llama.cpp", "MLX")
 
 
@@ -61,6 +67,8 @@ def write_tiny(backend: str, name: str, folder: Path, voice: Voice = "plain") ->
     if backend == "MLX":
         more = {"num_hidden_layers": layers} if layers else {}
         path = Path(tiny_checkpoints.write_checkpoint(folder / "target", name, config=more))
+    elif name in tiny_mtp_models.SHAPES:
+        path = tiny_mtp_models.write_mtp_model(folder / "target.gguf", name)
     else:
         write: Callable[..., Path] = getattr(tiny_models, f"write_{name}")
         path = write(folder / "target.gguf", **({"layers": layers} if layers else {}))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tests.parity.capabilities import OF_BACKENDS, OF_MODELS
 from tests.parity.methods import ROWS, Cell, Row
-from tests.parity.models import BACKENDS, COLUMNS, IN_HALVES, KINDS, Column
+from tests.parity.models import BACKENDS, COLUMNS, IN_HALVES, KINDS, WITH_MTP, Column
 
 __all__ = ["Proved", "in_markdown"]
 
@@ -100,7 +100,9 @@ def _models() -> str:
     for backend in BACKENDS:
         columns = [column for column in COLUMNS if column.backend == backend]
         names = [name for column in columns for name in (*KINDS[column], *IN_HALVES.get(column, ()))]
-        lines.append(f"{backend}: {', '.join(names)}")
+        with_mtp = [name for column in columns for name in WITH_MTP.get(column, ())]
+        more = f", and for `mtp` {', '.join(with_mtp)}" if with_mtp else ""
+        lines.append(f"{backend}: {', '.join(names)}{more}")
     every = "; ".join(row.title for row in ROWS if row.every)
     which = f"Tested on all of these: {every}.\nThe other rows are tested on the first model of each kind.\n"
     return "Tiny test models. " + ";\n".join(lines) + ".\n" + which

@@ -82,7 +82,8 @@ class LlamaContext:
     (see `is_lost`).
 
     The context of an EAGLE head borrows the token embeddings of `target`, and must be allocated again after
-    the target's context was.
+    the target's context was. If `mtp` is set, the context runs only the multi-token prediction layers of the
+    model, and its KV cache belongs to them.
 
     Raises:
         MemoryBudgetError: The context cannot be allocated.
@@ -99,10 +100,13 @@ class LlamaContext:
         hook: HiddenStateHook | None = None,
         takes_hidden: bool = False,
         target: LlamaContext | None = None,
+        mtp: bool = False,
     ) -> None:
         lib = self._lib = library()
         self.interrupt = Interrupt()
         params = self._params = lib.llama_context_default_params()
+        if mtp:
+            params.ctx_type = lib.LLAMA_CONTEXT_TYPE_MTP
         params.n_batch = params.n_ubatch = options.batch_tokens
         params.n_seq_max = plan.sequences
         params.n_rs_seq = plan.undo_tokens
@@ -219,9 +223,13 @@ class LlamaContext:
         if context:
             self._lib.llama_free(context)
 
+    def release(self) -> None:
+        """Free the KV cache, until `allocate` is called."""
+        self._free()
+
     @property
     def is_lost(self) -> bool:
-        """Whether the context has no KV cache because the last call to `allocate` failed."""
+        """Whether the context has no KV cache, because `allocate` failed or `release` was called."""
         return not self._context
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.llamacpp.staging_api import staging_api
+from edgespec.backends.llamacpp.staging_api import layer_input_api
 
 __all__ = ["LayerTaps", "copied_rows"]
 
@@ -40,17 +40,17 @@ class LayerTaps:
             self._switch(context, layer)
 
     def _switch(self, context: Any, layer: int) -> None:
-        api = staging_api()
+        api = layer_input_api()
         assert api is not None
-        api.set_embeddings_layer_inp(context, layer, layer in self._layers)
+        api.switch(context, layer, layer in self._layers)
 
     def rows(self, context: Any, count: int) -> list[NDArray[np.float32]]:
         """Return the input of each layer for the `count` tokens of the last pass, float32 [tokens, size]."""
         if not self._layers:
             return []
-        api = staging_api()
+        api = layer_input_api()
         assert api is not None
-        addresses = [api.get_embeddings_layer_inp(context, layer) for layer in self._layers]
+        addresses = [api.address(context, layer) for layer in self._layers]
         return [copied_rows(each, count, self._size) for each in addresses]
 
 

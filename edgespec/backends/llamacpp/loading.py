@@ -79,6 +79,7 @@ def load_files(
     """
     params = _params(options.gpu_layers)
     params.use_extra_bufts = repack
+    params.load_mtp = options.mtp
     lib = library()
     params.load_mode = {
         (False, False): lib.LLAMA_LOAD_MODE_NONE,

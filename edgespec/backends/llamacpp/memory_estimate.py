@@ -27,6 +27,7 @@ from edgespec.backends.llamacpp.kv_types import KvTypes
 from edgespec.backends.llamacpp.layerskip_files import PARTS, SHARED_BYTES_KEY
 from edgespec.backends.llamacpp.loading import Paths, load_skeleton, repacks_weights
 from edgespec.backends.llamacpp.metadata import architecture_metadata, has_state, metadata, vocabulary_size
+from edgespec.backends.llamacpp.mtp_files import unloaded_bytes
 from edgespec.backends.llamacpp.native import captured_log, library
 from edgespec.backends.llamacpp.resizing import longrope_switch_tokens
 from edgespec.backends.memory_estimate import GPU, MemoryEstimate, MemoryPart
@@ -116,6 +117,8 @@ class GgufMemoryEstimator:
         can_share = split and not any(repacks_weights(files, None) for files in self._files)
         self._shared_bytes = int(metadata(weights, SHARED_BYTES_KEY) or 0) if can_share else 0
         self._states: States | None = None
+        # Layers for multi-token prediction are part of the head's memory, not of the model's.
+        self._unloaded_bytes = 0 if split else unloaded_bytes(Path(path))
 
     def _open(self, gpu_layers: int | None) -> None:
         self.close()
@@ -142,7 +145,7 @@ class GgufMemoryEstimator:
             output_bytes += logits_bytes(weights, min(plan.rows, each.batch_tokens))
         gpu_weights, gpu_cache_share, doubled = device_split(self._path, self.layers, options.gpu_layers)
         gpu_cache = round(cache_bytes * gpu_cache_share)
-        weight_bytes = sum(map(library().llama_model_size, self._weights)) + doubled
+        weight_bytes = sum(map(library().llama_model_size, self._weights)) + doubled - self._unloaded_bytes
         if options.mmap and not options.mlock:
             weight_bytes -= self._shared_bytes
         parts = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,16 @@ from edgespec.backends.hidden_state_log import HiddenStateLog
 from edgespec.backends.llamacpp.checkpoints import StateCheckpoint, StateCheckpoints
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_planning import plan_context
-from edgespec.backends.llamacpp.eagle import EagleHead, load_eagle_head
+from edgespec.backends.llamacpp.dflash import load_dflash_head
+from edgespec.backends.llamacpp.eagle import load_eagle_head
 from edgespec.backends.llamacpp.gguf_model import GgufModel
+from edgespec.backends.llamacpp.head import CachedHead
 from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.kv_types import parse_kv_types
 from edgespec.backends.llamacpp.loading import describe, load_weights, threads_for
 from edgespec.backends.llamacpp.metadata import vocabulary_size
+from edgespec.backends.llamacpp.mtp import load_mtp_head
+from edgespec.backends.llamacpp.mtp_files import unloaded_bytes
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import probe
 from edgespec.backends.llamacpp.resizing import cache_variant, initial_plan, rebuild_context
@@ -29,6 +34,8 @@ from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CapabilityError, ModelFileError
 
 __all__ = ["LlamaCppModel", "load"]
+
+_HEAD_LOADERS = {"eagle": load_eagle_head, "dflash": load_dflash_head}
 
 
 def load(path: str, name: str, options: LoadOptions, progress: Progress | None = None) -> LanguageModel:
@@ -74,8 +81,10 @@ class LlamaCppModel(GgufModel):
             self.probe_result = result = probe(context, weights, options)
             cells = KvCells(context, options.max_branches, replays=result.replays)
             super().__init__([weights], [cells], max_plan, options)
+            facts = describe(weights, path, name, max_plan, self.vocabulary, result)
             self.facts: ModelFacts = replace(
-                describe(weights, path, name, max_plan, self.vocabulary, result),
+                facts,
+                weight_bytes=facts.weight_bytes - (0 if options.mtp else unloaded_bytes(Path(path))),
                 context_tokens=plan.tokens,
                 kv_bytes=plan.kv_bytes,
                 cache_variant=cache_variant(weights, max_plan),
@@ -167,9 +176,17 @@ class LlamaCppModel(GgufModel):
         self.logs.close(log)
         self._context.tap_states(self.logs.states)
 
-    def _head(self, method: Head) -> EagleHead:
+    def _head(self, method: Head) -> CachedHead:
+        if method.method not in self.facts.capabilities.self_draft_methods:
+            raise CapabilityError(
+                f"{self.facts.name} does not support heads for the method {method.method}, because of its"
+                f" architecture {self.facts.architecture!r} or this version of llama.cpp",
+                "choose another method, such as model or suffix",
+            )
+        if method.method == "mtp":
+            return load_mtp_head(self, method.path)
         assert method.path is not None
-        return load_eagle_head(self, method.path)
+        return _HEAD_LOADERS[method.method](self, method.path)
 
     def checkpoint(self) -> StateCheckpoint:
         """Save the state after the committed tokens, and return a checkpoint for `rewind`."""

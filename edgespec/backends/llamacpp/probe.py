@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,10 @@ from edgespec.backends.base import Capabilities, LoadOptions
 from edgespec.backends.llamacpp.checkpoints import StateCheckpoints
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.kv_types import SMALL_KERNEL_MAX_ROWS, prefill_kernel_differs
+from edgespec.backends.llamacpp.metadata import metadata
+from edgespec.backends.llamacpp.mtp_files import MTP_GRAPHS
 from edgespec.backends.llamacpp.native import library
-from edgespec.backends.llamacpp.staging_api import staging_api
+from edgespec.backends.llamacpp.staging_api import nextn_api, target_layers_api
 from edgespec.errors import BackendError, ModelFileError
 
 __all__ = ["ProbeResult", "probe"]
@@ -55,9 +57,21 @@ def probe(context: LlamaContext, weights: Any, options: LoadOptions) -> ProbeRes
             "choose a decoder-only language model",
         )
     try:
-        return _probe_replay(context) if context.plan.recurrent else _probe_cells(context, options)
+        result = _probe_replay(context) if context.plan.recurrent else _probe_cells(context, options)
     finally:
         context.clear()
+    methods = result.capabilities.self_draft_methods | _head_methods(weights, result)
+    return replace(result, capabilities=replace(result.capabilities, self_draft_methods=methods))
+
+
+def _head_methods(weights: Any, result: ProbeResult) -> frozenset[str]:
+    """Return the methods that can draft with a head for this model."""
+    if not (result.capabilities.rollback or result.replays):
+        return frozenset()
+    has_mtp = metadata(weights, "general.architecture") in MTP_GRAPHS
+    layers, nextn = target_layers_api() is not None, nextn_api() is not None
+    works = {"mtp": has_mtp and nextn, "eagle": layers and nextn, "dflash": layers}
+    return frozenset(name for name in works if works[name])
 
 
 def _probe_cells(context: LlamaContext, options: LoadOptions) -> ProbeResult:
@@ -68,7 +82,6 @@ def _probe_cells(context: LlamaContext, options: LoadOptions) -> ProbeResult:
     parts = context.export_cells(0, 0, 1)
     context.clear()
     copyable = context.import_cells(parts, 0, 1) and context.export_cells(0, 0, 1) == parts
-    methods = _head_methods() | ({"lowbit"} if copyable else set())
     tree = options.max_branches > 1
     reason = "" if tree else "it was loaded with --draft-branches 1"
     prefix_reuse_exact = not prefill_kernel_differs(context.plan.kv_types, options, context.max_threads)
@@ -84,7 +97,7 @@ def _probe_cells(context: LlamaContext, options: LoadOptions) -> ProbeResult:
             reason,
             max_width,
             options.max_branches,
-            self_draft_methods=methods,
+            self_draft_methods=frozenset({"lowbit"} if copyable else ()),
             prefix_reuse_exact=prefix_reuse_exact,
         ),
         "in place; sliding windows are kept whole" if context.window else "in place",
@@ -117,21 +130,8 @@ def _probe_replay(context: LlamaContext) -> ProbeResult:
     if undo_tokens:
         rollback = f"the last {undo_tokens} tokens in place, else {rollback}"
     reason = "its recurrent layers support chains only"
-    capabilities = Capabilities(
-        False,
-        False,
-        reason,
-        context.max_width,
-        1,
-        self_draft_methods=_head_methods(),
-        partial_truncate=False,
-    )
+    capabilities = Capabilities(False, False, reason, context.max_width, 1, partial_truncate=False)
     return ProbeResult(capabilities, rollback, True, undo_tokens)
-
-
-def _head_methods() -> frozenset[str]:
-    """Return the methods that draft with a head that llama.cpp runs."""
-    return frozenset({"eagle"} if staging_api() is not None else ())
 
 
 def _without_rollback(reason: str) -> ProbeResult:

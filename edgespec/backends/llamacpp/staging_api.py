@@ -1,7 +1,7 @@
 """C++ functions of libllama that give access to hidden states, and that llama-cpp-python does not declare.
 
-They are part of llama.cpp's staging header `llama-ext.h`, which can change with every release. If any of them
-is missing, methods that need hidden states are unavailable.
+They are part of llama.cpp's staging header `llama-ext.h`, which can change with every release. If some of
+them are missing, the methods that need these are unavailable.
 """
 
 from __future__ import annotations
@@ -14,7 +14,15 @@ from typing import Any
 
 from edgespec.backends.llamacpp.native import library
 
-__all__ = ["TAPPED_ARCHITECTURES", "StagingApi", "staging_api"]
+__all__ = [
+    "TAPPED_ARCHITECTURES",
+    "LayerInputApi",
+    "NextnApi",
+    "TargetLayersApi",
+    "layer_input_api",
+    "nextn_api",
+    "target_layers_api",
+]
 
 # Architectures for which llama.cpp can copy the inputs of layers. For others, asking for them would end the
 # process.
@@ -28,44 +36,90 @@ TAPPED_ARCHITECTURES = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class StagingApi:
-    """The functions, named as in `llama-ext.h` without the prefix `llama_`.
+class LayerInputApi:
+    """Functions that read the inputs of layers.
 
     Attributes:
-        set_embeddings_layer_inp: Makes a context copy the input of a layer in every pass.
-        get_embeddings_layer_inp: Returns the address of these inputs, float32 [tokens, embedding size].
-        set_embeddings_nextn: Makes the context of a head copy its hidden states in every pass.
-        get_embeddings_nextn: Returns the address of these hidden states, float32 [tokens, embedding size].
-        model_target_layer_ids: Returns the target's layers whose inputs a head reads.
-        model_target_layer_ids_n: Returns the number of these layers.
+        switch: Makes a context copy the input of a layer in every pass, or stop copying it.
+        address: Returns the address of these inputs, float32 [tokens, embedding size].
     """
 
-    set_embeddings_layer_inp: Callable[[Any, int, bool], None]
-    get_embeddings_layer_inp: Callable[[Any, int], int]
-    set_embeddings_nextn: Callable[[Any, bool, bool], None]
-    get_embeddings_nextn: Callable[[Any], int]
-    model_target_layer_ids: Callable[[Any], Any]
-    model_target_layer_ids_n: Callable[[Any], int]
+    switch: Callable[[Any, int, bool], None]
+    address: Callable[[Any, int], int]
+
+
+@dataclass(frozen=True, slots=True)
+class NextnApi:
+    """Functions that read the hidden states from which heads predict, and choose a head's layer.
+
+    Attributes:
+        switch: Makes a context copy these hidden states in every pass, or stop copying them. The last
+            argument says whether to copy only those of the tokens whose logits are requested.
+        address: Returns the address of these hidden states, float32 [tokens, embedding size].
+        select_layer: Chooses which layer for multi-token prediction a context runs.
+    """
+
+    switch: Callable[[Any, bool, bool], None]
+    address: Callable[[Any], int]
+    select_layer: Callable[[Any, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TargetLayersApi:
+    """Functions that read from a head's model which of the target's layers it needs.
+
+    Attributes:
+        ids: Returns the layers whose inputs the head reads.
+        count: Returns the number of these layers.
+    """
+
+    ids: Callable[[Any], Any]
+    count: Callable[[Any], int]
+
+
+_POINTER, _NUMBER, _FLAG = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_bool
 
 
 @cache
-def staging_api() -> StagingApi | None:
+def layer_input_api() -> LayerInputApi | None:
     """Return the functions, or None if this version of llama.cpp lacks any of them."""
-    pointer, number, flag = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_bool
+    found = _functions(
+        ("_Z30llama_set_embeddings_layer_inpP13llama_contextjb", None, _POINTER, _NUMBER, _FLAG),
+        ("_Z30llama_get_embeddings_layer_inpP13llama_contextj", _POINTER, _POINTER, _NUMBER),
+    )
+    return LayerInputApi(*found) if found else None
+
+
+@cache
+def nextn_api() -> NextnApi | None:
+    """Return the functions, or None if this version of llama.cpp lacks any of them."""
+    found = _functions(
+        ("_Z26llama_set_embeddings_nextnP13llama_contextbb", None, _POINTER, _FLAG, _FLAG),
+        ("_Z26llama_get_embeddings_nextnP13llama_context", _POINTER, _POINTER),
+        ("_Z28llama_set_nextn_layer_offsetP13llama_contexti", None, _POINTER, ctypes.c_int32),
+    )
+    return NextnApi(*found) if found else None
+
+
+@cache
+def target_layers_api() -> TargetLayersApi | None:
+    """Return the functions, or None if this version of llama.cpp lacks any of them."""
+    found = _functions(
+        ("_Z28llama_model_target_layer_idsPK11llama_model", ctypes.POINTER(ctypes.c_int32), _POINTER),
+        ("_Z30llama_model_target_layer_ids_nPK11llama_model", _NUMBER, _POINTER),
+    )
+    return TargetLayersApi(*found) if found else None
+
+
+def _functions(*signatures: tuple[Any, ...]) -> list[Any]:
+    """Return the functions with these symbols, result types and argument types, or none if one is missing."""
     loaded = library().llama_cpp._lib
     functions = []
-    for symbol, result, *arguments in (
-        ("_Z30llama_set_embeddings_layer_inpP13llama_contextjb", None, pointer, number, flag),
-        ("_Z30llama_get_embeddings_layer_inpP13llama_contextj", pointer, pointer, number),
-        ("_Z26llama_set_embeddings_nextnP13llama_contextbb", None, pointer, flag, flag),
-        ("_Z26llama_get_embeddings_nextnP13llama_context", pointer, pointer),
-        ("_Z28llama_model_target_layer_idsPK11llama_model", ctypes.POINTER(ctypes.c_int32), pointer),
-        ("_Z30llama_model_target_layer_ids_nPK11llama_model", number, pointer),
-    ):
+    for symbol, result, *arguments in signatures:
         try:
             function = getattr(loaded, symbol)
         except AttributeError:
-            return None
+            return []
         function.restype, function.argtypes = result, arguments
         functions.append(function)
-    return StagingApi(*functions)
+    return functions

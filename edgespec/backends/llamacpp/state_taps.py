@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 
 from edgespec.backends.hidden_state_log import POST_NORM
 from edgespec.backends.llamacpp.hidden_state_hook import HiddenStateHook, layer_output
-from edgespec.backends.llamacpp.layer_taps import LayerTaps
+from edgespec.backends.llamacpp.layer_taps import LayerTaps, copied_rows
 from edgespec.backends.llamacpp.metadata import metadata
+from edgespec.backends.llamacpp.mtp_files import MTP_GRAPHS
 from edgespec.backends.llamacpp.native import library
-from edgespec.backends.llamacpp.staging_api import TAPPED_ARCHITECTURES, staging_api
+from edgespec.backends.llamacpp.staging_api import TAPPED_ARCHITECTURES, layer_input_api, nextn_api
 from edgespec.errors import CapabilityError
 
 __all__ = ["StateTaps"]
@@ -22,8 +23,9 @@ __all__ = ["StateTaps"]
 class StateTaps:
     """The hidden states that a context copies in every pass, numbered as in `HiddenStateSource`.
 
-    For some architectures, llama.cpp can copy the inputs of layers itself (`LayerTaps`). All other hidden
-    states are copied by a hook, which llama.cpp must know when it creates the context.
+    For some architectures, llama.cpp can copy the inputs of layers itself (`LayerTaps`). For those with
+    layers for multi-token prediction (MTP), it can copy the final hidden state that these read. All other
+    hidden states are copied by a hook, which llama.cpp must know when it creates the context.
 
     Attributes:
         hook: The hook.
@@ -37,8 +39,11 @@ class StateTaps:
         size: int = lib.llama_model_n_embd(model)
         self._layer_count: int = lib.llama_model_n_layer(model)
         self._architecture = metadata(model, "general.architecture")
-        self._has_layer_taps = staging_api() is not None and self._architecture in TAPPED_ARCHITECTURES
-        self._layers = LayerTaps(size)
+        self._has_layer_taps = layer_input_api() is not None and self._architecture in TAPPED_ARCHITECTURES
+        self._layers, self._size = LayerTaps(size), size
+        graph = None if nextn_api() is None else MTP_GRAPHS.get(self._architecture or "")
+        # The final hidden state that llama.cpp can copy itself.
+        self._final = None if graph is None else graph.state_before(self._layer_count)
         self.hook = HiddenStateHook((), size)
         self._select(())
 
@@ -46,7 +51,8 @@ class StateTaps:
         layers = range(self._layer_count) if self._has_layer_taps else range(0)
         self._states = states
         self._tapped = [state for state in states if state in layers]
-        self._hooked = {state: _tensor(state) for state in states if state not in layers}
+        hooked = (state for state in states if state not in layers and state != self._final)
+        self._hooked = {state: _tensor(state) for state in hooked}
         self.uses_hook = bool(self._hooked)
         self.needs_all_rows = not self._hooked.keys().isdisjoint((POST_NORM, self._layer_count))
         self.hook.set_names(list(self._hooked.values()))
@@ -70,10 +76,18 @@ class StateTaps:
             )
         self._select(states)
         self._layers.set(context, self._tapped)
+        self._copy_final(context)
 
     def apply(self, context: Any) -> None:
         """Copy the same hidden states in another context."""
         self._layers.apply(context)
+        if self._final in self._states:
+            self._copy_final(context)
+
+    def _copy_final(self, context: Any) -> None:
+        """Make llama.cpp copy the final hidden states of all tokens of a batch, or stop copying them."""
+        if self._final is not None and (api := nextn_api()):
+            api.switch(context, self._final in self._states, False)
 
     def rows(self, context: Any, count: int) -> NDArray[np.float32]:
         """Return the hidden states of the `count` tokens of the last pass, float32 [tokens, states, size].
@@ -83,6 +97,8 @@ class StateTaps:
         """
         found = dict(zip(self._tapped, self._layers.rows(context, count), strict=True))
         found |= {state: self.hook.take(name, count) for state, name in self._hooked.items()}
+        if self._final is not None and self._final in self._states and (api := nextn_api()):
+            found[self._final] = copied_rows(api.address(context), count, self._size)
         return np.stack([found[state] for state in self._states], axis=1)
 
 

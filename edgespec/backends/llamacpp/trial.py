@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from typing import Any, cast
 
 from edgespec.backends.base import Head, LoadOptions, Progress
@@ -64,7 +65,7 @@ def try_head(path: str, name: str, head: Head, progress: Progress | None = None)
     Raises:
         EdgespecError: The model or the head cannot be loaded.
     """
-    target = load(path, name, _OPTIONS, progress)
+    target = load(path, name, replace(_OPTIONS, mtp=head == Head("mtp")), progress)
     try:
         view = cast(HeadModel, target.self_draft(head))
         tokens = [target.facts.vocab_size * i // _HEAD_TOKENS for i in range(_HEAD_TOKENS)]
@@ -73,8 +74,9 @@ def try_head(path: str, name: str, head: Head, progress: Progress | None = None)
             # The first token has no hidden state before it.
             view.start_at(view.first_position)
             view.prefill(tokens[view.first_position :])
-            for end in range(1, len(_TREE.tokens) + 1):
-                view.verify(_TREE.pruned(1 << 30, 1 << 30, end), end - 1)
+            tree = _TREE.pruned(1 << 30, view.facts.capabilities.max_draft_length - 1)
+            for end in range(1, tree.width + 1):
+                view.verify(tree.pruned(1 << 30, 1 << 30, end), end - 1)
         view.close()
     finally:
         target.close()

@@ -1,0 +1,83 @@
+"""Run a block-diffusion head, which drafts a block of tokens in one pass, in a llama.cpp context."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.backends.base import LoadOptions
+from edgespec.backends.llamacpp.batch import Batch, Inputs
+from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
+from edgespec.backends.llamacpp.native import library
+
+__all__ = ["BlockContext"]
+
+# Positions per hidden state of a head for a target with M-RoPE: time, height, width, and one that is unused.
+_MROPE_POSITIONS = 4
+
+
+class _MRopeBatch(Batch):
+    """A batch of hidden states for a head with M-RoPE, which reads several positions of each."""
+
+    def __init__(self, size: int, sequences: int, embd_size: int) -> None:
+        super().__init__(size * _MROPE_POSITIONS, sequences, embd_size)
+
+    def put(
+        self, inputs: Inputs, positions: Sequence[int], sequences: Sequence[Sequence[int]], logits: bool
+    ) -> None:
+        super().put(inputs, positions, sequences, logits)
+        # The three positions of a token of text are the same.
+        rows = self._position[: len(inputs) * _MROPE_POSITIONS].reshape(_MROPE_POSITIONS, -1)
+        rows[:-1], rows[-1] = positions, 0
+
+
+class BlockContext(LlamaContext):
+    """A context that runs a block-diffusion head.
+
+    Its KV cache holds keys and values that the head computes from the target's hidden states.
+
+    Args:
+        row_size: Number of values per token in the target's hidden states.
+        causal: Whether the tokens of a block only attend to those before them.
+    """
+
+    def __init__(
+        self,
+        head: Any,
+        options: LoadOptions,
+        plan: ContextPlan,
+        threads: int,
+        *,
+        target: LlamaContext,
+        row_size: int,
+        causal: bool,
+    ) -> None:
+        self._causal = causal
+        super().__init__(head, options, plan, threads, target=target)
+        lib = library()
+        has_mrope = lib.llama_model_rope_type(head) == lib.LLAMA_ROPE_TYPE_MROPE
+        self._states = (_MRopeBatch if has_mrope else Batch)(options.batch_tokens, plan.sequences, row_size)
+
+    def allocate(self, plan: ContextPlan) -> None:
+        super().allocate(plan)
+        library().llama_set_causal_attn(self._context, self._causal)
+
+    def add_states(self, states: NDArray[np.float32], position: int) -> None:
+        """Append the keys and values of at most one batch of hidden states to the KV cache."""
+        count = len(states)
+        self._states.put(states, range(position, position + count), [(0,)] * count, logits=False)
+        self._decode(self._states)
+
+    def run_block(self, tokens: Sequence[int], position: int) -> NDArray[np.float32]:
+        """Return the logits of a block's tokens, and leave the KV cache unchanged. See `run`."""
+        count = len(tokens)
+        logits = self.run(tokens, range(position, position + count), [(0,)] * count)
+        self.drop(0, position)
+        return logits
+
+    def close(self) -> None:
+        super().close()
+        self._states.free()

@@ -1,0 +1,125 @@
+"""Read the shape of a block-diffusion head's drafts from its metadata, and check the metadata."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edgespec.backends.gguf_header import GgufHeader, read_header
+from edgespec.errors import CapabilityError, ModelFileError
+
+__all__ = ["MAX_BLOCK_TOKENS", "BlockShape", "read_block_shape"]
+
+# The largest supported block. Published heads have blocks of 7 to 16 tokens. Larger blocks could exceed the
+# size of llama.cpp's computation graph, which ends the process.
+MAX_BLOCK_TOKENS = 32
+# The block size of heads without this metadata, as in llama.cpp.
+_DEFAULT_BLOCK_TOKENS = 16
+# Metadata that llama.cpp reads as one value for all layers of a head.
+_SAME_IN_ALL_LAYERS = (
+    "feed_forward_length", "attention.head_count", "attention.head_count_kv",
+    "attention.key_length", "attention.value_length", "rope.dimension_count",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """The blocks that a head drafts.
+
+    A block consists of the last emitted token and mask tokens. A pass over it gives a row of logits for each
+    of its tokens.
+
+    Attributes:
+        tokens: Number of tokens in a block.
+        mask_token: Id of the mask token.
+        first_row: The row that predicts the token after the last emitted one. In blocks of DFlash heads, each
+            mask token predicts the token in its own place, so this is row 1. In those of most DSpark heads,
+            each token predicts the next one.
+        causal: Whether the tokens of a block only attend to those before them.
+        has_markov: Whether the logits also depend on the drafted token before, as in DSpark heads.
+    """
+
+    tokens: int
+    mask_token: int
+    first_row: int
+    causal: bool
+    has_markov: bool
+
+    @property
+    def draft_length(self) -> int:
+        """Number of tokens that a pass predicts."""
+        return self.tokens - self.first_row
+
+
+def read_block_shape(path: Path, vocab_size: int) -> BlockShape:
+    """Return the shape of a head's blocks.
+
+    Args:
+        path: The head's GGUF file.
+        vocab_size: Number of tokens in the target's vocabulary.
+
+    Raises:
+        ModelFileError: The metadata is damaged. llama.cpp might end the process when it runs the head.
+        CapabilityError: The head is of a kind that is not supported.
+    """
+    header = read_header(path)
+    names = {tensor.name for tensor in header.tensors}
+    if "selector_hidden.weight" in names or header.architecture_value("hyper_connection_count", 0):
+        kind = "DFlash-2" if "selector_hidden.weight" in names else "DeepSeek-V4 DSpark"
+        raise CapabilityError(
+            f"{path} is a {kind} head, which edgespec cannot run", "choose a DFlash or DSpark head"
+        )
+    has_markov = "markov_w1.weight" in names
+    shape = BlockShape(
+        tokens=header.architecture_value("block_size", _DEFAULT_BLOCK_TOKENS),
+        mask_token=header.metadata.get("tokenizer.ggml.mask_token_id", -1),
+        first_row=0 if header.architecture_value("sample_from_anchor", has_markov) is True else 1,
+        causal=header.architecture_value("attention.causal", False) is True,
+        has_markov=has_markov,
+    )
+    problem = _block_problem(header, shape, vocab_size) or _attention_problem(header)
+    if problem:
+        raise ModelFileError(f"the head {path} is damaged: {problem}", "download it again, or omit --head")
+    return shape
+
+
+def _block_problem(header: GgufHeader, shape: BlockShape, vocab_size: int) -> str:
+    if not (_is_int(shape.tokens) and 2 <= shape.tokens <= MAX_BLOCK_TOKENS):
+        return f"its block_size is {shape.tokens!r}, but must be from 2 to {MAX_BLOCK_TOKENS}"
+    if shape.has_markov and header.architecture_value("block_size") is None:
+        return "it has no block_size"
+    if not (_is_int(shape.mask_token) and 0 <= shape.mask_token < vocab_size):
+        return f"its mask token has the id {shape.mask_token!r}, but its vocabulary has {vocab_size:,} tokens"
+    return ""
+
+
+def _attention_problem(header: GgufHeader) -> str:
+    value = header.architecture_value
+    for key in _SAME_IN_ALL_LAYERS:
+        if not _is_int(value(key, 0)):
+            return f"its {key} is not a whole number"
+    heads, size = value("attention.head_count", 0), value("embedding_length", 0)
+    kv_heads = value("attention.head_count_kv", heads)
+    if not (heads > 0 and kv_heads > 0 and heads % kv_heads == 0):
+        return f"its {heads:,} attention heads cannot share the keys and values of {kv_heads:,}"
+    keys = value("attention.key_length", size // heads)
+    values = value("attention.value_length", size // heads)
+    if keys != values:
+        return f"its keys have the length {keys:,}, but its values {values:,}"
+    rotated = value("rope.dimension_count", keys)
+    if rotated % 2 or not 0 < rotated <= keys:
+        return (
+            f"its rope.dimension_count is {rotated:,}, but must be an even number up to the key length of"
+            f" {keys:,}"
+        )
+    sections = np.atleast_1d(value("rope.dimension_sections", 0))
+    if sections.dtype.kind not in "iu" or not all(0 <= int(section) <= keys for section in sections):
+        return "its rope.dimension_sections are impossible"
+    return ""
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,220 @@
+"""Draft with a DFlash or DSpark head, which predicts a block of tokens in one pass (arXiv 2602.06036)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.backends.base import Capabilities, LoadOptions, Progress
+from edgespec.backends.base_model import in_batches
+from edgespec.backends.gguf_header import read_header
+from edgespec.backends.gguf_metadata import read_gguf_info
+from edgespec.backends.llamacpp.block_context import BlockContext
+from edgespec.backends.llamacpp.block_shape import MAX_BLOCK_TOKENS, BlockShape, read_block_shape
+from edgespec.backends.llamacpp.context_planning import plan_context
+from edgespec.backends.llamacpp.head import CachedHead
+from edgespec.backends.llamacpp.head_loading import estimate_head, load_head_file, target_layers
+from edgespec.backends.llamacpp.loading import check_file, threads_for
+from edgespec.backends.llamacpp.markov_head import MarkovHead
+from edgespec.backends.llamacpp.native import library
+from edgespec.backends.memory_check import check_tokens_fit
+from edgespec.backends.memory_estimate import MemoryEstimate
+from edgespec.engine.logits import HostLogits
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError
+
+if TYPE_CHECKING:
+    from edgespec.backends.llamacpp.model import LlamaCppModel
+
+__all__ = ["DFlashHead", "estimate_dflash_head", "load_dflash_head"]
+
+# Maximum number of tokens per pass. The head's buffers grow with this number and with the vocabulary.
+_BATCH_TOKENS = MAX_BLOCK_TOKENS
+# Approximate size of the compute buffer in bytes, per token of a batch and per token of the vocabulary. Heads
+# need more if they draft only some of the tokens, or have a Markov head and large blocks.
+_COMPUTE_BYTES, _REDUCED_COMPUTE_BYTES, _MARKOV_COMPUTE_BYTES = 4, 8, 17
+
+
+class DFlashHead(CachedHead):
+    """A draft model with its own KV cache, which predicts a block of tokens from the target's hidden states.
+
+    The entry at position p of the cache is computed from the target's hidden states at p, not from the token
+    there. A pass runs a block: the last emitted token, and mask tokens in the places of those to draft. The
+    block leaves no entries in the cache.
+
+    The logits after a drafted token depend only on its place in the block, and with a Markov head, also on
+    the token itself. So one pass serves a whole draft tree: `verify` runs it for the tree's root, and returns
+    its further rows for deeper nodes.
+    """
+
+    _context: BlockContext
+
+    def __init__(
+        self,
+        target: LlamaCppModel,
+        weights: Any,
+        path: str,
+        options: LoadOptions,
+        name: str,
+        layers: Sequence[int],
+        shape: BlockShape,
+    ) -> None:
+        self._shape, self._weights = shape, weights
+        max_plan = plan_context(weights, options)
+        log = target.log_hidden_states(layers)
+        try:
+            context = BlockContext(
+                weights,
+                options,
+                max_plan.with_tokens(target.facts.context_tokens),
+                threads_for(weights, options),
+                target=target.context,
+                row_size=log.row_size,
+                causal=shape.causal,
+            )
+        except BaseException:
+            target.stop_logging(log)
+            raise
+        capabilities = Capabilities(
+            rollback=True, tree=True, max_draft_length=shape.draft_length, drafts_in_one_pass=True
+        )
+        super().__init__(target, weights, path, options, name, context, log, max_plan, capabilities)
+        self._markov = MarkovHead(Path(path), self.vocabulary.size) if shape.has_markov else None
+        # The logits of the last block, from the row on that predicts the token after the block's first.
+        self._rows: NDArray[np.float32] = np.empty((0, self.vocabulary.size), np.float32)
+        # The token for which llama.cpp computed the Markov head's logits in each of these rows.
+        self._assumed: list[int] = []
+        # Number of the tree's nodes before the block, whose hidden states are known.
+        self._known_nodes = 0
+
+    @property
+    def free_tokens(self) -> int:
+        # A block needs room for one more token than it predicts if its first row is not used.
+        return max(0, super().free_tokens - self._shape.first_row)
+
+    @property
+    def first_position(self) -> int:
+        return self._log.start
+
+    @property
+    def last_position(self) -> int:
+        return self._log.end
+
+    def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
+        self._check()
+        check_tokens_fit(self, len(tokens))
+        self._cells.truncate(self.length)
+        for batch in in_batches(tokens, self._options.batch_tokens, progress):
+            start = self.length
+            try:
+                self._context.add_states(self._log.rows(start, start + len(batch)), start)
+            except (BackendError, ContextFullError, CancelledError):
+                self._cells.truncate(start)
+                raise
+            self._cells.length += len(batch)
+
+    def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
+        """See `LanguageModel.verify`. Rows of tokens before the block are those of its first token."""
+        self._check()
+        try:
+            check_tokens_fit(self, tree.width)
+            if first == 0:
+                self._run_block(tree)
+            depths = np.maximum(np.array(tree.depths[first:]) - self._known_nodes, 0)
+            if depths.max() >= len(self._rows):
+                raise CapabilityError(
+                    f"{self.facts.name} drafts at most {len(self._rows):,} tokens",
+                    f"use --draft-length {len(self._rows)} or less",
+                )
+            return HostLogits(self._rows_after(tree.tokens[first:], depths))
+        except (BackendError, ContextFullError, CancelledError, CapabilityError):
+            self._cells.truncate(self.length)
+            raise
+
+    def _run_block(self, tree: TokenTree) -> None:
+        """Run a block after the tokens of the tree whose hidden states are known."""
+        self._cells.truncate(self.length)
+        known = self._known_nodes = min(max(self._log.end - self.length, 0), tree.width - 1)
+        begin = self.length + known
+        if known:
+            self._context.add_states(self._log.rows(self.length, begin), self.length)
+        count = min(self._shape.tokens, self._context.tokens - begin)
+        block = [tree.tokens[known], *[self._shape.mask_token] * (count - 1)]
+        self._rows = self._context.run_block(block, begin)[self._shape.first_row :]
+        if self._markov:
+            self._assumed = [block[0], *self._rows[:-1].argmax(axis=1).tolist()]
+
+    def _rows_after(self, tokens: Sequence[int], depths: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return the logits after tokens at these depths of the draft."""
+        if self._markov:
+            return np.stack([self._corrected(*node) for node in zip(tokens, depths, strict=True)])
+        if (depths == depths[0]).all():
+            # Do not copy the row for each token, which is slow for large vocabularies.
+            return np.broadcast_to(self._rows[depths[0]], (len(depths), self._rows.shape[1]))
+        rows: NDArray[np.float32] = self._rows[depths]
+        return rows
+
+    def _corrected(self, token: int, depth: int) -> NDArray[np.float32]:
+        """Return the logits after a token with the Markov head's logits for this token."""
+        assert self._markov is not None
+        row: NDArray[np.float32] = self._rows[depth]
+        assumed = self._assumed[depth]
+        if token == assumed:
+            return row
+        return row + (self._markov.logits(token) - self._markov.logits(assumed))
+
+    def commit(self, path: tuple[int, ...]) -> None:  # noqa: ARG002
+        """Keep the entries of tokens whose hidden states were known."""
+        self._check()
+        self._cells.length += self._known_nodes
+        self._known_nodes = 0
+
+    def truncate(self, length: int) -> None:
+        self._known_nodes = 0
+        super().truncate(length)
+
+    def _free_weights(self) -> None:
+        library().llama_model_free(self._weights)
+
+
+def load_dflash_head(target: LlamaCppModel, path: Path) -> DFlashHead:
+    """Load a DFlash or DSpark head for a target. See `load_head_file`."""
+
+    def make(weights: Any, options: LoadOptions, name: str) -> DFlashHead:
+        layers = target_layers(target, weights, path, library().llama_model_n_embd(weights))
+        shape = read_block_shape(path, target.facts.vocab_size)
+        # Trees need no branches in the cache.
+        options = replace(options, max_branches=1, batch_tokens=_BATCH_TOKENS, max_logit_rows=shape.tokens)
+        return DFlashHead(target, weights, str(path), options, name, layers, shape)
+
+    return load_head_file(target, path, "dflash", "a DFlash head", make)
+
+
+def estimate_dflash_head(path: Path, context_tokens: int) -> MemoryEstimate:
+    """Return the memory used by a head and by the hidden states that are kept for it.
+
+    Raises:
+        ModelFileError: The file is missing or damaged.
+    """
+    header, info = read_header(path), read_gguf_info(path)
+    shapes = {tensor.name: tensor.shape for tensor in header.tensors}
+    compute_bytes = _REDUCED_COMPUTE_BYTES if "d2t" in shapes else _COMPUTE_BYTES
+    # llama.cpp reserves memory for a batch of two blocks. The Markov head runs only if they fill the batch.
+    if "markov_w2.weight" in shapes and 2 * header.architecture_number("block_size") >= _BATCH_TOKENS:
+        compute_bytes = _MARKOV_COMPUTE_BYTES
+    layers = np.size(header.architecture_value("target_layers", ()))
+    return estimate_head(
+        context_tokens,
+        weight_bytes=check_file(str(path)) + math.prod(shapes.get("markov_w2.weight", (0,))) * 4,
+        token_bytes=info.kv_bytes,
+        vocabulary=header.architecture_number("vocab_size") or info.vocab_size,
+        state_size=layers * header.architecture_number("embedding_length"),
+        bytes_per_logit=compute_bytes,
+        batch_tokens=_BATCH_TOKENS,
+    )

@@ -1,0 +1,119 @@
+"""Convert a published DFlash or DSpark head from the Hugging Face layout to GGUF."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+from edgespec.backends.llamacpp.block_shape import MAX_BLOCK_TOKENS
+from edgespec.backends.llamacpp.rope_conversion import ROPE_TYPES, add_rope
+from edgespec.errors import ModelFileError
+from edgespec.heads.dflash_config import DFlashConfig
+from edgespec.heads.dflash_files import read_dflash
+
+__all__ = ["convert_dflash_head"]
+
+# Names in GGUF files by published names. `blk.` and the number of the layer precede those of layers.
+_NAMES = {
+    "fc": "fc",
+    "hidden_norm": "enc.output_norm",
+    "norm": "output_norm",
+    "lm_head": "output",
+    "markov_head.markov_w1": "markov_w1",
+    "markov_head.markov_w2": "markov_w2",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_NAME = re.compile(r"(?:layers\.(\d+)\.)?(.*)\.weight")
+
+
+def convert_dflash_head(folder: Path, target_layers: int, output: Path) -> None:
+    """Write a GGUF file with the head in a folder.
+
+    Args:
+        folder: Folder with the head's `config.json` and weights.
+        target_layers: Number of layers of the target.
+        output: The file to write.
+
+    Raises:
+        ModelFileError: The folder contains no such head, or one that does not fit the target.
+        OSError: A file cannot be read or written.
+    """
+    head = read_dflash(folder)
+    if problem := _problem(head.config, target_layers):
+        raise ModelFileError(
+            f"the head in {folder} cannot be converted: {problem}",
+            "choose a DFlash or DSpark head for this target",
+        )
+    writer = gguf.GGUFWriter(output, "dflash")
+    try:
+        _add_metadata(writer, head.config)
+        add_rope(writer, head.config)
+    except (KeyError, ValueError, TypeError, ArithmeticError) as error:
+        raise ModelFileError(
+            f"the config.json of the head in {folder} has invalid settings: {error}", "download it again"
+        ) from error
+    for name, tensor in head.tensors.items():
+        data = tensor.read()
+        writer.add_tensor(_gguf_name(name), data.astype(np.float16 if data.ndim > 1 else np.float32))
+    if head.target_ids is not None:
+        writer.add_tensor("d2t", head.target_ids)
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    finally:
+        writer.close()
+
+
+def _problem(config: DFlashConfig, target_layers: int) -> str:
+    if not config.states or not all(0 <= state <= target_layers for state in config.states):
+        return f"it reads the layers {list(config.states)}, but the target has {target_layers}"
+    if not 2 <= config.block_tokens <= MAX_BLOCK_TOKENS:
+        return f"its block_size is {config.block_tokens}, but must be from 2 to {MAX_BLOCK_TOKENS}"
+    if config.rope_type not in ROPE_TYPES:
+        return f"llama.cpp does not support its rope_scaling of type {config.rope_type!r}"
+    if len({*config.windows} - {0}) > 1:
+        return "its layers have sliding windows of different sizes"
+    return ""
+
+
+def _gguf_name(name: str) -> str:
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    layer, part = match.groups()
+    return f"{'' if layer is None else f'blk.{layer}.'}{_NAMES[part]}.weight"
+
+
+def _add_metadata(writer: gguf.GGUFWriter, config: DFlashConfig) -> None:
+    writer.add_block_count(config.layers)
+    writer.add_context_length(config.context_tokens)
+    writer.add_embedding_length(config.size)
+    writer.add_feed_forward_length(config.feed_forward_size)
+    writer.add_head_count(config.heads)
+    writer.add_head_count_kv(config.kv_heads)
+    writer.add_key_length(config.head_size)
+    writer.add_value_length(config.head_size)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("none")
+    writer.add_mask_token_id(config.mask_token)
+    writer.add_causal_attention(config.is_causal)
+    if any(config.windows):
+        writer.add_sliding_window(max(config.windows))
+        writer.add_sliding_window_pattern([window > 0 for window in config.windows])
+    writer.add_array("dflash.target_layers", list(config.states))
+    writer.add_uint32("dflash.block_size", config.block_tokens)
+    writer.add_bool("dflash.sample_from_anchor", config.predicts_next)

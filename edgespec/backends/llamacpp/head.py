@@ -1,0 +1,254 @@
+"""The base class for heads with a KV cache of their own, which run tokens with the target's hidden states."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.backends.base import Capabilities, LoadOptions, Progress
+from edgespec.backends.base_model import in_batches
+from edgespec.backends.hidden_state_log import HiddenStateLog
+from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
+from edgespec.backends.llamacpp.head_context import HeadContext
+from edgespec.backends.llamacpp.head_loading import BATCH_TOKENS
+from edgespec.backends.llamacpp.kv_cells import KvCells
+from edgespec.backends.llamacpp.loading import describe
+from edgespec.backends.llamacpp.probe import ProbeResult
+from edgespec.backends.llamacpp.resizing import check_resize_fits, rebuild_context
+from edgespec.backends.memory_check import check_tokens_fit
+from edgespec.backends.self_draft_view import SelfDraftView
+from edgespec.engine.logits import HostLogits
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import (
+    BackendError,
+    CancelledError,
+    CapabilityError,
+    ContextFullError,
+    MemoryBudgetError,
+)
+
+if TYPE_CHECKING:
+    from edgespec.backends.llamacpp.model import LlamaCppModel
+
+__all__ = ["CachedHead", "PairHead"]
+
+
+class CachedHead(SelfDraftView["LlamaCppModel"]):
+    """A head with its own KV cache, which it computes from the target's hidden states.
+
+    Args:
+        target: The target.
+        weights: The llama_model handle that contains the head.
+        path: The head's file.
+        options: See `head_options`.
+        name: The head's name, for messages.
+        context: Runs the head.
+        log: The target's hidden states that the head reads.
+        max_plan: The size of the head's KV cache at the target's maximum context length.
+        capabilities: What the head can draft.
+    """
+
+    _context: LlamaContext
+
+    def __init__(
+        self,
+        target: LlamaCppModel,
+        weights: Any,
+        path: str,
+        options: LoadOptions,
+        name: str,
+        context: LlamaContext,
+        log: HiddenStateLog,
+        max_plan: ContextPlan,
+        capabilities: Capabilities,
+    ) -> None:
+        super().__init__(target)
+        self._options, self._context, self._log = options, context, log
+        self.vocabulary = target.vocabulary
+        self._cells = KvCells(context, options.max_branches)
+        facts = describe(
+            weights, path, name, max_plan, self.vocabulary, ProbeResult(capabilities, "in place")
+        )
+        self.facts = replace(
+            facts,
+            context_tokens=context.plan.tokens,
+            kv_bytes=context.plan.kv_bytes,
+            vocab_size=self.vocabulary.size,
+            notice="",
+        )
+
+    @property
+    def length(self) -> int:
+        return self._cells.length
+
+    @property
+    def free_tokens(self) -> int:
+        return max(0, self._context.tokens - self.length)
+
+    @property
+    def threads(self) -> int:
+        return self._context.threads
+
+    def start_at(self, position: int) -> None:
+        """Empty the KV cache, and let it begin at a position. Tokens before it are never run."""
+        self._check()
+        self._context.clear()
+        self._cells.clear_round()
+        self._cells.length = position
+
+    def truncate(self, length: int) -> None:
+        self._check()
+        self._cells.truncate(min(length, self.length))
+
+    def resized(self) -> None:
+        """Resize the head's context to match the target's, or keep its size if memory is short."""
+        tokens = self._target.facts.context_tokens
+        if not tokens:
+            # The target lost its KV cache. The head's is allocated again together with the target's.
+            self._cells.length = 0
+            self._context.release()
+            return
+        before = self._context.plan
+        plan = before.with_tokens(tokens)
+        try:
+            check_resize_fits([before], [plan], self.facts.weight_bytes, self._options)
+        except MemoryBudgetError:
+            plan = before
+        try:
+            length = min(self.length, plan.tokens)
+            self._cells.truncate(length)
+            rebuild_context(self._context, plan, length)
+        except (MemoryBudgetError, BackendError):
+            self._cells.length = 0
+        self.facts = replace(
+            self.facts, context_tokens=self._context.plan.tokens, kv_bytes=self._context.plan.kv_bytes
+        )
+
+    def interrupt(self, enabled: bool) -> None:
+        self._context.interrupt.requested = enabled
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._target.stop_logging(self._log)
+        self._context.close()
+        self._free_weights()
+
+    @abstractmethod
+    def _free_weights(self) -> None:
+        """Free the weights that were loaded for this head."""
+
+
+class PairHead(CachedHead):
+    """A head that predicts from tokens and the target's hidden states before them.
+
+    The token at position p is run with the target's hidden state at position p - 1. For drafted tokens, that
+    does not exist yet, so the head uses its own. When the draft has been verified, `commit` removes their KV
+    cells, and they are run again with the target's hidden states.
+    """
+
+    _context: HeadContext
+
+    def __init__(
+        self,
+        target: LlamaCppModel,
+        weights: Any,
+        path: str,
+        options: LoadOptions,
+        name: str,
+        context: HeadContext,
+        log: HiddenStateLog,
+        max_plan: ContextPlan,
+    ) -> None:
+        capabilities = Capabilities(
+            rollback=True,
+            tree=target.facts.capabilities.tree,
+            max_width=context.max_width,
+            max_branches=options.max_branches,
+        )
+        super().__init__(target, weights, path, options, name, context, log, max_plan, capabilities)
+        # The head's own hidden states after each node of the tree that is being run.
+        self._own_states: list[NDArray[np.float32]] = []
+        # Number of nodes of that tree that were run with hidden states of the target.
+        self._known_nodes = 0
+
+    @property
+    def first_position(self) -> int:
+        """The first position at which a token can be run with a hidden state of the target."""
+        return self._log.start + 1
+
+    @property
+    def last_position(self) -> int:
+        """The last position at which a token can be run with a hidden state of the target."""
+        return self._log.end
+
+    def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
+        self._check()
+        check_tokens_fit(self, len(tokens))
+        self._cells.end_round()
+        for batch in in_batches(tokens, BATCH_TOKENS, progress):
+            try:
+                self._append(batch)
+            except (BackendError, ContextFullError, CancelledError):
+                self._cells.truncate(self.length)
+                raise
+            self._cells.length += len(batch)
+
+    def _append(self, tokens: Sequence[int]) -> None:
+        """Append tokens to the KV cache without computing their logits."""
+        start, count = self.length, len(tokens)
+        states, positions = self._target_states(start, count), range(start, start + count)
+        self._context.run_pairs(tokens, states, positions, [(0,)] * count, logits=False)
+
+    @abstractmethod
+    def _target_states(self, start: int, count: int) -> NDArray[np.float32]:
+        """Return the hidden states before `count` tokens from position `start` on, as the head reads them."""
+
+    def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
+        self._check()
+        try:
+            check_tokens_fit(self, tree.width)
+            if tree.width > self.facts.capabilities.max_width:
+                raise CapabilityError(
+                    f"a draft of {tree.width} tokens exceeds the limit of"
+                    f" {self.facts.capabilities.max_width} per pass",
+                    "use a shorter --draft-length or fewer --draft-branches",
+                )
+            if first == 0:
+                self._cells.end_round()
+                self._own_states = []
+            return HostLogits(self._run_tree(tree, first))
+        except (BackendError, ContextFullError, CancelledError):
+            self._cells.end_round()
+            raise
+
+    def _run_tree(self, tree: TokenTree, first: int) -> NDArray[np.float32]:
+        """Run the nodes of a tree from `first` on. Return their logits, and keep their hidden states."""
+        positions, sequences = self._cells.place_tree(tree, first)
+        states = self._states_before(tree, first, positions)
+        logits = self._context.run_pairs(tree.tokens[first:], states, positions, sequences)
+        self._own_states.extend(self._context.last_states(len(positions)))
+        return logits
+
+    def _states_before(self, tree: TokenTree, first: int, positions: Sequence[int]) -> NDArray[np.float32]:
+        """Return the hidden states before the tree's nodes: the target's if known, else the head's own."""
+        known = 0
+        if first == 0:
+            # The root is run even before the target has run any tokens, to warm up.
+            last = max(self._log.end, positions[0])
+            known = self._known_nodes = sum(position <= last for position in positions)
+        own = [self._own_states[tree.parents[first + node]] for node in range(known, len(positions))]
+        return np.array([*(self._target_states(positions[0], known) if known else ()), *own])
+
+    def commit(self, path: tuple[int, ...]) -> None:  # noqa: ARG002
+        """Keep the tokens that were run with hidden states of the target."""
+        self._check()
+        if self._known_nodes:
+            self._cells.commit(tuple(range(1, self._known_nodes)))
+        self._cells.end_round()

@@ -1,0 +1,214 @@
+"""Load heads, check that they were made for their target, and estimate their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from edgespec.backends.base import LoadOptions
+from edgespec.backends.gguf_header import read_header
+from edgespec.backends.hidden_state_log import MAX_LOGGED_TOKENS
+from edgespec.backends.llamacpp.loading import check_file, load_weights
+from edgespec.backends.llamacpp.metadata import metadata, vocabulary_size
+from edgespec.backends.llamacpp.native import library
+from edgespec.backends.llamacpp.staging_api import target_layers_api
+from edgespec.backends.memory_check import check_weights_fit
+from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import CapabilityError, ModelFileError
+
+if TYPE_CHECKING:
+    from edgespec.backends.llamacpp.head import CachedHead
+    from edgespec.backends.llamacpp.model import LlamaCppModel
+
+__all__ = [
+    "BATCH_TOKENS",
+    "check_finite",
+    "check_sizes",
+    "estimate_head",
+    "head_options",
+    "load_head_file",
+    "target_layers",
+]
+
+H = TypeVar("H", bound="CachedHead")
+# Maximum number of tokens per pass of a head. Its buffers grow with this number and with the vocabulary.
+BATCH_TOKENS = 64
+
+
+def head_options(target: LlamaCppModel) -> LoadOptions:
+    """Return the load options of a head, given its target."""
+    options = target.options
+    memory_bytes = options.memory_bytes
+    if memory_bytes is not None:
+        memory_bytes = max(0, memory_bytes - target.facts.weight_bytes - target.facts.max_kv_bytes)
+    return replace(
+        options.for_draft(),
+        context_tokens=target.max_plan.tokens,
+        choose_context_tokens=None,
+        memory_bytes=memory_bytes,
+        batch_tokens=BATCH_TOKENS,
+        max_logit_rows=BATCH_TOKENS,
+        kv_type="auto",
+        mtp=True,
+    )
+
+
+def load_head_file(
+    target: LlamaCppModel,
+    path: Path,
+    architecture: str,
+    kind: str,
+    make: Callable[[Any, LoadOptions, str], H],
+) -> H:
+    """Load a head from a file of its own.
+
+    Args:
+        target: The target.
+        path: The head's file.
+        architecture: The architecture that the file must have.
+        kind: What a head of this architecture is called, for messages.
+        make: Checks the metadata and creates the head, given its llama_model handle, options and name.
+
+    Raises:
+        CapabilityError: The file contains no such head, or was made for another target.
+        ModelFileError: The file is damaged, or its logits are not finite.
+        MemoryBudgetError: The head does not fit in memory.
+    """
+    options, name = head_options(target), f"the head of {target.facts.name}"
+    check_weights_fit(name, check_file(str(path)), options)
+    weights = load_weights(str(path), name, options, None)
+    try:
+        found = metadata(weights, "general.architecture")
+        if found != architecture:
+            raise CapabilityError(
+                f"{path} is not {kind}, but a model with the architecture {found!r}",
+                "pass a head with --head, and draft models with --draft",
+            )
+        own_size = vocabulary_size(target.weights[0])
+        check_sizes(target, path, [("vocabularies", own_size, vocabulary_size(weights))])
+        _check_token_ids(path, own_size)
+        head = make(weights, options, name)
+    except BaseException:
+        library().llama_model_free(weights)
+        raise
+    try:
+        check_finite(head, path)
+    except BaseException:
+        head.close()
+        raise
+    return head
+
+
+def _check_token_ids(path: Path, vocab_size: int) -> None:
+    """Raise ModelFileError if a head's `d2t` maps a draft token to none of the target's tokens.
+
+    llama.cpp would end the process.
+    """
+    header = read_header(path)
+    found = next((tensor for tensor in header.tensors if tensor.name == "d2t"), None)
+    if found is None:
+        return
+    import gguf  # Imported lazily because importing gguf takes 0.2 seconds.
+
+    ids = next(tensor.data for tensor in gguf.GGUFReader(path).tensors if tensor.name == "d2t")
+    if ids.dtype != np.int64 or not (ids.size and 0 <= ids.min() <= ids.max() < vocab_size):
+        raise ModelFileError(
+            f"the head {path} is damaged, or was made for another target: its d2t contains token ids outside"
+            f" the target's vocabulary of {vocab_size:,} tokens",
+            "download it again, or choose the head that was published for this target",
+        )
+
+
+def target_layers(target: LlamaCppModel, head: Any, path: Path, state_size: int) -> list[int]:
+    """Return the target's layers whose inputs a head reads.
+
+    Args:
+        target: The target.
+        head: The head's llama_model handle.
+        path: The head's file, for messages.
+        state_size: The size of the hidden states that the head needs.
+
+    Raises:
+        CapabilityError: The head was made for another target, or hidden states cannot be read.
+    """
+    lib, (weights,) = library(), target.weights
+    check_sizes(target, path, [("hidden states", lib.llama_model_n_embd(weights), state_size)])
+    api, count = target_layers_api(), lib.llama_model_n_layer(weights)
+    assert api is not None
+    layers = list(api.ids(head)[: api.count(head)])
+    # The input of the layer after the last one is the last layer's output.
+    if not layers or not all(0 <= layer <= count for layer in layers):
+        raise CapabilityError(
+            f"the head {path} was made for another target: it reads the layers {layers}, but"
+            f" {target.facts.name} has {count}",
+            "choose the head that was published for this target",
+        )
+    return layers
+
+
+def check_sizes(target: LlamaCppModel, path: Path, sizes: Sequence[tuple[str, int, int]]) -> None:
+    """Raise CapabilityError if a size of a head differs from its target's.
+
+    Args:
+        target: The target.
+        path: The head's file, for the message.
+        sizes: What has the size, such as `vocabularies`, the target's size, and the size that the head needs.
+    """
+    for what, own, needed in sizes:
+        if own != needed:
+            raise CapabilityError(
+                f"the head {path} was made for another target: it needs {what} of size {needed:,}, but those"
+                f" of {target.facts.name} have {own:,}",
+                "choose the head that was published for this target",
+            )
+
+
+def check_finite(head: CachedHead, path: Path) -> None:
+    """Run a token. Raise ModelFileError if its logits are not numbers."""
+    logits = head.verify(TokenTree.chain(0)).at(0, np.arange(head.facts.vocab_size))
+    head.truncate(0)
+    # Tokens outside the head's own vocabulary have the logit -inf.
+    if np.isnan(logits).any() or not np.isfinite(logits).any():
+        raise ModelFileError(
+            f"the head {path} is damaged: its logits are not finite", "download it again, or omit --head"
+        )
+
+
+def estimate_head(
+    context_tokens: int,
+    *,
+    weight_bytes: int,
+    token_bytes: int,
+    vocabulary: int,
+    state_size: int,
+    bytes_per_logit: int,
+    batch_tokens: int = BATCH_TOKENS,
+) -> MemoryEstimate:
+    """Return the memory used by a head and by the hidden states that are kept for it.
+
+    Args:
+        context_tokens: The size of the head's KV cache.
+        weight_bytes: The size of the weights that are loaded for the head.
+        token_bytes: The size of one KV cell.
+        vocabulary: The number of tokens in the head's vocabulary.
+        state_size: The number of values that are kept per token of the target.
+        bytes_per_logit: Approximate size of the compute buffer, per token of a batch and per token of the
+            vocabulary.
+        batch_tokens: The maximum number of tokens per pass.
+    """
+    hidden_bytes = MAX_LOGGED_TOKENS * state_size * 4
+    return MemoryEstimate(
+        context_tokens,
+        "f16",
+        (
+            MemoryPart("weights", weight_bytes),
+            MemoryPart("cache", token_bytes * context_tokens),
+            MemoryPart("compute", batch_tokens * vocabulary * bytes_per_logit + hidden_bytes),
+            MemoryPart("output", batch_tokens * vocabulary * 4),
+        ),
+    )

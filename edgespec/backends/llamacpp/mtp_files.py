@@ -1,0 +1,230 @@
+"""Find multi-token prediction (MTP) layers in GGUF files, and check that llama.cpp can run them.
+
+If MTP layers are missing or incomplete, llama.cpp ends the process instead of reporting an error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from edgespec.backends.gguf_files import gguf_files
+from edgespec.backends.gguf_header import GgufHeader, read_header
+from edgespec.backends.gguf_metadata import tensor_bytes
+from edgespec.backends.hidden_state_log import POST_NORM
+from edgespec.errors import CapabilityError, ModelFileError
+
+__all__ = [
+    "MTP_GRAPHS",
+    "MtpGraph",
+    "MtpLayers",
+    "check_same_model",
+    "read_mtp_layers",
+    "unloaded_bytes",
+]
+
+
+class MtpGraph(NamedTuple):
+    """How llama.cpp runs the MTP layers of an architecture.
+
+    Attributes:
+        reads_normed: Whether a layer reads the target's final hidden states after the norm, rather than
+            before it. Its own hidden states, which it reads for drafted tokens, are of the same kind.
+        has_experts: Whether the feed-forward block of each layer consists of experts. None if it can also be
+            dense.
+        max_layers: The maximum number of MTP layers.
+        is_latent: Whether all attention heads must share one key-value vector per token (MLA), and compress
+            their queries.
+        is_fused: Whether queries, keys and values must be computed by one matrix.
+    """
+
+    reads_normed: bool = True
+    has_experts: bool | None = True
+    max_layers: int = 1
+    is_latent: bool = False
+    is_fused: bool = False
+
+    def state_before(self, layer_count: int) -> int:
+        """Return the target's hidden state that the layers read, numbered as in `HiddenStateSource`."""
+        return POST_NORM if self.reads_normed else layer_count
+
+
+# The architectures whose MTP layers llama.cpp can run. It ends the process for others. `deepseek4` is
+# missing, because its MTP layers read several hidden states per token, and `bailingmoe3`, because it has not
+# been tested.
+MTP_GRAPHS = {
+    "cohere2moe": MtpGraph(),
+    "deepseek2": MtpGraph(is_latent=True),
+    "deepseek32": MtpGraph(is_latent=True),
+    "glm-dsa": MtpGraph(is_latent=True),
+    "glm4moe": MtpGraph(),
+    "hy_v3": MtpGraph(has_experts=None, max_layers=8),
+    "mimo2": MtpGraph(reads_normed=False, has_experts=False, max_layers=8, is_fused=True),
+    "nemotron_h_moe": MtpGraph(),
+    "qwen3next": MtpGraph(),
+    "qwen35": MtpGraph(has_experts=False),
+    "qwen35moe": MtpGraph(),
+    "step35": MtpGraph(reads_normed=False, has_experts=None, max_layers=8),
+}
+_PROJECTION = "nextn.eh_proj.weight"
+_REQUIRED = (_PROJECTION, "nextn.enorm.weight", "nextn.hnorm.weight", "attn_norm.weight")
+# The names of the tensors of a feed-forward block, of which one tuple must be present.
+_DENSE = (("ffn_gate.weight", "ffn_up.weight", "ffn_down.weight"),)
+_EXPERTS = (
+    ("ffn_gate_inp.weight", "ffn_gate_exps.weight", "ffn_up_exps.weight", "ffn_down_exps.weight"),
+    ("ffn_gate_inp.weight", "ffn_gate_up_exps.weight", "ffn_down_exps.weight"),
+    ("ffn_gate_inp.weight", "ffn_up_exps.weight", "ffn_down_exps.weight"),
+)
+# Metadata in which a file with only MTP layers may differ from its target.
+_INDEPENDENT_KEYS = frozenset({"block_count", "nextn_predict_layers", "context_length", "vocab_size"})
+_F16_BYTES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class MtpLayers:
+    """The MTP layers in a GGUF file.
+
+    Attributes:
+        count: The number of MTP layers.
+        weight_bytes: The size of their weights.
+        token_bytes: The size of their keys and values for one token, as f16.
+        vocabulary: The number of tokens for which they compute logits.
+        state_size: The number of values in a hidden state.
+        graph: How llama.cpp runs them.
+    """
+
+    count: int
+    weight_bytes: int
+    token_bytes: int
+    vocabulary: int
+    state_size: int
+    graph: MtpGraph
+
+
+def read_mtp_layers(path: Path) -> MtpLayers:
+    """Return the MTP layers in a GGUF file.
+
+    Raises:
+        CapabilityError: The file has no MTP layers, or llama.cpp cannot run them.
+        ModelFileError: The file is damaged.
+    """
+    headers = {part: read_header(part) for part in gguf_files(path)}
+    header = next(iter(headers.values()))
+    sizes = {name: size for part, each in headers.items() for name, size in tensor_bytes(part, each)}
+    blocks, count = (_count(header, key) for key in ("block_count", "nextn_predict_layers"))
+    # The metadata of many files mention MTP layers that a converter has removed.
+    if not count or f"blk.{blocks - 1}.{_PROJECTION}" not in sizes:
+        raise CapabilityError(
+            f"{path.name} contains no layers for multi-token prediction (MTP)",
+            "use a GGUF file that was converted with them, or choose another method",
+        )
+    graph = MTP_GRAPHS.get(header.architecture)
+    if graph is None or count > graph.max_layers:
+        raise CapabilityError(
+            f"llama.cpp cannot draft with the {count} MTP layer{'s' if count > 1 else ''} of"
+            f" {path.name}, whose architecture is {header.architecture!r}",
+            "choose another method",
+        )
+    layers = range(blocks - count, blocks)
+    if count >= blocks:
+        raise ModelFileError(
+            f"{path} is damaged: its {blocks:,} layers include {count:,} MTP layers", "download it again"
+        )
+    has_ranks = all(_count(header, f"attention.{key}") for key in ("key_length_mla", "q_lora_rank"))
+    if graph.is_latent and (not has_ranks or header.architecture_value("attention.temperature_scale")):
+        raise CapabilityError(
+            f"llama.cpp cannot draft with the MTP layers of {path.name}, because of its kind of attention",
+            "choose another method",
+        )
+    for layer in layers:
+        _check_complete(path, {name for name in sizes if name.startswith(f"blk.{layer}.")}, layer, graph)
+    embedding = next(
+        (t for each in headers.values() for t in each.tensors if t.name == "token_embd.weight"), None
+    )
+    return MtpLayers(
+        count,
+        sum(size for name, size in sizes.items() if any(name.startswith(f"blk.{i}.") for i in layers)),
+        sum(_layer_token_bytes(header, layer) for layer in layers),
+        embedding.shape[-1] if embedding else 0,
+        _count(header, "embedding_length"),
+        graph,
+    )
+
+
+def unloaded_bytes(path: Path) -> int:
+    """Return the size of the MTP layers in a GGUF file, which llama.cpp loads only on request.
+
+    `llama_model_size` counts them even if they are not loaded.
+    """
+    try:
+        return read_mtp_layers(path).weight_bytes
+    except (CapabilityError, ModelFileError):
+        return 0
+
+
+def _check_complete(path: Path, names: set[str], layer: int, graph: MtpGraph) -> None:
+    """Raise ModelFileError if an MTP layer lacks tensors that llama.cpp would use without checking."""
+    block = f"blk.{layer}."
+    forms = {True: _EXPERTS, False: _DENSE, None: _EXPERTS + _DENSE}[graph.has_experts]
+    required = (*_REQUIRED, *(("attn_qkv.weight",) if graph.is_fused else ()))
+    missing = [name for name in required if block + name not in names]
+    if not any(all(block + name in names for name in form) for form in forms):
+        missing += forms[0]
+    if missing:
+        raise ModelFileError(
+            f"{path} is damaged: its MTP layer {layer} lacks {missing[0]}",
+            "download it again, or choose another method",
+        )
+
+
+def _layer_token_bytes(header: GgufHeader, layer: int) -> int:
+    heads = header.architecture_value("attention.head_count", 0)
+    of_keys = header.architecture_value("attention.head_count_kv", heads)
+    count = int(of_keys[layer]) if isinstance(of_keys, np.ndarray) and layer < len(of_keys) else of_keys
+    first = int(heads[0]) if isinstance(heads, np.ndarray) else heads
+    size = _count(header, "embedding_length") // first if isinstance(first, int) and first else 0
+    key, value = (_count(header, f"attention.{part}_length") or size for part in ("key", "value"))
+    if header.architecture_value("attention.key_length_mla"):
+        value = 0
+    return count * (key + value) * _F16_BYTES if isinstance(count, int) else 0
+
+
+def _count(header: GgufHeader, key: str) -> int:
+    value = header.architecture_value(key, 0)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
+
+
+def check_same_model(path: Path, target: Path, target_name: str) -> None:
+    """Check that a file with MTP layers was made for a target, by comparing their metadata.
+
+    Raises:
+        CapabilityError: It was made for another target.
+        ModelFileError: A file is damaged.
+    """
+    own, needed = (read_header(gguf_files(each)[0]) for each in (path, target))
+    prefix = f"{needed.architecture}."
+    keys = {key for key in (*own.metadata, *needed.metadata) if key.startswith(prefix)}
+    keys -= {prefix + key for key in _INDEPENDENT_KEYS}
+    for key in ("general.architecture", *sorted(keys)):
+        has, needs = own.metadata.get(key), needed.metadata.get(key)
+        if not _equal(has, needs):
+            raise CapabilityError(
+                f"the head {path} was made for another target: its {key} is {_shown(has)}, but that of"
+                f" {target_name} is {_shown(needs)}",
+                "choose the head that was published for this target",
+            )
+
+
+def _equal(first: object, second: object) -> bool:
+    if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
+        # Values per layer. The file of the target may lack those of the MTP layers.
+        length = min(len(first), len(second))
+        return bool(np.array_equal(first[:length], second[:length]))
+    return type(first) is type(second) and bool(first == second)
+
+
+def _shown(value: object) -> str:
+    return "missing" if value is None else f"{value!r:.60}"

@@ -1,0 +1,130 @@
+"""Run the multi-token prediction (MTP) layers of a model as a head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.backends.base import LoadOptions
+from edgespec.backends.llamacpp.context import ContextPlan
+from edgespec.backends.llamacpp.context_planning import check_contexts_fit
+from edgespec.backends.llamacpp.head import PairHead
+from edgespec.backends.llamacpp.head_context import HeadContext
+from edgespec.backends.llamacpp.kv_types import KvTypes
+from edgespec.backends.llamacpp.loading import check_file, threads_for
+from edgespec.backends.llamacpp.mtp_files import MtpLayers
+from edgespec.backends.llamacpp.native import library
+from edgespec.engine.tree import TokenTree
+
+if TYPE_CHECKING:
+    from edgespec.backends.llamacpp.model import LlamaCppModel
+
+__all__ = ["ChainedMtpHead", "MtpHead"]
+
+_F16 = KvTypes("f16", "f16")
+
+
+class MtpHead(PairHead):
+    """An MTP layer. It reads the target's final hidden states, and its own for drafted tokens."""
+
+    def __init__(
+        self,
+        target: LlamaCppModel,
+        weights: Any,
+        path: Path,
+        layers: MtpLayers,
+        options: LoadOptions,
+        name: str,
+        *,
+        owns_weights: bool,
+    ) -> None:
+        self._own_weights = weights if owns_weights else None
+        max_plan = _plan(layers, options)
+        check_contexts_fit([max_plan], check_file(str(path)) if owns_weights else 0, options)
+        plan = max_plan.with_tokens(target.facts.context_tokens)
+        context = HeadContext(weights, options, plan, threads_for(weights, options), mtp=True)
+        state = layers.graph.state_before(library().llama_model_n_layer(target.weights[0]))
+        try:
+            log = target.log_hidden_states((state,))
+        except BaseException:
+            context.close()
+            raise
+        super().__init__(target, weights, str(path), options, name, context, log, max_plan)
+        if not owns_weights:
+            self.facts = replace(self.facts, weight_bytes=layers.weight_bytes)
+
+    def _target_states(self, start: int, count: int) -> NDArray[np.float32]:
+        return self._log.rows(start - 1, start - 1 + count)
+
+    def _free_weights(self) -> None:
+        if self._own_weights is not None:
+            library().llama_model_free(self._own_weights)
+
+
+def _plan(layers: MtpLayers, options: LoadOptions) -> ContextPlan:
+    """Return the context plan of MTP layers. Their KV cache is separate from the target's."""
+    assert options.context_tokens is not None
+    sequences, token_bytes = options.max_branches + 1, layers.token_bytes
+    return ContextPlan(
+        options.context_tokens,
+        _F16,
+        sequences,
+        kv_bytes=options.context_tokens * token_bytes,
+        token_bytes=token_bytes,
+        rows=max(options.batch_tokens, sequences),
+    )
+
+
+class ChainedMtpHead(MtpHead):
+    """Several MTP layers. Each was trained to predict one token further than the one before it.
+
+    The first layer predicts the children of the root, the second their children, and the last one all deeper
+    nodes. A layer cannot use the keys and values of another, so each runs all tokens itself.
+    """
+
+    _context: HeadContext
+
+    def __init__(
+        self,
+        target: LlamaCppModel,
+        weights: Any,
+        path: Path,
+        layers: MtpLayers,
+        options: LoadOptions,
+        name: str,
+        *,
+        owns_weights: bool,
+    ) -> None:
+        super().__init__(target, weights, path, layers, options, name, owns_weights=owns_weights)
+        self._count = layers.count
+        # The layer that runs the current level of the draft tree.
+        self._layer = 0
+
+    def _append(self, tokens: Sequence[int]) -> None:
+        for layer in range(self._count):
+            # Free the cells of these tokens, because llama.cpp must use them for the next layer too.
+            self._cells.truncate(self.length)
+            self._context.select_mtp_layer(layer)
+            super()._append(tokens)
+
+    def _run_tree(self, tree: TokenTree, first: int) -> NDArray[np.float32]:
+        before, self._layer = self._layer, min(self._layer + 1, self._count - 1) if first else 0
+        self._context.select_mtp_layer(self._layer)
+        if first == 0 or self._layer == before:
+            return super()._run_tree(tree, first)
+        self._cells.end_round()
+        positions, sequences = self._cells.place_tree(tree, 0)
+        states = self._states_before(tree, 0, positions)
+        logits = self._context.run_pairs(tree.tokens, states, positions, sequences)
+        self._own_states.extend(self._context.last_states(tree.width)[first:])
+        return logits[first:]
+
+    def commit(self, path: tuple[int, ...]) -> None:  # noqa: ARG002
+        """Remove all tokens of the tree. The next prefill runs the accepted ones with every layer."""
+        self._check()
+        self._cells.end_round()

@@ -1,0 +1,84 @@
+"""Resolve references to heads, downloading missing heads."""
+
+from __future__ import annotations
+
+import difflib
+from functools import partial
+from pathlib import Path
+
+from edgespec.backends.mlx_files import missing_from_head
+from edgespec.backends.registry import format_at
+from edgespec.catalog.catalogue import HeadEntry, load_catalogue
+from edgespec.catalog.download import HEAD, Progress, fetch
+from edgespec.catalog.hub_cache import cached_model
+from edgespec.catalog.hub_files import hub_name
+from edgespec.catalog.reference import Download, Resolved, follow_aliases, resolve_path
+from edgespec.catalog.reference_parsing import HubReference, NameReference, PathReference, StoreReference
+from edgespec.errors import ModelFileError, ModelNotFoundError
+
+__all__ = ["cached_head", "refused_model", "resolve_head", "resolve_head_with"]
+
+
+def resolve_head(
+    reference: str, *, allow_download: bool = True, progress: Progress | None = None
+) -> Resolved:
+    """Return the head that a reference names: a path, `user/repo[:file]`, or a name from the catalogue.
+
+    Args:
+        reference: What the user typed.
+        allow_download: Whether to download the head if it is not on this machine.
+        progress: Called during a download. Returning False cancels it.
+
+    Raises:
+        ModelNotFoundError: No head matches the reference.
+        ModelFileError: The file or folder cannot be read, or the reference names a model.
+        DownloadError: The download failed.
+        CancelledError: `progress` returned False.
+    """
+    download = partial(fetch, allow_download=allow_download, progress=progress, content=HEAD)
+    return resolve_head_with(reference, download)
+
+
+def resolve_head_with(reference: str, download: Download) -> Resolved:
+    """Return the head that a reference names. Call `download` if it is not on this machine."""
+    typed, catalogue = reference.strip(), load_catalogue()
+    match parsed := follow_aliases(typed):
+        case PathReference(path):
+            return resolve_path(path, missing_from_head)
+        case StoreReference():
+            raise refused_model(typed)
+        case HubReference(repository, quantisation):
+            if catalogue.of_repository(repository):
+                raise refused_model(typed)
+            path = download(repository, quantisation)
+            note = f"{typed} -> hf:{hub_name(repository, quantisation)}: {path}"
+            return Resolved(typed, path, "hub", None, note, format_at(path).name)
+        case NameReference():
+            name = parsed.full_name
+            if head := catalogue.find_head(name):
+                path = download(head.repository, None)
+                note = f"{typed} -> hf:{head.repository}: {path}"
+                return Resolved(typed, path, "hub", None, note, format_at(path).name)
+            if Path(name).exists():
+                return resolve_path(Path(name), missing_from_head)
+            if catalogue.find(name):
+                raise refused_model(typed)
+            nearest = difflib.get_close_matches(name.lower(), [head.name for head in catalogue.heads], n=3)
+            raise ModelNotFoundError(
+                f"there is no head named {name}",
+                (f"did you mean {' or '.join(nearest)}? " if nearest else "")
+                + "`edgespec models show TARGET` lists the heads for a model; a path or user/repo also works",
+            )
+
+
+def refused_model(name: str) -> ModelFileError:
+    """Return the error for a model that was passed as a head."""
+    return ModelFileError(
+        f"{name} is a model, not a head",
+        f"pass draft models with --draft, for example --draft {name}",
+    )
+
+
+def cached_head(head: HeadEntry) -> Path | None:
+    """Return a published head in the Hugging Face cache, or None if it is not there."""
+    return cached_model(head.repository, None, missing_from_head)

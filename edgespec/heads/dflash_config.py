@@ -1,0 +1,131 @@
+"""The configuration of a DFlash or DSpark head, which publishers write in different ways."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["DFlashConfig", "is_dflash", "parse_dflash_config"]
+
+_DEFAULT_BLOCK_TOKENS = 16
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class DFlashConfig:
+    """The sizes and variants of a DFlash or DSpark head, which has the layers of a Qwen 3 model.
+
+    Attributes:
+        size: Size of the hidden states, which is that of the target's.
+        rope: Settings of the rotary embedding, as in `rope_scaling` of Hugging Face. None for the default.
+        vocab_size: Size of the target's vocabulary.
+        context_tokens: Context that the head was trained for. 0 if unknown.
+        states: The target's hidden states that the head reads. The number k stands for the input of layer k,
+            and the number of layers for the output of the last one.
+        block_tokens: Number of tokens in a block, which are the last emitted token and mask tokens.
+        mask_token: Id of the mask token.
+        predicts_next: Whether a token of a block predicts the next one. Otherwise, the mask tokens predict
+            the tokens in their own places.
+        is_causal: Whether a token of a block only attends to those before it.
+        windows: For each layer, the size of its sliding window, or 0 if it attends to all tokens.
+        markov_rank: Rank of a DSpark head's Markov head. 0 for DFlash heads.
+    """
+
+    size: int
+    layers: int
+    feed_forward_size: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    norm_eps: float
+    rope_theta: float
+    rope: Mapping[str, Any] | None
+    vocab_size: int
+    context_tokens: int
+    states: tuple[int, ...]
+    block_tokens: int
+    mask_token: int
+    predicts_next: bool
+    is_causal: bool
+    windows: tuple[int, ...]
+    markov_rank: int
+
+    @property
+    def rope_type(self) -> str:
+        """Kind of rotary embedding, such as `llama3` or `yarn`."""
+        rope = self.rope or {}
+        return str(rope.get("rope_type") or rope.get("type") or "default")
+
+
+def is_dflash(config: Mapping[str, Any]) -> bool:
+    """Return whether the settings of a head, as `read_config` returns them, are those of such a head."""
+    return "mask_token_id" in config
+
+
+def parse_dflash_config(config: Mapping[str, Any]) -> DFlashConfig:
+    """Return the configuration of a head.
+
+    Raises:
+        ValueError, KeyError, TypeError, ArithmeticError: A setting is missing, invalid or not supported.
+    """
+    size, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    rope = config.get("rope_scaling") or config.get("rope_parameters")
+    rope = rope if isinstance(rope, dict) else {}
+    for name, supported in (("model_type", "qwen3"), ("hidden_act", "silu"), ("markov_head_type", "vanilla")):
+        if (value := config.get(name) or supported) != supported:
+            raise ValueError(f"its {name} {value!r} is not supported")
+    markov_rank = int(config.get("markov_rank") or 0)
+    windows = _windows(config)
+    result = DFlashConfig(
+        size=size,
+        layers=int(config["num_hidden_layers"]),
+        feed_forward_size=int(config["intermediate_size"]),
+        heads=heads,
+        kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_size=int(config.get("head_dim") or size // heads),
+        norm_eps=float(config["rms_norm_eps"]),
+        rope_theta=float(config.get("rope_theta") or rope.get("rope_theta") or 10000.0),
+        rope=rope or None,
+        vocab_size=int(config["vocab_size"]),
+        context_tokens=int(config.get("max_position_embeddings") or 0),
+        states=_states(config),
+        block_tokens=int(config.get("block_size") or _DEFAULT_BLOCK_TOKENS),
+        mask_token=int(config["mask_token_id"]),
+        predicts_next=bool(config.get("sample_from_anchor", markov_rank > 0)),
+        is_causal=_is_causal(config, windows),
+        windows=windows,
+        markov_rank=markov_rank,
+    )
+    sizes = (
+        result.size, result.layers, result.feed_forward_size, result.heads, result.kv_heads, result.head_size,
+        result.vocab_size, result.block_tokens,
+    )  # fmt: skip
+    if min(sizes) <= 0 or result.head_size % 2 or result.heads % result.kv_heads:
+        raise ValueError("its sizes are impossible")
+    if not 0 <= result.mask_token < result.vocab_size:
+        raise ValueError(f"its mask token {result.mask_token} is not in its vocabulary")
+    return result
+
+
+def _states(config: Mapping[str, Any]) -> tuple[int, ...]:
+    if "target_layer_ids" in config:
+        # The authors of DFlash list the layers whose outputs are read.
+        return tuple(int(layer) + 1 for layer in config["target_layer_ids"])
+    return tuple(int(layer) for layer in config["aux_hidden_state_layer_ids"])
+
+
+def _windows(config: Mapping[str, Any]) -> tuple[int, ...]:
+    count = int(config["num_hidden_layers"])
+    types = config.get("layer_types") or [_FULL] * count
+    if len(types) != count or not {*types} <= {_SLIDING, _FULL}:
+        raise ValueError(f"its layer_types {types!r} are not supported")
+    return tuple(int(config["sliding_window"]) if kind == _SLIDING else 0 for kind in types)
+
+
+def _is_causal(config: Mapping[str, Any], windows: Sequence[int]) -> bool:
+    causal = config.get("is_causal")
+    if causal is None and len({window > 0 for window in windows}) > 1:
+        raise ValueError("its blocks are causal in some layers only, which is not supported")
+    # In the published code, layers with a sliding window are causal unless the configuration says otherwise.
+    return any(windows) if causal is None else bool(causal)

@@ -1,0 +1,111 @@
+"""Read published DFlash heads (z-lab, speculators) and DSpark heads (DeepSeek, speculators)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.errors import ModelFileError
+from edgespec.heads.dflash_config import DFlashConfig, parse_dflash_config
+from edgespec.heads.eagle_config import read_config
+from edgespec.heads.eagle_files import target_ids
+from edgespec.heads.stored_tensor import StoredTensor
+from edgespec.heads.tensor_files import read_folder_tensors
+
+__all__ = ["DFlashFiles", "read_dflash"]
+
+# Tensors that are not needed: the draft vocabulary as a mask over the target's, the rotary frequencies, and
+# the confidence head, because edgespec chooses the draft length from measured acceptance.
+_IGNORED = re.compile(r"t2d|(.*\.)?rotary_emb\.inv_freq|confidence_head\..*")
+
+
+@dataclass(frozen=True, slots=True)
+class DFlashFiles:
+    """A head's configuration and its tensors, named as by z-lab without `model.`.
+
+    Attributes:
+        target_ids: For each token of the head's own vocabulary, the token of the target. None if both
+            vocabularies are equal. The head then uses the target's embeddings and LM head.
+    """
+
+    config: DFlashConfig
+    tensors: Mapping[str, StoredTensor]
+    target_ids: NDArray[np.int64] | None
+
+
+def read_dflash(folder: Path) -> DFlashFiles:
+    """Read the configuration and the tensor descriptions of a head. Its weights are read on request.
+
+    Raises:
+        ModelFileError: The folder contains no such head, or one that is damaged or not supported.
+    """
+    settings = read_config(folder)
+    tensors = {
+        name.removeprefix("model."): tensor
+        for name, tensor in read_folder_tensors(folder).items()
+        if not _IGNORED.fullmatch(name)
+    }
+    try:
+        config = parse_dflash_config(settings)
+        offsets = tensors.pop("d2t", None)
+        ids = None if offsets is None else target_ids(offsets, config.vocab_size)
+        tensors.pop("embed_tokens.weight", None)
+        if ids is None:
+            tensors.pop("lm_head.weight", None)
+        _check_tensors(config, tensors, ids)
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        what = f"it lacks the setting {error}" if isinstance(error, KeyError) else str(error)
+        raise ModelFileError(
+            f"{folder} is not a DFlash or DSpark head that edgespec supports: {what}",
+            "choose a folder with the config.json and weights of a DFlash or DSpark head",
+        ) from error
+    return DFlashFiles(config, tensors, ids)
+
+
+def _check_tensors(
+    config: DFlashConfig, tensors: Mapping[str, StoredTensor], ids: NDArray[np.int64] | None
+) -> None:
+    """Raise ValueError if a tensor is missing, unknown, or has another shape than the configuration says."""
+    size, queries, keys = config.size, config.heads * config.head_size, config.kv_heads * config.head_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (size, len(config.states) * size),
+        "hidden_norm.weight": (size,),
+        "norm.weight": (size,),
+    }
+    for layer in range(config.layers):
+        shapes |= {
+            f"layers.{layer}.{name}.weight": shape
+            for name, shape in (
+                ("input_layernorm", (size,)),
+                ("post_attention_layernorm", (size,)),
+                ("self_attn.q_proj", (queries, size)),
+                ("self_attn.k_proj", (keys, size)),
+                ("self_attn.v_proj", (keys, size)),
+                ("self_attn.o_proj", (size, queries)),
+                ("self_attn.q_norm", (config.head_size,)),
+                ("self_attn.k_norm", (config.head_size,)),
+                ("mlp.gate_proj", (config.feed_forward_size, size)),
+                ("mlp.up_proj", (config.feed_forward_size, size)),
+                ("mlp.down_proj", (size, config.feed_forward_size)),
+            )
+        }
+    draft_vocab = config.vocab_size if ids is None else len(ids)
+    if ids is not None:
+        shapes["lm_head.weight"] = (draft_vocab, size)
+    if config.markov_rank:
+        shapes["markov_head.markov_w1.weight"] = (config.vocab_size, config.markov_rank)
+        shapes["markov_head.markov_w2.weight"] = (draft_vocab, config.markov_rank)
+    if missing := shapes.keys() - tensors.keys():
+        raise ValueError(f"it lacks {min(missing)}")
+    for name, tensor in tensors.items():
+        if name not in shapes:
+            raise ValueError(f"it contains {name}")
+        if tensor.shape != shapes[name]:
+            raise ValueError(f"its {name} has the shape {tensor.shape} instead of {shapes[name]}")
+        if not tensor.is_floating:
+            raise ValueError(f"its {name} has the type {tensor.dtype}, which is no weight type")

@@ -1,0 +1,153 @@
+"""The configuration of an EAGLE head, which publishers write in different ways."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from edgespec.errors import ModelFileError
+from edgespec.files import error_reason, read_regular_file
+
+__all__ = ["POST_NORM", "EagleConfig", "parse_config", "read_config"]
+
+# Number of the hidden state after the target's last layer and its final norm, which the LM head reads. Other
+# hidden states are numbered by the layer whose input they are.
+POST_NORM = -1
+_MAX_CONFIG_BYTES = 2**24
+# Objects in config.json that contain settings which other publishers write at the top level. speculators uses
+# the first, NVIDIA the second, and z-lab the third.
+_NESTED = ("transformer_layer_config", "eagle_config", "dflash_config")
+
+
+@dataclass(frozen=True, slots=True)
+class EagleConfig:
+    """The sizes and variants of an EAGLE head. See `read_config`.
+
+    Attributes:
+        version: 1 for EAGLE-1 and EAGLE-2, which have the same architecture. 3 for EAGLE-3.
+        hidden_size: Size of the head's own hidden states and of token embeddings.
+        target_size: Size of the target's hidden states.
+        rope: Settings of the rotary embedding, as in `rope_scaling` of Hugging Face. None for the default.
+        vocab_size: Size of the target's vocabulary.
+        context_tokens: Context that the head was trained for. 0 if unknown.
+        layers: The layers whose hidden states the head reads, in the publisher's numbering. None if not
+            stated.
+        norm_before_residual: Whether the residual is the normalised hidden state (EAGLE-3).
+        norm_before_fc: Whether the concatenated hidden states are normalised before `fc` (EAGLE-3).
+        norm_output: Whether the head's hidden state is normalised before it is fed back (EAGLE-3).
+    """
+
+    version: Literal[1, 3]
+    hidden_size: int
+    target_size: int
+    feed_forward_size: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    norm_eps: float
+    rope_theta: float
+    rope: Mapping[str, Any] | None
+    vocab_size: int
+    context_tokens: int
+    layers: tuple[int, ...] | None
+    norm_before_residual: bool
+    norm_before_fc: bool
+    norm_output: bool
+
+    @property
+    def rope_type(self) -> str:
+        """Kind of rotary embedding, such as `llama3` or `yarn`."""
+        rope = self.rope or {}
+        return str(rope.get("rope_type") or rope.get("type") or "default")
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Size of the keys and values of one token in bytes, in float32."""
+        return 2 * self.kv_heads * self.head_size * 4
+
+    def state_choices(self, target_layers: int) -> list[tuple[int, ...]]:
+        """Return the hidden states that the head may read, the most likely choice first.
+
+        Args:
+            target_layers: Number of layers of the target.
+
+        Returns:
+            For each choice, the layers whose inputs the head reads. The number of layers stands for the
+            output of the last one, and POST_NORM for the final hidden state. Empty if the target has too few
+            layers.
+        """
+        if self.version == 1:
+            return [(POST_NORM,), (target_layers,)]
+        choices: list[tuple[int, ...]] = [(2, target_layers // 2, target_layers - 3)]
+        if self.layers is not None:
+            # Some publishers list the layers whose inputs are read, others those whose outputs are. The
+            # usual lowest state is the input of layer 2, which is the output of layer 1.
+            inputs, outputs = self.layers, tuple(layer + 1 for layer in self.layers)
+            choices = [outputs, inputs] if self.layers[:1] == (1,) else [inputs, outputs]
+        return [choice for choice in choices if all(0 <= layer <= target_layers for layer in choice)]
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the settings in a head's config.json, with nested objects merged into the top level.
+
+    Raises:
+        ModelFileError: The file is missing or damaged.
+    """
+    path = folder / "config.json"
+    try:
+        config = json.loads(read_regular_file(path, _MAX_CONFIG_BYTES).decode("utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("it contains no JSON object")
+        for name in _NESTED:
+            nested = config.get(name)
+            config |= nested if isinstance(nested, dict) else {}
+        return config
+    except OSError as error:
+        raise ModelFileError(f"{path} cannot be read: {error_reason(error)}", "download it again") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelFileError(f"{path} is damaged: {error}", "download it again") from error
+
+
+def parse_config(config: Mapping[str, Any], version: Literal[1, 3]) -> EagleConfig:
+    """Return the configuration of a head.
+
+    Raises:
+        ValueError, KeyError, TypeError, ArithmeticError: A setting is missing or invalid.
+    """
+    size, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    rope = config.get("rope_scaling") or config.get("rope_parameters")
+    rope = rope if isinstance(rope, dict) else {}
+    layers = config.get("eagle_aux_hidden_state_layer_ids")
+    activation = config.get("hidden_act") or "silu"
+    if activation != "silu":
+        raise ValueError(f"its activation function {activation!r} is not supported")
+    if int(config.get("num_hidden_layers") or 1) != 1:
+        raise ValueError(f"it has {config['num_hidden_layers']} layers, but only one is supported")
+    result = EagleConfig(
+        version=version,
+        hidden_size=size,
+        target_size=int(config.get("target_hidden_size") or size),
+        feed_forward_size=int(config["intermediate_size"]),
+        heads=heads,
+        kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_size=int(config.get("head_dim") or size // heads),
+        norm_eps=float(config["rms_norm_eps"]),
+        rope_theta=float(config.get("rope_theta") or rope.get("rope_theta") or 10000.0),
+        rope=rope or None,
+        vocab_size=int(config["vocab_size"]),
+        context_tokens=int(config.get("max_position_embeddings") or 0),
+        layers=tuple(int(layer) for layer in layers) if layers else None,
+        norm_before_residual=bool(config.get("norm_before_residual")),
+        norm_before_fc=bool(config.get("norm_before_fc")),
+        norm_output=bool(config.get("norm_output")),
+    )
+    sizes = (
+        result.hidden_size, result.target_size, result.feed_forward_size, result.heads, result.kv_heads,
+        result.head_size, result.vocab_size,
+    )  # fmt: skip
+    if min(sizes) <= 0 or result.head_size % 2 or result.heads % result.kv_heads:
+        raise ValueError("its sizes are impossible")
+    return result

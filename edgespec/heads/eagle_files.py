@@ -1,0 +1,157 @@
+"""Read published EAGLE heads, whose tensors have different names in the layouts of their publishers.
+
+Layouts: EAGLE-3 by SafeAILab, SpecForge and AngelSlim (`midlayer.*`), by NVIDIA and speculators
+(`layers.0.*`), and EAGLE-1 and EAGLE-2 (`layers.0.*` without the norms of the inputs).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.errors import ModelFileError
+from edgespec.heads.eagle_config import EagleConfig, parse_config, read_config
+from edgespec.heads.stored_tensor import StoredTensor
+from edgespec.heads.tensor_files import read_folder_tensors
+
+__all__ = ["EagleFiles", "read_eagle", "target_ids"]
+
+# Parts of names in which layouts differ.
+_PREFIX = re.compile(r"^(?:model\.)?(?:midlayer|layers\.0)\.|^model\.")
+# Tensors that are not needed: the draft vocabulary as a mask over the target's, and the rotary frequencies,
+# which follow from the configuration.
+_IGNORED = re.compile(r"t2d|(.*\.)?rotary_emb\.inv_freq")
+
+
+@dataclass(frozen=True, slots=True)
+class EagleFiles:
+    """A head's configuration and its tensors by their canonical names.
+
+    The names are those of SafeAILab's EAGLE-3, with `layer` instead of `midlayer`.
+
+    Attributes:
+        target_ids: For each token of the head's own vocabulary, the token of the target. None if both
+            vocabularies are equal.
+    """
+
+    config: EagleConfig
+    tensors: Mapping[str, StoredTensor]
+    target_ids: NDArray[np.int64] | None
+
+    @property
+    def draft_vocab_size(self) -> int:
+        return self.config.vocab_size if self.target_ids is None else len(self.target_ids)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(tensor.size_bytes for tensor in self.tensors.values())
+
+
+def read_eagle(folder: Path) -> EagleFiles:
+    """Read the configuration and the tensor descriptions of an EAGLE head. Its weights are read on request.
+
+    Raises:
+        ModelFileError: The folder contains no EAGLE head, or one that is damaged or not supported.
+    """
+    settings = read_config(folder)
+    tensors = {
+        _canonical(name): tensor
+        for name, tensor in read_folder_tensors(folder).items()
+        if not _IGNORED.fullmatch(name)
+    }
+    try:
+        offsets = tensors.pop("d2t", None)
+        config = parse_config(settings, 3 if "layer.hidden_norm.weight" in tensors else 1)
+        ids = None if offsets is None else target_ids(offsets, config.vocab_size)
+        _check_tensors(config, tensors, config.vocab_size if ids is None else len(ids))
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        what = f"it lacks the setting {error}" if isinstance(error, KeyError) else str(error)
+        raise ModelFileError(
+            f"{folder} is not an EAGLE head that edgespec supports: {what}",
+            "choose a folder with the config.json and weights of an EAGLE head",
+        ) from error
+    return EagleFiles(config, tensors, ids)
+
+
+def _canonical(name: str) -> str:
+    return _PREFIX.sub(lambda match: "" if match[0] == "model." else "layer.", name)
+
+
+def target_ids(offsets: StoredTensor, vocab_size: int) -> NDArray[np.int64]:
+    """Return the target's token for each draft token, from the published difference between both ids."""
+    if offsets.is_floating or len(offsets.shape) != 1:
+        raise ValueError("its d2t contains no token ids")
+    ids = np.arange(offsets.shape[0]) + offsets.read().astype(np.int64)
+    if not (ids.size and 0 <= ids.min() <= ids.max() < vocab_size):
+        raise ValueError(f"its d2t contains token ids outside the vocabulary of {vocab_size:,} tokens")
+    return ids
+
+
+def _check_tensors(config: EagleConfig, tensors: Mapping[str, StoredTensor], draft_vocab: int) -> None:
+    """Raise ValueError if a tensor is missing, unknown, or has another shape than the configuration says."""
+    needed, optional = _shapes(config, tensors, draft_vocab)
+    if missing := needed.keys() - tensors.keys():
+        raise ValueError(f"it lacks {min(missing)}")
+    for name, tensor in tensors.items():
+        shape = needed.get(name) or optional.get(name)
+        if shape is None:
+            raise ValueError(f"it contains {name}")
+        if tensor.shape != shape:
+            raise ValueError(f"its {name} has the shape {tensor.shape} instead of {shape}")
+        if not tensor.is_floating:
+            raise ValueError(f"its {name} has the type {tensor.dtype}, which is no weight type")
+    if (
+        config.version == 1
+        and "embed_tokens.weight" not in tensors
+        and config.hidden_size != config.target_size
+    ):
+        raise ValueError("its hidden states differ in size from the target's")
+
+
+_Shapes = dict[str, tuple[int, ...]]
+
+
+def _shapes(
+    config: EagleConfig, tensors: Mapping[str, StoredTensor], draft_vocab: int
+) -> tuple[_Shapes, _Shapes]:
+    """Return the shapes of the tensors that a head must have, and of those that it can have."""
+    size, pair = config.hidden_size, 2 * config.hidden_size
+    keys, queries = config.kv_heads * config.head_size, config.heads * config.head_size
+    attention = {"q": queries, "k": keys, "v": keys}
+    needed: _Shapes = {
+        "layer.post_attention_layernorm.weight": (size,),
+        "layer.self_attn.o_proj.weight": (size, queries),
+        "layer.mlp.gate_proj.weight": (config.feed_forward_size, size),
+        "layer.mlp.up_proj.weight": (config.feed_forward_size, size),
+        "layer.mlp.down_proj.weight": (size, config.feed_forward_size),
+    }
+    optional: _Shapes = {"embed_tokens.weight": (config.vocab_size, size)}
+    for name, rows in attention.items():
+        inputs = size if config.version == 1 else pair
+        needed[f"layer.self_attn.{name}_proj.weight"] = (rows, inputs)
+        optional[f"layer.self_attn.{name}_proj.bias"] = (rows,)
+    if config.version == 1:
+        needed["fc.weight"], optional["fc.bias"] = (size, pair), (size,)
+        return needed, optional
+    fused = tensors["fc.weight"].shape[-1] if "fc.weight" in tensors else 0
+    states = fused // config.target_size
+    if states < 1 or fused % config.target_size or len(config.layers or range(3)) != states:
+        raise ValueError(
+            f"its fc.weight reads {fused:,} values, which does not fit the target's hidden states"
+        )
+    needed |= {
+        "fc.weight": (size, fused),
+        "norm.weight": (size,),
+        "layer.input_layernorm.weight": (size,),
+        "layer.hidden_norm.weight": (size,),
+    }
+    if config.norm_before_fc:
+        needed["input_norm.weight"] = (fused,)
+    optional |= {f"fc_norm.{state}.weight": (config.target_size,) for state in range(states)}
+    optional["lm_head.weight"] = (draft_vocab, size)
+    return needed, optional

@@ -1,0 +1,76 @@
+"""Find and read the tensors in a head's files, which are safetensors or PyTorch files."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from edgespec.errors import ModelFileError
+from edgespec.files import error_reason, regular_file_bytes
+from edgespec.heads.pickled_tensors import read_pickled_tensors
+from edgespec.heads.stored_tensor import ITEM_BYTES, StoredTensor, decode_elements
+
+__all__ = ["read_folder_tensors", "read_tensor_file"]
+
+# File name patterns of weights. The first one that matches any file is used, because some publishers upload
+# the same weights in both formats.
+_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
+
+
+def read_folder_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Return the tensors in a folder by name, whose weights can be split over several files.
+
+    Raises:
+        ModelFileError: The folder contains no weights, or a file is missing, damaged or truncated.
+    """
+    for pattern in _PATTERNS:
+        tensors: dict[str, StoredTensor] = {}
+        for path in sorted(folder.glob(pattern)):
+            tensors |= read_tensor_file(path)
+        if tensors:
+            return tensors
+    raise ModelFileError(
+        f"{folder} contains no weights (*.safetensors or pytorch_model*.bin)", "download the head again"
+    )
+
+
+def read_tensor_file(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors in a safetensors or PyTorch file by name.
+
+    Raises:
+        ModelFileError: The file is missing, damaged or truncated.
+    """
+    if path.suffix != ".safetensors":
+        return read_pickled_tensors(path)
+    from gguf.utility import SafetensorsLocal  # Imported lazily because importing gguf takes 0.2 seconds.
+
+    try:
+        file_bytes = regular_file_bytes(path)
+        return {name: _stored(path, one, file_bytes) for name, one in SafetensorsLocal(path).tensors.items()}
+    except OSError as error:
+        raise ModelFileError(f"{path} cannot be read: {error_reason(error)}", "download it again") from error
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise ModelFileError(f"{path} is damaged or truncated: {error}", "download it again") from error
+
+
+def _stored(path: Path, tensor: Any, file_bytes: int) -> StoredTensor:
+    """Return a tensor of a safetensors file. Raises ValueError if its data is not in the file."""
+    start, size_bytes = tensor.data_range.offset, tensor.data_range.size
+    if tensor.dtype not in ITEM_BYTES:
+        raise ValueError(f"the data type {tensor.dtype} is not supported")
+    if not all(type(size) is int and size >= 0 for size in tensor.shape):
+        raise ValueError("a tensor has no shape")
+    if size_bytes != math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype] or start + size_bytes > file_bytes:
+        raise ValueError(f"the data of a tensor of shape {list(tensor.shape)} is incomplete")
+    return StoredTensor(tensor.dtype, tensor.shape, partial(_read, path, tensor))
+
+
+def _read(path: Path, tensor: Any) -> NDArray[Any]:
+    try:
+        return decode_elements(tensor.mmap_bytes(), tensor.dtype).reshape(tensor.shape)
+    except (OSError, ValueError) as error:
+        raise ModelFileError(f"{path} cannot be read: {error_reason(error)}", "download it again") from error

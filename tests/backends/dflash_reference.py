@@ -1,0 +1,128 @@
+"""A pass of a DFlash or DSpark head in NumPy, as the papers and the published code describe it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+EPSILON, HEAD_SIZE = 1e-5, 16
+ROPE_BASE = 10000.0
+
+
+# Published names of layers' tensors by their names in GGUF files.
+_PUBLISHED = {
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    "enc.output_norm": "hidden_norm", "output_norm": "norm", "output": "lm_head",
+    "markov_w1": "markov_head.markov_w1", "markov_w2": "markov_head.markov_w2",
+}  # fmt: skip
+
+
+def published_tensors(path: Path) -> dict[str, Array]:
+    """The tensors of a head's GGUF file in F16 or F32, by their published names."""
+    tensors = {}
+    for name, tensor in tensors_of(path).items():
+        layer, part = re.fullmatch(r"(?:blk\.(\d+)\.)?(.*?)(?:\.weight)?", name).groups()  # type: ignore[union-attr]
+        prefix = "" if layer is None else f"layers.{layer}."
+        tensors[f"{prefix}{_PUBLISHED.get(part, part)}.weight"] = tensor
+    return tensors
+
+
+def tensors_of(path: Path) -> dict[str, Array]:
+    """The tensors of a GGUF file in F16 or F32."""
+    return {tensor.name: np.asarray(tensor.data, np.float64) for tensor in gguf.GGUFReader(path).tensors}
+
+
+def norm(states: Array, weight: Array) -> Array:
+    scales: Array = 1 / np.sqrt((states**2).mean(axis=-1, keepdims=True) + EPSILON)
+    return states * scales * weight
+
+
+def rotated(states: Array, positions: NDArray[np.int64], base: float) -> Array:
+    """Rotate each value together with that half a head further on."""
+    half = HEAD_SIZE // 2
+    angles = np.outer(positions, base ** (-np.arange(half) / half))[:, None]
+    first, second = states[..., :half], states[..., half:]
+    return np.concatenate(
+        [first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles)],
+        axis=-1,
+    )
+
+
+def block_logits(
+    head: Mapping[str, Array],
+    embeddings: Array,
+    output: Array,
+    states: Array,
+    block: Sequence[int],
+    *,
+    start: int = 0,
+    base: float = ROPE_BASE,
+    causal: bool = False,
+    window: int = 0,
+) -> Array:
+    """The logits of all tokens in a block, before the Markov head.
+
+    Args:
+        head: The head's tensors by their published names.
+        embeddings: The target's token embeddings.
+        output: The output matrix.
+        states: The target's hidden states of the text before the block.
+        block: The block's tokens.
+        start: Position of the first hidden state.
+        base: The base of the rotations.
+        causal: Whether a token of the block only attends to earlier ones.
+        window: The size of the sliding window of all layers but the first, or 0.
+    """
+    context = norm(states @ head["fc.weight"].T, head["hidden_norm.weight"])
+    hidden = embeddings[list(block)]
+    positions = np.arange(start, start + len(states) + len(block), dtype=np.int64)
+    own = positions[len(states) :]
+    layers = sum(name.endswith("q_proj.weight") for name in head)
+    for layer in range(layers):
+
+        def of(name: str, layer: int = layer) -> Array:
+            return head[f"layers.{layer}.{name}.weight"]
+
+        def split(values: Array) -> Array:
+            return values.reshape(len(values), -1, HEAD_SIZE)
+
+        normed = norm(hidden, of("input_layernorm"))
+        both = np.concatenate([context, normed])
+        queries = rotated(norm(split(normed @ of("self_attn.q_proj").T), of("self_attn.q_norm")), own, base)
+        keys = rotated(norm(split(both @ of("self_attn.k_proj").T), of("self_attn.k_norm")), positions, base)
+        values = split(both @ of("self_attn.v_proj").T)
+        seen = np.ones((len(own), len(positions)), bool)
+        if causal:
+            seen &= positions <= own[:, None]
+        if window and layer:
+            seen &= own[:, None] - positions < window
+        mixed = []
+        for each in range(queries.shape[1]):
+            shared = each * keys.shape[1] // queries.shape[1]
+            scores = queries[:, each] @ keys[:, shared].T / np.sqrt(HEAD_SIZE)
+            weights = np.exp(np.where(seen, scores, -np.inf) - scores.max())
+            mixed.append(weights / weights.sum(axis=1, keepdims=True) @ values[:, shared])
+        hidden = hidden + np.concatenate(mixed, axis=1) @ of("self_attn.o_proj").T
+        normed = norm(hidden, of("post_attention_layernorm"))
+        gate = normed @ of("mlp.gate_proj").T
+        hidden = (
+            hidden + (gate / (1 + np.exp(-gate)) * (normed @ of("mlp.up_proj").T)) @ of("mlp.down_proj").T
+        )
+    logits: Array = norm(hidden, head["norm.weight"]) @ output.T
+    return logits
+
+
+def markov_logits(head: Mapping[str, Array], token: int) -> Array:
+    """What the Markov head of a DSpark head adds to the logits after a token."""
+    logits: Array = head["markov_head.markov_w2.weight"] @ head["markov_head.markov_w1.weight"][token]
+    return logits

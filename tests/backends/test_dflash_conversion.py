@@ -1,0 +1,118 @@
+"""Published DFlash and DSpark heads draft the same after their conversion to GGUF."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgespec.backends import llamacpp
+from edgespec.backends.base import LoadOptions
+from edgespec.backends.head_files import head_at
+from edgespec.backends.llamacpp.dflash import DFlashHead
+from edgespec.backends.llamacpp.model import LlamaCppModel
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import ModelFileError
+from edgespec.prepare.head import prepare_head
+from tests.backends.dflash_reference import block_logits, markov_logits, tensors_of
+from tests.backends.tiny_models import WORDS, write_llama
+from tests.heads.published_dflash import LAYOUTS, WINDOW, Layout, write_dflash_head
+
+VOCAB = 259 + len(WORDS)
+STATES = (0, 1, 3)
+BLOCK, MASK = 6, 7
+TOKENS = [*range(10, 50), 50]
+DRAFT = (51, 52, 53)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("dflash") / "target.gguf", layers=3)
+
+
+def converted(target: Path, folder: Path) -> Path:
+    output = folder.with_suffix(".gguf")
+    assert prepare_head(folder, target, output) == output.stat().st_size
+    return output
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("draft_vocab", [None, 100])
+def test_a_converted_head_drafts_what_the_published_one_does(
+    target: Path, tmp_path: Path, layout: Layout, draft_vocab: int | None
+) -> None:
+    tensors: dict[str, Any] = write_dflash_head(
+        tmp_path / "head", layout, vocab=VOCAB, draft_vocab=draft_vocab, states=STATES, block=BLOCK, mask=MASK
+    )
+    tensors = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
+    model = llamacpp.load(str(target), "target", LoadOptions(context_tokens=256))
+    assert isinstance(model, LlamaCppModel)
+    log = model.log_hidden_states(STATES)
+    head = model.self_draft(head_at(converted(target, tmp_path / "head")))
+    assert isinstance(head, DFlashHead)
+    model.prefill(TOKENS[:-1])
+    head.prefill(TOKENS[:-1])
+    rows = np.array(head.verify(TokenTree.chain(TOKENS[-1], DRAFT)).rows, np.float64)
+    own = tensors_of(target)
+    block = block_logits(
+        tensors,
+        own["token_embd.weight"],
+        tensors["lm_head.weight"] if draft_vocab else own["output.weight"],
+        log.rows(0, len(TOKENS) - 1).astype(np.float64),
+        [TOKENS[-1], *[MASK] * (BLOCK - 1)],
+        base=1e6,
+        window=WINDOW if "sliding" in layout else 0,
+    )
+    # In DeepSeek's layout, each token of a block predicts the next one. In others, the one in its own place.
+    first = 0 if layout == "DeepSeek" else 1
+    expected = block[first : first + len(rows)]
+    if layout in ("DeepSeek", "speculators"):
+        expected = expected + [markov_logits(tensors, token) for token in (TOKENS[-1], *DRAFT)]
+    if draft_vocab:
+        assert np.flatnonzero(np.isfinite(rows[0])).tolist() == list(range(7, 107))
+        rows = rows[:, 7:107]
+    assert np.abs(rows - expected).max() < 0.02 * np.abs(expected).max()
+    head.close()
+    model.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"hidden_size": 1e400}, "not a DFlash"),
+        ({"head_dim": 15}, "sizes are impossible"),
+        ({"num_key_value_heads": 3}, "sizes are impossible"),
+        ({"vocab_size": 5}, "mask token 7"),
+        ({"model_type": "gemma4"}, "model_type 'gemma4'"),
+        ({"block_size": 64}, "block_size is 64"),
+        ({"states": (0, 1, 4)}, "reads the layers"),
+        ({"rope_scaling": {"rope_type": "mrope"}}, "type 'mrope'"),
+        ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}, "causal in some"),
+        ({"layer_types": ["full_attention"]}, "layer_types"),
+        ({"num_hidden_layers": 3}, "it lacks layers.2"),
+        ({"num_hidden_layers": 1}, "it contains layers.1"),
+        ({"intermediate_size": 32}, "has the shape"),
+        ({"changes": {"norm.weight": None}}, "it lacks norm.weight"),
+        ({"changes": {"mask_embedding": np.zeros(32, np.float32)}}, "it contains mask_embedding"),
+        ({"changes": {"norm.weight": np.zeros(32, np.int64)}}, "no weight type"),
+        ({"changes": {"d2t": np.full(9, VOCAB)}}, "outside the vocabulary"),
+        ({"dflash_config": {"mask_token_id": 7}}, "aux_hidden_state_layer_ids"),
+    ],
+)
+def test_a_head_that_is_not_supported_is_not_converted(
+    target: Path, tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    write_dflash_head(tmp_path / "head", vocab=VOCAB, **settings)
+    with pytest.raises(ModelFileError, match=message):
+        prepare_head(tmp_path / "head", target, tmp_path / "head.gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["head"]
+
+
+def test_a_truncated_head_is_not_converted(target: Path, tmp_path: Path) -> None:
+    write_dflash_head(tmp_path / "head", vocab=VOCAB)
+    weights = tmp_path / "head" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    with pytest.raises(ModelFileError, match="damaged or truncated"):
+        prepare_head(tmp_path / "head", target, tmp_path / "head.gguf")

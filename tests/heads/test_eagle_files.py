@@ -1,0 +1,149 @@
+"""Published EAGLE heads are read from every layout, and damaged ones are refused with a clear error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from edgespec.errors import ModelFileError
+from edgespec.heads.eagle_config import POST_NORM
+from edgespec.heads.eagle_files import read_eagle
+from tests.heads.published import LAYOUTS, Layout, write_head
+
+VOCAB = 200
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_layouts_give_the_same_names(tmp_path: Path, layout: Layout, pickled: bool) -> None:
+    draft = None if layout == "EAGLE-1" else 50
+    head = read_eagle(write_head(tmp_path / "head", layout, vocab=VOCAB, draft_vocab=draft, pickled=pickled))
+    assert head.config.version == (1 if layout == "EAGLE-1" else 3)
+    assert head.config.hidden_size == head.config.target_size == 32
+    assert ("layer.hidden_norm.weight" in head.tensors) == (layout != "EAGLE-1")
+    assert head.tensors["layer.mlp.down_proj.weight"].read().shape == (32, 64)
+    assert head.draft_vocab_size == (draft or VOCAB)
+    if draft:
+        assert head.target_ids is not None
+        assert head.target_ids.tolist() == list(range(7, 57))
+
+
+@pytest.mark.parametrize("layout", ["NVIDIA", "speculators", "SafeAILab"])
+def test_settings_are_found_where_each_publisher_writes_them(tmp_path: Path, layout: Layout) -> None:
+    settings = {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}
+    folder = write_head(
+        tmp_path / "head", layout, vocab=VOCAB, target_hidden_size=48,
+        eagle_aux_hidden_state_layer_ids=[2, 4, 6], changes={"input_norm.weight": np.ones(144, np.float32)},
+        rope_parameters={"rope_theta": 5e5, "rope_type": "default"}, rope_theta=None, **settings,
+    )  # fmt: skip
+    config = read_eagle(folder).config
+    assert config.norm_before_residual
+    assert config.norm_before_fc
+    assert config.norm_output
+    assert (config.target_size, config.rope_theta, config.rope_type) == (48, 5e5, "default")
+    assert config.layers == (2, 4, 6)
+
+
+def test_layers_may_be_listed_by_their_inputs_or_outputs(tmp_path: Path) -> None:
+    def choices(name: str, layout: Layout, layers: list[int] | None) -> list[tuple[int, ...]]:
+        folder = write_head(tmp_path / name, layout, vocab=VOCAB, eagle_aux_hidden_state_layer_ids=layers)
+        return read_eagle(folder).config.state_choices(36)
+
+    assert choices("default", "SafeAILab", None) == [(2, 18, 33)]
+    assert choices("inputs", "speculators", [2, 18, 33]) == [(2, 18, 33), (3, 19, 34)]
+    assert choices("outputs", "NVIDIA", [1, 17, 32]) == [(2, 18, 33), (1, 17, 32)]
+    assert choices("last", "NVIDIA", [24, 30, 36]) == [(24, 30, 36)]
+    assert choices("too high", "NVIDIA", [24, 30, 37]) == []
+    assert choices("first", "EAGLE-1", None) == [(POST_NORM,), (36,)]
+
+
+def test_weights_can_be_split_over_several_files(tmp_path: Path) -> None:
+    folder = write_head(tmp_path / "head", vocab=VOCAB)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    save_file({name: tensors[name] for name in names[:4]}, folder / "model-00001-of-00002.safetensors")
+    with pytest.raises(ModelFileError, match="it lacks"):
+        read_eagle(folder)
+    save_file({name: tensors[name] for name in names[4:]}, folder / "model-00002-of-00002.safetensors")
+    head = read_eagle(folder)
+    np.testing.assert_array_equal(head.tensors["fc.weight"].read(), tensors["fc.weight"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_attention_heads": 0}, "."),
+        ({"hidden_size": 1e400}, "."),
+        ({"hidden_size": -32}, "."),
+        ({"hidden_size": None}, "."),
+        ({"num_key_value_heads": 3}, "sizes are impossible"),
+        ({"head_dim": 15}, "sizes are impossible"),
+        ({"num_hidden_layers": 2}, "it has 2 layers"),
+        ({"hidden_act": "gelu"}, "activation function 'gelu'"),
+        ({"vocab_size": 20}, "outside the vocabulary"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, "fc.weight reads"),
+        ({"eagle_aux_hidden_state_layer_ids": 3}, "."),
+        ({"target_hidden_size": 33}, "."),
+        ({"intermediate_size": 65}, "has the shape"),
+        ({"norm_before_fc": True}, "it lacks input_norm.weight"),
+    ],
+)
+def test_impossible_settings_are_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    folder = write_head(tmp_path / "head", vocab=VOCAB, draft_vocab=50)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | settings))
+    with pytest.raises(ModelFileError, match=message):
+        read_eagle(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norm.weight": None}, r"it lacks norm\.weight"),
+        ({"fc.weight": None}, r"reads 0 values"),
+        ({"fc.weight": np.zeros(96, np.float32)}, r"has the shape"),
+        ({"fc.weight": np.zeros((), np.float32)}, "."),
+        ({"extra.weight": np.zeros(3, np.float32)}, r"it contains extra\.weight"),
+        ({"norm.weight": np.zeros(32, np.int64)}, "no weight type"),
+        ({"d2t": np.full(50, 151, np.int64)}, "outside the vocabulary"),
+        ({"d2t": np.full(50, -60, np.int64)}, "outside the vocabulary"),
+        ({"d2t": np.zeros(50, np.float32)}, "d2t contains no token ids"),
+        ({"d2t": np.zeros(0, np.int64)}, "outside the vocabulary"),
+        ({"d2t": None}, r"lm_head\.weight has the shape"),
+    ],
+)  # fmt: skip
+def test_unfitting_tensors_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    folder = write_head(tmp_path / "head", vocab=VOCAB, draft_vocab=50, changes=changes)
+    with pytest.raises(ModelFileError, match=message):
+        read_eagle(folder)
+
+
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
+    folder = write_head(tmp_path / "head", vocab=VOCAB)
+    weights = folder / "model.safetensors"
+    content = weights.read_bytes()
+    for damaged in (
+        content[:-1],
+        content[:100],
+        b"",
+        b"version https://git-lfs.github.com/spec/v1\n",
+        content[:8] + b"[]",
+    ):
+        weights.write_bytes(damaged)
+        with pytest.raises(ModelFileError):
+            read_eagle(folder)
+    weights.unlink()
+    with pytest.raises(ModelFileError, match="contains no weights"):
+        read_eagle(folder)
+    for text in ("[]", "{", "[" * 100_000, ""):
+        (folder / "config.json").write_text(text)
+        with pytest.raises(ModelFileError, match="is damaged"):
+            read_eagle(folder)
+    with pytest.raises(ModelFileError, match="cannot be read"):
+        read_eagle(tmp_path / "missing")
