@@ -14,7 +14,6 @@ from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.measuring import duration_text, prompts_option
 from edgespec.cli.options import KindType, json_option, model_reference
 from edgespec.cli.screen import ProgressLine, note, print_json, print_table, printable
-from edgespec.errors import OptionError
 from edgespec.option_kinds import Integer
 
 if TYPE_CHECKING:
@@ -99,8 +98,6 @@ def eagle3(
 
     given: list[TrainingPrompt] = file_prompts(prompts) if prompts else []
     given += chat_prompts() if chats else []
-    if folder.is_file():
-        raise OptionError(f"--to {folder} is a file", "choose a folder")
     result, converted = interruptible(lambda stop: _train(stop, reference, folder, weights, tokens, given))
     if as_json:
         file = converted and str(converted)

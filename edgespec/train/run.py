@@ -53,7 +53,7 @@ class TrainingResult:
         curve: Measurements during the training.
         conversations: Number of conversations.
         tokens: Number of their tokens.
-        plot: Path of the plot. None if matplotlib is not installed.
+        plot: Path of the plot. None if the head was not kept, or if matplotlib is not installed.
     """
 
     folder: Path
@@ -99,7 +99,7 @@ def train_head(
 
     Raises:
         CancelledError: `progress` returned False. The same call continues the training.
-        OptionError: The folder contains an unfinished training with other settings.
+        OptionError: The folder contains an unfinished training with other settings, or other files.
         ModelFileError: The folder contains a head of another kind, or for another target.
         EdgespecError: The training failed.
         OSError: The folder cannot be written.
@@ -118,12 +118,12 @@ def train_head(
         _write_conversations(writer, saved, conversations, settings.tokens, progress)
         held_out = conversations[::_HELD_OUT_EVERY][:_MAX_HELD_OUT]
         held = set(map(id, held_out))
-        kept = [each for each in conversations if id(each) not in held]
-        if not kept:
+        others = [each for each in conversations if id(each) not in held]
+        if not others:
             raise EdgespecError("there is only one conversation to train with", "use a larger --tokens")
-        counts = token_counts(kept, teacher.vocabulary.size)
-        trainer = teacher.head_trainer(settings.method, batch_of(kept[:_EXAMPLES]), counts)
-        _train(trainer, saved, state, kept, held_out[:_CURVE_CONVERSATIONS], progress)
+        counts = token_counts(others, teacher.vocabulary.size)
+        trainer = teacher.head_trainer(settings.method, batch_of(others[:_EXAMPLES]), counts)
+        _train(trainer, saved, state, others, held_out[:_CURVE_CONVERSATIONS], progress)
         figures = measure_head(trainer, held_out, BATCH_TOKENS, progress)
         before = measure_head(earlier, held_out, BATCH_TOKENS, progress) if earlier else None
     except CancelledError as error:
@@ -133,9 +133,10 @@ def train_head(
         ) from error
     better = before is None or figures.tokens_per_pass > before.tokens_per_pass
     plot = folder / "training.png"
+    plotted = False
     if better:
         _publish(trainer, folder, saved.path)
-    plotted = plot_training(state.curve, f"{settings.method} head for {target.name}", plot)
+        plotted = plot_training(state.curve, f"{settings.method} head for {target.name}", plot)
     tokens = sum(len(each.tokens) for each in conversations)
     shutil.rmtree(saved.path)
     return TrainingResult(

@@ -79,7 +79,7 @@ class TrainingFolder:
         settings: The settings of the training.
 
     Raises:
-        OptionError: The folder contains a training with other settings.
+        OptionError: The folder contains a training with other settings, or other files.
         ModelFileError: The folder is damaged.
         OSError: The folder cannot be written.
     """
@@ -89,6 +89,11 @@ class TrainingFolder:
         path.mkdir(parents=True, exist_ok=True)
         file = path / "settings.json"
         if not file.exists():
+            # The folder is deleted at the end, so it must not contain anything else.
+            if any(path.iterdir()):
+                raise OptionError(
+                    f"{path} contains other files", "choose another folder for the head with --to"
+                )
             _write_json(file, asdict(settings))
             return
         found = _read_json(file)

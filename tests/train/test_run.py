@@ -11,6 +11,7 @@ import pytest
 
 from edgespec.backends.llamacpp.eagle_conversion import convert_eagle_head
 from edgespec.errors import CancelledError, ModelFileError, OptionError
+from edgespec.files import file_state
 from edgespec.train import TrainingResult, TrainingTarget
 from tests.backends.mlx.tiny_checkpoints import ROWS
 from tests.train.conftest import LAYERS, Stops, Train, arrays_of
@@ -48,13 +49,14 @@ def test_a_head_is_only_replaced_by_a_better_one(
     finished: TrainingResult, train: Train, tmp_path: Path
 ) -> None:
     shutil.copytree(finished.folder, tmp_path / "head")
-    before = (tmp_path / "head" / "model.safetensors").stat()
+    before = file_state(tmp_path / "head" / "model.safetensors")
     again = train(tmp_path / "head")
     assert not again.kept
+    assert again.plot is None
     assert again.earlier is not None
     # The published weights have 16 bits, so that single guesses can differ.
     assert again.earlier.tokens_per_pass == pytest.approx(again.figures.tokens_per_pass, abs=0.05)
-    assert (tmp_path / "head" / "model.safetensors").stat() == before
+    assert file_state(tmp_path / "head" / "model.safetensors") == before
 
 
 def test_the_published_layout(finished: TrainingResult, tmp_path: Path) -> None:
@@ -80,6 +82,14 @@ def test_an_unfinished_training_is_not_mixed_with_another(train: Train, tmp_path
     stopped(train, tmp_path, 0)
     with pytest.raises(OptionError, match="an unfinished training with another --tokens"):
         train(tmp_path, tokens=600)
+
+
+def test_other_files_are_not_deleted(train: Train, tmp_path: Path) -> None:
+    (tmp_path / "training").mkdir()
+    (tmp_path / "training" / "mine.txt").write_text("mine")
+    with pytest.raises(OptionError, match="contains other files"):
+        train(tmp_path)
+    assert (tmp_path / "training" / "mine.txt").read_text() == "mine"
 
 
 @pytest.mark.parametrize(
