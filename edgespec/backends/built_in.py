@@ -24,6 +24,7 @@ from edgespec.errors import CapabilityError
 from edgespec.heads.residual_layout import RESIDUAL_METHODS
 
 if TYPE_CHECKING:
+    from edgespec.backends.head_training import Teacher
     from edgespec.backends.memory_estimate import MemoryEstimate, MemoryEstimator
 
 __all__ = ["BUILT_IN"]
@@ -118,6 +119,13 @@ def _estimate_mlx(path: str, name: str, options: LoadOptions) -> MemoryEstimator
     from edgespec.backends.mlx.memory_estimate import MlxMemoryEstimator
 
     return MlxMemoryEstimator(path, name, options)
+
+
+def _load_mlx_teacher(path: str, name: str, progress: Progress | None) -> Teacher:
+    require_mlx(name)
+    from edgespec.backends.mlx.teacher import load_teacher
+
+    return load_teacher(path, name, progress)
 
 
 def _try_mlx(path: str, name: str, _runs: bool, _progress: Progress | None) -> None:
@@ -242,6 +250,7 @@ _MLX = FileFormat(
     trial=_try_mlx,
     head_formats=dict.fromkeys(("mtp", "eagle", "dflash", *RESIDUAL_METHODS), frozenset({"mlx"})),
     estimate_head=_estimate_mlx_head,
+    load_teacher=_load_mlx_teacher,
 )
 
 BUILT_IN = (

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from edgespec.backends.base import Head, LanguageModel, LoadOptions, Progress
+from edgespec.backends.head_training import Teacher
 from edgespec.backends.memory_estimate import MemoryEstimate, MemoryEstimator
 from edgespec.backends.model_info import ModelInfo
 from edgespec.backends.pass_weights import PassWeights
@@ -111,6 +112,8 @@ class FileFormat:
         converted_heads: Methods whose heads can be converted to this format (`edgespec prepare head`).
         estimate_head: Returns the memory that a head needs, given the path of its target and the context size
             in tokens. Raises ModelFileError. None if the format has no heads.
+        load_teacher: Loads the model at a path to train heads for it, given its name and a progress callback.
+            None if heads cannot be trained for models in this format.
     """
 
     name: str
@@ -139,6 +142,7 @@ class FileFormat:
     head_formats: Mapping[str, frozenset[str]] = field(default_factory=dict)
     converted_heads: frozenset[str] = frozenset()
     estimate_head: Callable[[Head, Path, int], MemoryEstimate] | None = None
+    load_teacher: Callable[[str, str, Progress | None], Teacher] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
