@@ -34,7 +34,7 @@ from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, EdgespecError, ModelFileError
 from tests.backends.dflash_reference import block_logits, markov_logits, published_tensors, tensors_of
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
-from tests.backends.tiny_models import WORDS, write_dflash, write_llama
+from tests.backends.tiny_models import WORDS, write_dflash, write_gemma3, write_jamba, write_lfm2, write_llama
 
 CONTEXT = 512
 VOCAB = 259 + len(WORDS)
@@ -138,6 +138,26 @@ def test_a_draft_after_any_history_equals_that_of_a_fresh_head(
     files: Files, rounds: list[Round], seed: int, kind: str
 ) -> None:
     check_history(files.load, lambda target: head_of(target, files.heads[kind]), rounds, seed)
+
+
+@pytest.mark.parametrize("write_target", [write_lfm2, write_jamba, write_gemma3])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rounds=st.lists(ROUNDS, min_size=1, max_size=8), seed=st.integers(0, 1 << 16))
+def test_heads_follow_targets_with_recurrent_layers_and_sliding_windows(
+    tmp_path_factory: pytest.TempPathFactory,
+    write_target: Callable[[Path], Path],
+    rounds: list[Round],
+    seed: int,
+) -> None:
+    folder = tmp_path_factory.mktemp("targets")
+    path, head = write_target(folder / "target.gguf"), write_head(folder / "head.gguf", layers=(1, 2))
+    options = LoadOptions(context_tokens=CONTEXT)
+    check_history(
+        lambda: llamacpp.load(str(path), "target", options),
+        lambda target: head_of(target, head),
+        rounds,
+        seed,
+    )
 
 
 @pytest.fixture(scope="module")
