@@ -8,7 +8,7 @@ from edgespec.spelling import nearest
 __all__ = ["DRAFTER_NAMES", "DRAFT_MODEL_USERS", "HEADS", "SELF_DRAFTS", "parse_method"]
 
 # Drafters that run a head, a small network that reads the target's hidden states.
-HEADS = ("mtp", "eagle", "dflash")
+HEADS = ("mtp", "eagle", "dflash", "medusa", "hydra")
 
 # The names of all drafters, in the order in which their drafts are merged.
 DRAFTER_NAMES = ("layerskip", "lowbit", "swift", *HEADS, "model", "lookahead", "suffix", "ngram")

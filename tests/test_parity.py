@@ -52,9 +52,17 @@ def cannot(row: Row, column: Column, name: str) -> bool:
     """Where a method is known to be impossible."""
     if column.memory == "chunked":
         return row.method != "none"
+    if {"medusa", "hydra"} & {*row.drafters}:
+        return column.memory == "recurrent" and bool(row.branches)
     if "mtp" in row.drafters:
-        return column.backend == "MLX" or (column.memory == "recurrent" and bool(row.branches))
-    if row.head and column == ("llama.cpp", "recurrent"):
+        if column.memory == "recurrent":
+            return bool(row.branches)
+        return column.backend == "MLX"
+    if "dflash" in row.drafters:
+        return column.memory == "recurrent" and bool(row.branches)
+    if row.head and column.backend == "MLX":
+        return row.drafters[0] != "eagle" or (column.memory == "recurrent" and bool(row.branches))
+    if row.head and column.memory == "recurrent":
         return name != "lfm2"  # llama.cpp does not copy the input of the first layer of the others
     if row.head:
         return column != ("llama.cpp", "full")

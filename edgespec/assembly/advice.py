@@ -28,7 +28,7 @@ _ADVICE: Mapping[PlanOption, str] = {
     "draft_window": "omit --draft-window, or raise --memory",
     "kv_type": "omit --kv-type, or raise --memory",
     "draft": "use --draft none, or raise --memory",
-    "head": "use --head none, or raise --memory",
+    "heads": "use --head none, or raise --memory",
 }
 
 

@@ -88,7 +88,8 @@ class _DrafterFactory:
         self._arguments = options.arguments
         self._progress = progress
         self._measured_curve: CostCurve | None = None
-        self._notices: list[str] = []
+        # Why heads that were found are not used.
+        self._head_notices: list[str] = []
         self.made: dict[str, Drafter | MissingDrafter] = {}
 
     def make_all(self, draft: LoadedDraft | None) -> tuple[DrafterSet, tuple[str, ...]]:
@@ -130,7 +131,7 @@ class _DrafterFactory:
         )
         return drafters, (
             corpus_notice,
-            *self._notices,
+            *(self._head_notices or [self._pair.why_heads]),
             self._costs.notice if self._measured_curve else "",
         )
 
@@ -294,13 +295,15 @@ class _DrafterFactory:
                 f"pass one with --head REF (see `edgespec models show {self._reference}`)",
             )
         if name not in self._model.facts.capabilities.self_draft_methods:
-            return self._missing_self_draft(option.head)
+            missing = self._missing_self_draft(option.head)
+            self._head_notices.append(f"not drafting with the head {option.name}: {missing.reason}")
+            return missing
         try:
             view = cast(HeadModel, self._model.self_draft(option.head))
         except EdgespecError as error:
             if option.source == "named" or name in self._options.named_drafters:
                 raise
-            self._notices.append(f"not drafting with the head {option.name}: {error.what}")
+            self._head_notices.append(f"not drafting with the head {option.name}: {error.what}")
             return MissingDrafter(error.what, error.next_step)
         return self._model_drafter(view, name, HeadCache(view))
 

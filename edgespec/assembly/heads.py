@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple, TypeAlias
 
 from edgespec.assembly.drafting_options import DraftingOptions
@@ -12,11 +13,12 @@ from edgespec.backends.base import Progress
 from edgespec.backends.memory_check import BLOCK_TOKENS
 from edgespec.catalog import MetadataCache, Resolved
 from edgespec.catalog.head_reference import resolve_head
-from edgespec.catalog.heads import HeadOption, choose_heads, describe_choice, head_options, named_head
+from edgespec.catalog.heads import HeadOption, head_options, named_head
+from edgespec.catalog.remote_header import resolve_head_metadata
 from edgespec.errors import EdgespecError, OptionError
 from edgespec.method_names import HEADS
 
-__all__ = ["FindHead", "FoundHeads", "find_heads"]
+__all__ = ["FindHead", "FoundHeads", "choose_heads", "describe_choice", "find_heads", "without_heads"]
 
 FindHead: TypeAlias = Callable[[str], Resolved]
 
@@ -62,22 +64,71 @@ def find_heads(
     if drafting.head == "none":
         return FoundHeads(why_none="--head none was given")
     if drafting.head != "auto":
-        if target.file_format.estimate_head is None:
+        if not target.file_format.head_formats:
             raise OptionError(
                 f"a head needs a GGUF model, but {target.name} is not one",
                 "omit --head, or use a GGUF version of the model",
             )
-        found = (find_head or partial(resolve_head, progress=progress))(drafting.head)
-        return FoundHeads((named_head(found, target, metadata, convert=find_head is None),))
+        if find_head is not None:
+            return FoundHeads((named_head(find_head(drafting.head), target, metadata, convert=False),))
+        # Check the metadata first, because a head for another target need not be downloaded.
+        with TemporaryDirectory(prefix="edgespec-") as folder:
+            header = resolve_head_metadata(drafting.head, Path(folder), progress)
+            named_head(header, target, metadata, convert=False)
+        found = resolve_head(drafting.head, progress=progress)
+        return FoundHeads((named_head(found, target, metadata),))
     named, automatic = drafting.named_drafters & {*HEADS}, "auto" in drafting.methods
     if not named and not automatic:
         return FoundHeads()
     options = [_checked_estimate(option, target) for option in head_options(target, metadata)]
-    chosen = choose_heads(options, named, automatic)
+    chosen = choose_heads(options, named, automatic=automatic)
     published = next((each for each in options if each.head is None and not each.problem), None)
     suggestion = f", or a head with --head {published.name} ({published.expectation})" if published else ""
     why_none = f"no head was found in the files of {target.name} or beside them{suggestion}"
     return FoundHeads(chosen, "" if chosen else why_none, describe_choice(chosen, options), suggestion)
+
+
+def without_heads(found: FoundHeads, why: str) -> FoundHeads:
+    """Return the result without the heads. Raises OptionError if the user named one.
+
+    Args:
+        found: The heads.
+        why: Why they cannot be used.
+    """
+    if any(head.source == "named" for head in found.chosen):
+        raise OptionError(f"a head cannot be used: {why}", "omit --head, or the method layerskip")
+    return FoundHeads(why_none=why)
+
+
+def choose_heads(
+    options: Sequence[HeadOption], named_methods: Collection[str], *, automatic: bool
+) -> tuple[HeadOption, ...]:
+    """Return the heads to load: the first one for each method that the user named, or that `auto` can use.
+
+    Args:
+        options: The heads for the target, the ones to prefer first.
+        named_methods: The methods that the user named.
+        automatic: Whether `auto` can be used, which chooses among the heads of all methods.
+    """
+    chosen: dict[str, HeadOption] = {}
+    for option in options:
+        if option.is_usable and (automatic or option.method in named_methods):
+            chosen.setdefault(option.method, option)
+    return tuple(chosen.values())
+
+
+def describe_choice(chosen: Sequence[HeadOption], options: Sequence[HeadOption]) -> str:
+    """Return a line that tells the user which heads were chosen, or an empty string if there are none."""
+    if not chosen:
+        blocked = next((each for each in options if each.source == "beside" and each.problem), None)
+        return f"not drafting with the head {blocked.name}: {blocked.problem}" if blocked else ""
+    start = "drafting with the head" + ("s " if len(chosen) > 1 else " ")
+    start += " and ".join(option.name for option in chosen)
+    others = [option.name for option in options if option.is_usable and option not in chosen]
+    if not others:
+        return start
+    count = f"{len(others)} other heads fit" if len(others) > 1 else "another head fits"
+    return f"{start}; {count}: {', '.join(others)} (choose with --head)"
 
 
 def _checked_estimate(option: HeadOption, target: Resolved) -> HeadOption:

@@ -112,7 +112,6 @@ def _load_planned(planned: LoadPlan, trial_notice: str, progress: Progress | Non
             exact_notice,
             *notices,
             draft.notice if draft else "",
-            pair.why_heads,
         )
         runtime = Runtime(
             model,

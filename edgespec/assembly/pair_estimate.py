@@ -85,10 +85,10 @@ class PairEstimator:
 
     def load_options(self, choice: PlanChoice) -> LoadOptions:
         """Return the target's load options with the values from `choice`."""
-        own_head = Head("mtp") in (option.head for option in self._pair.heads)
+        heads = [option.head for option in self._pair.heads[: choice.heads]]
         return replace(
             self._options,
-            mtp=own_head and choice.head,
+            mtp=Head("mtp") in heads,
             context_tokens=choice.context_tokens,
             kv_type=choice.kv_type,
             gpu_layers=choice.gpu_layers,
@@ -114,7 +114,7 @@ class PairEstimator:
             tokens = self._copy_context_tokens(choice, target.context_tokens)
             copy_options = replace(options, adapter=None, context_tokens=tokens)
             items += create_items("low-bit copy", self._copy.estimate(copy_options))
-        for option in pair.heads if choice.head else ():
+        for option in pair.heads[: choice.heads]:
             estimate = pair.target.file_format.estimate_head
             assert estimate is not None
             assert option.head is not None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
 from edgespec.assembly.drafting_options import DraftingOptions
-from edgespec.assembly.heads import FindHead, find_heads
+from edgespec.assembly.heads import FindHead, find_heads, without_heads
 from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progress
 from edgespec.backends.registry import Backend, same_backend
 from edgespec.backends.trial_load import TrialModel, check_loadable
@@ -62,7 +62,7 @@ class ModelPair:
         why_no_draft: The reason why there is no draft model. Empty if there is one.
         why_draft: The reason why `auto` chose this draft model. Empty if the user chose it or the catalogue
             recommends it.
-        heads: The heads to draft with, at most one for each method.
+        heads: The heads to draft with, at most one for each method, the ones to prefer first.
         why_no_head: The reason why there is no head. Empty if there is one.
         why_heads: Which heads were chosen, as a notice for the user. Empty if the user chose the head.
     """
@@ -112,8 +112,8 @@ def find_pair(
 
     Args:
         target: Reference to the target.
-        draft: Reference to the draft model. `auto` chooses from the models on this machine, or none if there
-            is a head.
+        draft: Reference to the draft model. `auto` chooses from the models on this machine, or none if the
+            user named a head.
         drafting: The methods that replies can use.
         progress: Called during downloads. Returning False cancels them.
         options: Memory and context limits for `auto` to respect when it chooses a draft model.
@@ -133,7 +133,8 @@ def find_pair(
     metadata = MetadataCache()
     _check_is_model(found, metadata)
     heads = find_heads(found, drafting, metadata, find_head, progress)
-    if heads.chosen and draft == "auto" and not DRAFT_MODEL_USERS & drafting.named_drafters:
+    names_head = any(head.source == "named" for head in heads.chosen)
+    if names_head and draft == "auto" and not DRAFT_MODEL_USERS & drafting.named_drafters:
         found_draft, why_none, why_draft = None, "the head drafts instead", ""
     else:
         found_draft, why_none, why_draft = _find_draft(found, draft, find_model, options)
@@ -146,7 +147,10 @@ def find_pair(
             f"an adapter needs an MLX model, but {found.name} is not one",
             "omit --adapter, or use an MLX version of the model, such as 8b-mlx",
         )
-    found = _prepared_for_early_exit(found, drafting, found_draft is not None or bool(heads.chosen))
+    drafts_otherwise = found_draft is not None or bool(heads.chosen)
+    found = _prepared_for_early_exit(found, drafting, drafts_otherwise)
+    if heads.chosen and not found.file_format.head_formats:
+        heads = without_heads(heads, f"{found.name} is used as prepared for early exit")
     if not found_draft and DRAFT_MODEL_USERS & drafting.named_drafters:
         method = next(method for method in drafting.methods if DRAFT_MODEL_USERS & {*method.split("+")})
         raise OptionError(
@@ -162,11 +166,12 @@ def _check_is_model(found: Resolved, metadata: MetadataCache) -> None:
         raise refused_head(found.name)
 
 
-def _prepared_for_early_exit(found: Resolved, drafting: DraftingOptions, has_drafter: bool) -> Resolved:
+def _prepared_for_early_exit(found: Resolved, drafting: DraftingOptions, drafts_otherwise: bool) -> Resolved:
     if "layerskip" not in found.file_format.preparations:
         return found
     named = "layerskip" in drafting.named_drafters
-    automatic = "auto" in drafting.methods and not has_drafter and find_valid_lowbit(found.path) is None
+    drafts_otherwise = drafts_otherwise or find_valid_lowbit(found.path) is not None
+    automatic = "auto" in drafting.methods and not drafts_otherwise
     prepared = find_prepared("layerskip", found.path) if named or automatic else None
     if prepared is None:
         return found
@@ -205,30 +210,37 @@ def try_pair(pair: ModelPair, options: LoadOptions, progress: Progress | None) -
     Returns:
         The pair, without heads that crash the process, and notices for the user.
     """
-    models = []
-    target_runs = False
+    models, trials = [], []
     for found in filter(None, (pair.target, pair.draft)):
         with suppress(OSError, ModelFileError):
             size_bytes = sum(file.stat().st_size for file in found.file_format.files(found.path))
             runs = options.memory_bytes is None or size_bytes <= options.memory_bytes
-            target_runs = target_runs or (runs and found is pair.target)
-            models.append(TrialModel(found.name, found.path, found.file_format, runs))
-    notice = check_loadable(models, progress)
-    if not target_runs:
-        return pair, notice
-    target, heads, failures = pair.target, [], []
-    for option in pair.heads:
-        trial = TrialModel(target.name, target.path, target.file_format, True, option.head)
+            model = TrialModel(found.name, found.path, found.file_format, runs)
+            models.append(model)
+            if runs and found is pair.target:
+                trials = [model._replace(head=option.head) for option in pair.heads]
+    try:
+        return pair, check_loadable([*models, *trials], progress)
+    except ModelFileError:
+        if not any(option.source != "named" for option in pair.heads):
+            raise
+    # The result of each trial is saved, so only those that have not been made yet take time.
+    check_loadable(models, progress)
+    return _without_crashing_heads(pair, trials, progress)
+
+
+def _without_crashing_heads(
+    pair: ModelPair, trials: Sequence[TrialModel], progress: Progress | None
+) -> tuple[ModelPair, str]:
+    heads, failures = [], []
+    for option, trial in zip(pair.heads, trials, strict=True):
         try:
-            notice = check_loadable([trial], progress) or notice
+            check_loadable([trial], progress)
             heads.append(option)
         except ModelFileError as error:
-            if option.source == "named":
-                raise
             failures.append(error.what)
-    if failures:
-        pair = replace(pair, heads=tuple(heads), why_no_head="; ".join(failures), why_heads="")
-    return pair, " · ".join(filter(None, (notice, *failures)))
+    reason = "; ".join(failures)
+    return replace(pair, heads=tuple(heads), why_no_head=reason, why_heads=""), reason
 
 
 def load_target(pair: ModelPair, options: LoadOptions, progress: Progress | None) -> LanguageModel:

@@ -165,7 +165,7 @@ def plan_pair(
             pair.draft is not None,
             drafting.window_tokens,
             options.gpu_layers,
-            head=bool(pair.heads),
+            heads=len(pair.heads),
         )
         forms = [] if "draft" in request.fixed else estimator.smaller_drafts(start)
 
@@ -192,10 +192,10 @@ def plan_pair(
     if pair.draft and not choice.draft:
         why = f"the draft model {pair.draft.name} does not fit in memory"
         pair = replace(pair, draft=None, why_no_draft=why)
-    if pair.heads and not choice.head:
-        names = " and ".join(head.name for head in pair.heads)
+    if choice.heads < len(pair.heads):
+        names = " and ".join(head.name for head in pair.heads[choice.heads :])
         why = f"the head {names} does not fit in memory"
-        pair = replace(pair, heads=(), why_no_head=why, why_heads="")
+        pair = replace(pair, heads=pair.heads[: choice.heads], why_no_head=why, why_heads="")
     drafting = replace(
         drafting,
         window_tokens=choice.draft_window,
@@ -230,7 +230,7 @@ def _fixed_options(request: PlanRequest, drafting: DraftingOptions) -> set[PlanO
     if DRAFT_MODEL_USERS & drafting.named_drafters or drafting.arguments["learn"]:
         fixed.add("draft")
     if drafting.names_head:
-        fixed.add("head")
+        fixed.add("heads")
     if "lowbit" in drafting.named_drafters:
         fixed.add("copy")
     if drafting.window_tokens is not None or not {"auto", "model", "lowbit"} & set(drafting.methods):

@@ -21,8 +21,10 @@ from edgespec.backends.pass_weights import PassWeights
 from edgespec.backends.registry import Backend, BenchmarkModels, ExitMeasurement, FileFormat
 from edgespec.backends.token_list import TokenList, tokens_of_folder, tokens_of_header
 from edgespec.errors import CapabilityError
+from edgespec.heads.residual_layout import RESIDUAL_METHODS
 
 if TYPE_CHECKING:
+    from edgespec.backends.head_training import Teacher
     from edgespec.backends.memory_estimate import MemoryEstimate, MemoryEstimator
 
 __all__ = ["BUILT_IN"]
@@ -66,13 +68,16 @@ def _estimate_gguf_head(head: Head, target: Path, context_tokens: int) -> Memory
     from edgespec.backends.llamacpp.dflash import estimate_dflash_head
     from edgespec.backends.llamacpp.eagle import estimate_eagle_head, estimate_unconverted_head
     from edgespec.backends.llamacpp.mtp import estimate_mtp_head
+    from edgespec.backends.llamacpp.residual_target import estimate_gguf_residual_heads
 
     if head.method == "mtp":
         return estimate_mtp_head(head.path, target, context_tokens)
     assert head.path is not None
-    if head.path.is_dir():
-        return estimate_unconverted_head(head.path, context_tokens)
-    estimate = estimate_dflash_head if head.method == "dflash" else estimate_eagle_head
+    if head.method in RESIDUAL_METHODS:
+        return estimate_gguf_residual_heads(head.path, target, context_tokens)
+    if head.method == "dflash":
+        return estimate_dflash_head(head.path, context_tokens)
+    estimate = estimate_unconverted_head if head.path.is_dir() else estimate_eagle_head
     return estimate(head.path, context_tokens)
 
 
@@ -116,10 +121,31 @@ def _estimate_mlx(path: str, name: str, options: LoadOptions) -> MemoryEstimator
     return MlxMemoryEstimator(path, name, options)
 
 
+def _load_mlx_teacher(path: str, name: str, progress: Progress | None) -> Teacher:
+    require_mlx(name)
+    from edgespec.backends.mlx.teacher import load_teacher
+
+    return load_teacher(path, name, progress)
+
+
 def _try_mlx(path: str, name: str, _runs: bool, _progress: Progress | None) -> None:
     from edgespec.backends.mlx.trial import try_model
 
     try_model(path, name)
+
+
+def _estimate_mlx_head(head: Head, target: Path, context_tokens: int) -> MemoryEstimate:
+    require_mlx(target.name)
+    from edgespec.backends.mlx.dflash_loading import estimate_dflash_head
+    from edgespec.backends.mlx.eagle_loading import estimate_eagle_head
+    from edgespec.backends.mlx.mtp import estimate_mtp_head
+    from edgespec.backends.mlx.residual_target import estimate_mlx_residual_heads
+
+    if head.method in RESIDUAL_METHODS:
+        assert head.path is not None
+        return estimate_mlx_residual_heads(head.path, target, context_tokens)
+    estimates = {"mtp": estimate_mtp_head, "eagle": estimate_eagle_head, "dflash": estimate_dflash_head}
+    return estimates[head.method](head.path or target, context_tokens)
 
 
 def _measure_mlx_exits(model: LanguageModel, tokens: Sequence[int], first: int) -> ExitMeasurement:
@@ -171,7 +197,7 @@ _GGUF = FileFormat(
     files=gguf_files,
     one_file_per_quantisation=True,
     mapped=True,
-    preparations=frozenset({"layerskip", "lowbit", "head"}),
+    preparations=frozenset({"layerskip", "lowbit"}),
     low_bit_copy_format="gguf",
     trial=_try_gguf,
     try_head=_try_gguf_head,
@@ -186,7 +212,11 @@ _GGUF = FileFormat(
             "Q2_K": {"Q2_K": 0.6, "Q3_K": 0.3, "Q6_K": 0.1},
         },
     ),
-    head_methods=frozenset({"mtp", "eagle", "dflash"}),
+    head_formats={
+        **dict.fromkeys(("mtp", "eagle", "dflash"), frozenset({"gguf"})),
+        **dict.fromkeys(RESIDUAL_METHODS, frozenset({"mlx"})),
+    },
+    converted_heads=frozenset({"eagle", "dflash"}),
     estimate_head=_estimate_gguf_head,
 )
 _SPLIT_GGUF = FileFormat(
@@ -218,6 +248,9 @@ _MLX = FileFormat(
     measure_exits=_measure_mlx_exits,
     low_bit_weights=True,
     trial=_try_mlx,
+    head_formats=dict.fromkeys(("mtp", "eagle", "dflash", *RESIDUAL_METHODS), frozenset({"mlx"})),
+    estimate_head=_estimate_mlx_head,
+    load_teacher=_load_mlx_teacher,
 )
 
 BUILT_IN = (

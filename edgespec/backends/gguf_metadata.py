@@ -94,7 +94,7 @@ def _of_parts(parts: Sequence[Path]) -> ModelInfo:
     has_head = any(name == "output.weight" for name, _ in bytes_of)
     tokens = tokens_of_header(header)
     return ModelInfo(
-        kind=_kind(header),
+        kind=_kind(header, tensors),
         family=_text(metadata.get("general.basename"))
         or _text(metadata.get("general.name"))
         or header.architecture,
@@ -119,7 +119,7 @@ def _of_parts(parts: Sequence[Path]) -> ModelInfo:
     )
 
 
-def _kind(header: GgufHeader) -> Kind:
+def _kind(header: GgufHeader, tensors: Sequence[GgufTensor]) -> Kind:
     kind = _text(header.metadata.get("general.type"))
     if header.architecture == "clip" or kind == "mmproj":
         return "projector"
@@ -127,7 +127,9 @@ def _kind(header: GgufHeader) -> Kind:
         return "adapter"
     if header.architecture in _EMBEDDING:
         return "embedding"
-    if header.architecture in _HEADS:
+    # A file with the MTP layers alone has the architecture of its target.
+    has_first_layer = any(tensor.name.startswith("blk.0.") for tensor in tensors)
+    if header.architecture in _HEADS or (_heads(header, tensors) and not has_first_layer):
         return "head"
     return "model" if header.architecture and header.architecture_value("block_count") else "other"
 

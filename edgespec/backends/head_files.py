@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from edgespec.backends.base import Head
+from edgespec.backends.mlx_metadata import read_head_info
 from edgespec.backends.model_info import ModelInfo
 from edgespec.backends.registry import format_at
 from edgespec.errors import ModelFileError
+from edgespec.heads.residual_layout import residual_head_method
 
-__all__ = ["drafts_in_one_pass", "head_at", "method_of", "why_not_made_for"]
+__all__ = ["drafts_in_one_pass", "head_at", "head_info", "method_of", "why_not_made_for"]
 
 # The methods by the first word of the names in `ModelInfo.heads`.
 _METHODS = {"MTP": "mtp", "EAGLE": "eagle", "DFlash": "dflash", "Medusa": "medusa", "Hydra": "hydra"}
@@ -31,9 +33,19 @@ def _first_word(kind: str) -> str:
     return kind.replace("-", " ").replace(",", " ").split()[0]
 
 
+def head_info(path: Path) -> ModelInfo:
+    """Return the metadata of a head: a GGUF file, or a folder in the layout of Hugging Face.
+
+    Raises ModelFileError if the files are missing or damaged.
+    """
+    return read_head_info(path) if path.is_dir() else format_at(path).read_info(path)
+
+
 def head_at(path: Path) -> Head:
     """Return the head at a path. Raises ModelFileError if it contains no head, or is damaged."""
-    info = format_at(path).read_info(path)
+    if method := residual_head_method(path):
+        return Head(method, path)
+    info = head_info(path)
     for name in info.heads:
         if method := method_of(name):
             return Head(method, path)

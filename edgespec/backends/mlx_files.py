@@ -15,12 +15,12 @@ from edgespec.files import read_regular_file
 from edgespec.installation import setup_command
 
 __all__ = [
-    "HEAD_WEIGHTS",
     "MAX_JSON_BYTES",
     "TOKENIZERS",
     "WEIGHTS",
     "WEIGHTS_INDEX",
     "StoredTensor",
+    "head_weights",
     "is_weights",
     "missing_among",
     "missing_files",
@@ -38,8 +38,9 @@ MAX_JSON_BYTES = 1 << 28
 # File name pattern of the weights that mlx-lm loads.
 WEIGHTS = "model*.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
-# File name pattern of the weights of heads.
-HEAD_WEIGHTS = "*.safetensors"
+# File name patterns of the weights of heads, of which the first that matches any file counts. The others are
+# those of PyTorch.
+HEAD_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 # File name patterns of tokenizers. An MLX model needs at least one of these files.
 TOKENIZERS = (
     "tokenizer.json",
@@ -106,8 +107,14 @@ def missing_from_head(folder: Path) -> list[str]:
     """Return the names of the files that a head in the layout of Hugging Face lacks."""
     names = [path.name for path in folder.iterdir() if path.is_file()]
     missing = [] if "config.json" in names else ["config.json"]
-    has_weights = any(fnmatchcase(name, HEAD_WEIGHTS) for name in names)
-    return missing if has_weights else [*missing, "model.safetensors"]
+    return missing if head_weights(names) else [*missing, "model.safetensors"]
+
+
+def head_weights(names: Iterable[str]) -> list[str]:
+    """Return the names of the files with the weights of a head, given the names of all its files."""
+    names = sorted(names)
+    matches = ([name for name in names if fnmatchcase(name, pattern)] for pattern in HEAD_WEIGHTS)
+    return next(filter(None, matches), [])
 
 
 def _listed_weights(index: Path) -> set[str]:

@@ -9,13 +9,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from edgespec.backends.mlx_files import MAX_JSON_BYTES, WEIGHTS, StoredTensor, read_json_object, read_tensors
+from edgespec.backends.mlx_files import (
+    MAX_JSON_BYTES,
+    WEIGHTS,
+    StoredTensor,
+    head_weights,
+    read_json_object,
+    read_tensors,
+)
 from edgespec.backends.model_info import Kind, ModelInfo
 from edgespec.backends.token_list import tokens_of_folder
 from edgespec.errors import ModelFileError
 from edgespec.files import read_regular_file, regular_file_bytes
+from edgespec.heads.eagle_files import is_eagle
+from edgespec.heads.tensor_files import read_folder_tensors
 
-__all__ = ["language_config", "read_mlx_info", "trained_context"]
+__all__ = ["language_config", "read_head_info", "read_mlx_info", "trained_context"]
 
 # Models that generate text have an architecture name with one of these suffixes.
 _TEXT_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
@@ -61,7 +70,7 @@ def read_mlx_info(folder: Path) -> ModelInfo:
     experts, used = _first(config, _EXPERTS), _first(config, _EXPERTS_USED)
     settings = config.get("quantization") or whole.get("quantization")
     return ModelInfo(
-        kind=_kind(whole),
+        kind="head" if is_eagle(tensors) else _kind(whole),
         family=_name(whole, folder),
         architecture=str(whole.get("model_type", "")),
         parameters=_parameters(tensors, settings if isinstance(settings, dict) else {}),
@@ -76,7 +85,50 @@ def read_mlx_info(folder: Path) -> ModelInfo:
         licence=_licence(folder),
         experts=experts,
         experts_used=used,
-        heads=tuple(_heads(whole, config, tensors)),
+        heads=tuple(_heads(whole, config, tensors | _extra_layers(folder)))
+        or (("EAGLE",) if is_eagle(tensors) else ()),
+        hidden_size=_first(config, ("target_hidden_size", "hidden_size", "n_embd")),
+        layers=_first(config, ("num_hidden_layers", "n_layer")),
+        read_layers=_read_layers(config),
+    )
+
+
+def read_head_info(folder: Path) -> ModelInfo:
+    """Return the metadata of a head in the layout of Hugging Face.
+
+    Reads its configuration and the names of its files. The names of its tensors are read only if these do not
+    tell what kind of head it is, as for EAGLE-1. Its kind is `model` if nothing tells that it is a head.
+
+    Raises:
+        ModelFileError: The files are missing or damaged.
+    """
+    whole = read_json_object(folder / "config.json")
+    config = language_config(whole)
+    try:
+        weights = head_weights(file.name for file in folder.iterdir() if file.is_file())
+        size_bytes = sum((folder / name).stat().st_size for name in weights)
+    except OSError as error:
+        raise ModelFileError(f"{folder} cannot be read: {error.strerror}", "check the path") from error
+    # The weights of Medusa and Hydra heads are in files such as `medusa_lm_head.safetensors`.
+    named = [label for name, label in _HEAD_NAMES.items() for file in weights if file.startswith(f"{name}_")]
+    heads = tuple(_heads(whole, config, {}) or named[:1])
+    if not heads and is_eagle(read_folder_tensors(folder)):
+        heads = ("EAGLE",)
+    return ModelInfo(
+        kind="head" if heads else _kind(whole),
+        family=_name(whole, folder),
+        architecture=str(whole.get("model_type", "")),
+        parameters=0,
+        quantisation=str(config.get("torch_dtype") or config.get("dtype") or ""),
+        size_bytes=size_bytes,
+        pass_bytes=size_bytes,
+        kv_bytes=_kv_bytes(config),
+        context_tokens=trained_context(whole),
+        vocab_size=_first(config, ("vocab_size",)),
+        vocabulary="",
+        chat_template=False,
+        licence=_licence(folder),
+        heads=heads,
         hidden_size=_first(config, ("target_hidden_size", "hidden_size", "n_embd")),
         layers=_first(config, ("num_hidden_layers", "n_layer")),
         read_layers=_read_layers(config),
@@ -107,7 +159,9 @@ def _kind(config: Mapping[str, Any]) -> Kind:
 
 def _architectures(config: Mapping[str, Any]) -> list[str]:
     named = config.get("architectures")
-    return [str(name) for name in named] if isinstance(named, list) else []
+    names = [str(name) for name in named] if isinstance(named, list) else []
+    # Heads made with the library speculators.
+    return [*names, str(config["speculators_model_type"])] if "speculators_model_type" in config else names
 
 
 def _heads(
@@ -121,6 +175,11 @@ def _heads(
     if any(re.search(r"(?:^|\.)(?:mtp|nextn)\.", name) for name in tensors):
         return [f"MTP, {layers} layer{'s' if layers > 1 else ''}" if layers else "MTP"]
     return []
+
+
+def _extra_layers(folder: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of layers for multi-token prediction that are in a file of their own."""
+    return {name: one for file in folder.glob("mtp*.safetensors") for name, one in read_tensors(file).items()}
 
 
 def _read_layers(config: Mapping[str, Any]) -> tuple[int, ...]:

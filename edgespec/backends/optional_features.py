@@ -16,7 +16,7 @@ __all__ = ["HeadModel", "HiddenStateSource", "Skippable", "Trainable", "Trainer"
 
 
 class HeadModel(LanguageModel, Protocol):
-    """A head: a draft model that runs each token with the target's hidden state at the position before it."""
+    """A head: a draft model that reads the target's hidden states of earlier tokens."""
 
     @property
     def first_position(self) -> int:

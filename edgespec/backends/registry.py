@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from edgespec.backends.base import Head, LanguageModel, LoadOptions, Progress
+from edgespec.backends.head_training import Teacher
 from edgespec.backends.memory_estimate import MemoryEstimate, MemoryEstimator
 from edgespec.backends.model_info import ModelInfo
 from edgespec.backends.pass_weights import PassWeights
@@ -107,10 +108,12 @@ class FileFormat:
         read_pass_weights: Returns the weights that a pass of the model at a path reads. Raises
             ModelFileError.
         benchmark_models: Models for measuring this machine. None if there are none.
-        head_methods: Methods whose heads the backend can run, if the head's files are in a format of the same
-            backend.
+        head_formats: Methods whose heads the backend can run, and the formats in which it reads their files.
+        converted_heads: Methods whose heads can be converted to this format (`edgespec prepare head`).
         estimate_head: Returns the memory that a head needs, given the path of its target and the context size
             in tokens. Raises ModelFileError. None if the format has no heads.
+        load_teacher: Loads the model at a path to train heads for it, given its name and a progress callback.
+            None if heads cannot be trained for models in this format.
     """
 
     name: str
@@ -136,8 +139,10 @@ class FileFormat:
     try_head: Callable[[str, str, Head, Progress | None], None] | None = None
     read_pass_weights: Callable[[Path], PassWeights] | None = None
     benchmark_models: BenchmarkModels | None = None
-    head_methods: frozenset[str] = frozenset()
+    head_formats: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    converted_heads: frozenset[str] = frozenset()
     estimate_head: Callable[[Head, Path, int], MemoryEstimate] | None = None
+    load_teacher: Callable[[str, str, Progress | None], Teacher] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -110,7 +110,6 @@ class HeadEntry:
         approximate_file_bytes: Approximate size on disk.
         published_speedup: The speed-up that its publisher measured. 0 if there is none.
         published_on: The machine on which it was measured.
-        problem: Why edgespec cannot read its files. Empty if it can.
     """
 
     name: str
@@ -120,7 +119,6 @@ class HeadEntry:
     approximate_file_bytes: int
     published_speedup: float = 0.0
     published_on: str = ""
-    problem: str = ""
 
 
 class Catalogue:

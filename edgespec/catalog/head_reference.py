@@ -15,6 +15,7 @@ from edgespec.catalog.hub_files import hub_name
 from edgespec.catalog.reference import Download, Resolved, follow_aliases, resolve_path
 from edgespec.catalog.reference_parsing import HubReference, NameReference, PathReference, StoreReference
 from edgespec.errors import ModelFileError, ModelNotFoundError
+from edgespec.heads.residual_layout import residual_head_method
 
 __all__ = ["cached_head", "refused_model", "resolve_head", "resolve_head_with"]
 
@@ -44,23 +45,19 @@ def resolve_head_with(reference: str, download: Download) -> Resolved:
     typed, catalogue = reference.strip(), load_catalogue()
     match parsed := follow_aliases(typed):
         case PathReference(path):
-            return resolve_path(path, missing_from_head)
+            return _resolve_head_path(path)
         case StoreReference():
             raise refused_model(typed)
         case HubReference(repository, quantisation):
             if catalogue.of_repository(repository):
                 raise refused_model(typed)
-            path = download(repository, quantisation)
-            note = f"{typed} -> hf:{hub_name(repository, quantisation)}: {path}"
-            return Resolved(typed, path, "hub", None, note, format_at(path).name)
+            return _resolve_hub(typed, repository, quantisation, download)
         case NameReference():
             name = parsed.full_name
             if head := catalogue.find_head(name):
-                path = download(head.repository, None)
-                note = f"{typed} -> hf:{head.repository}: {path}"
-                return Resolved(typed, path, "hub", None, note, format_at(path).name)
+                return _resolve_hub(typed, head.repository, None, download)
             if Path(name).exists():
-                return resolve_path(Path(name), missing_from_head)
+                return _resolve_head_path(Path(name))
             if catalogue.find(name):
                 raise refused_model(typed)
             nearest = difflib.get_close_matches(name.lower(), [head.name for head in catalogue.heads], n=3)
@@ -69,6 +66,18 @@ def resolve_head_with(reference: str, download: Download) -> Resolved:
                 (f"did you mean {' or '.join(nearest)}? " if nearest else "")
                 + "`edgespec models show TARGET` lists the heads for a model; a path or user/repo also works",
             )
+
+
+def _resolve_head_path(path: Path) -> Resolved:
+    """Return the head at a path. Medusa and Hydra heads can be named by the file with their weights."""
+    is_weights = path.is_file() and residual_head_method(path) is not None
+    return resolve_path(path.parent if is_weights else path, missing_from_head)
+
+
+def _resolve_hub(typed: str, repository: str, quantisation: str | None, download: Download) -> Resolved:
+    path = cached_model(repository, quantisation, missing_from_head) or download(repository, quantisation)
+    note = f"{typed} -> hf:{hub_name(repository, quantisation)}: {path}"
+    return Resolved(typed, path, "hub", None, note, format_at(path).name)
 
 
 def refused_model(name: str) -> ModelFileError:

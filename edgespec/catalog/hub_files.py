@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from edgespec.backends.mlx_files import HEAD_WEIGHTS, WEIGHTS, is_weights, missing_among
+from edgespec.backends.mlx_files import WEIGHTS, head_weights, is_weights, missing_among
 from edgespec.errors import ModelNotFoundError
 
 __all__ = [
@@ -27,8 +27,6 @@ _DEFAULT_QUANTISATION = "Q4_K_M"
 _MAX_LISTED = 20
 # Files of an MLX model: its weights, configuration, tokenizer and chat template.
 _MLX_FILES = (WEIGHTS, "*.json", "*.model", "*.tiktoken", "*.txt", "*.jinja")
-# Weights in pickle format.
-_PICKLES = (".bin", ".pt", ".pth")
 
 _PART = re.compile(r"-(\d{5})-of-(\d{5})$")
 _LABEL = re.compile(r"(?:^|[-_.])((?:UD-)?(?:I?Q\d\w*|TQ\d_\d|BF16|FP?16|FP?32|MXFP4\w*))$", re.IGNORECASE)
@@ -185,22 +183,15 @@ def choose_head_files(repository: str, files: Sequence[HubFile], quantisation: s
     if any(map(is_gguf_model, files)):
         return choose_files(repository, files, quantisation)
     top_level = [file for file in files if "/" not in file.name]
-    weights = [file for file in top_level if fnmatchcase(file.name, HEAD_WEIGHTS)]
+    weights = head_weights(file.name for file in top_level)
     config = [file for file in top_level if file.name == "config.json"]
     if config and weights and quantisation is None:
-        return [*config, *sorted(weights, key=lambda file: file.name)]
-    pickles = [file.name for file in top_level if file.name.endswith(_PICKLES)]
-    if pickles and not weights:
-        raise ModelNotFoundError(
-            f"{repository} contains its weights only in pickle format ({join_names(pickles)}), which edgespec"
-            " does not read, because such files can contain programs",
-            "choose a repository of the same head with .safetensors files",
-        )
+        return [*config, *(file for file in top_level if file.name in weights)]
     if quantisation is not None:
         raise ModelNotFoundError(
             f"{repository} has no GGUF files, so {quantisation} is not available", f"use {repository}"
         )
     raise ModelNotFoundError(
-        f"{repository} contains no head: it has neither a GGUF file, nor config.json and .safetensors files",
+        f"{repository} contains no head: it has neither a GGUF file, nor config.json and weights",
         "check the name of the repository",
     )

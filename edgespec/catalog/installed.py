@@ -35,7 +35,6 @@ _NOT_MODELS: dict[Kind, str] = {
     "projector": "the file is an image projector, not a language model",
     "adapter": "the file is an adapter, not a model",
     "embedding": "the file is an embedding model, which does not generate text",
-    "head": "the file is a draft head, which works only with its target model",
     "other": "the file is not a language model",
 }
 
@@ -100,6 +99,8 @@ def find_installed(*, include_embedded: bool = False) -> InstalledModels:
             if stored.path is None:
                 raise ModelFileError(stored.problem)
             info = metadata.model_info(stored.path, stored.format)
+            if info.kind == "head":
+                continue  # `edgespec models show` lists heads with their target.
             if info.kind != "model":
                 raise ModelFileError(_NOT_MODELS[info.kind])
             reference, entry = _shortest_reference(stored)

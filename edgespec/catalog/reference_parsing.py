@@ -96,6 +96,10 @@ def parse_reference(reference: str) -> Reference:
         return StoreReference("ollama" if store[1].lower() == "ollama" else "lmstudio", store[2].strip())
     path = Path(os.path.expanduser(text))
     if _WRITTEN_AS_PATH.search(text) and "://" not in text:
+        # `user/repo:file.gguf` is a file in a repository, unless there is a local file of that name.
+        in_repository = _REPOSITORY.match(text) if ":" in text and not os.path.exists(path) else None
+        if in_repository:
+            return HubReference(_check_length(in_repository.group(1)), in_repository.group(2))
         return PathReference(path)
     if name := _NAME.match(text):
         return NameReference(_check_length(name.group(1)), name.group(2))

@@ -18,6 +18,7 @@ COMMANDS = (
     "tune",
     "bench",
     "prepare",
+    "train",
     "doctor",
     "models",
     "config",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -243,15 +243,14 @@ def show_model(reference: str, probe: bool, as_json: bool) -> int:
 @model_reference("reference")
 @json_option
 def pull_model(reference: str, as_json: bool) -> None:
-    """Download REF into the Hugging Face cache, unless it is already on this machine.
+    """Download the model or head REF into the Hugging Face cache, unless it is already on this machine.
 
     An interrupted download resumes where it left off.
     """
-    from edgespec.catalog import resolve
 
     def fetch(stop: Stop) -> Resolved:
         with ProgressLine(stop) as progress:
-            return resolve(reference, progress=progress)
+            return _resolver(reference)(reference, progress=progress)
 
     found = interruptible(fetch)
     if as_json:
@@ -327,11 +326,10 @@ def set_pair(target: str, draft: str | None, remove: bool, as_json: bool) -> Non
 @click.option("--yes", is_flag=True, help="Delete a download without asking for confirmation.")
 @json_option
 def remove_model(reference: str, yes: bool, as_json: bool) -> None:
-    """Delete an alias, or a model in the Hugging Face cache, which other programs may also use.
+    """Delete an alias, or a model or head in the Hugging Face cache, which other programs may also use.
 
     Ollama and LM Studio models and your own files are never deleted.
     """
-    from edgespec.catalog import resolve
     from edgespec.catalog.catalogue import user_aliases
     from edgespec.catalog.removal import plan_removal
     from edgespec.cli.own_names import write_name
@@ -341,7 +339,7 @@ def remove_model(reference: str, yes: bool, as_json: bool) -> None:
         write_name("aliases", name, None)
         _print_change(f"Deleted the alias {name}.", "", {"removed": name, "freed_bytes": 0}, as_json)
         return
-    found = resolve(name, allow_download=False)
+    found = _resolver(name)(name, allow_download=False)
     removal = plan_removal(found)
     size = format_bytes(removal.size_bytes)
     if not yes:
@@ -352,6 +350,14 @@ def remove_model(reference: str, yes: bool, as_json: bool) -> None:
     _print_change(
         f"Deleted {name}: {size} freed.", "", {"removed": name, "freed_bytes": freed_bytes}, as_json
     )
+
+
+def _resolver(reference: str) -> Callable[..., Resolved]:
+    """Return the function that resolves a reference: to a head if the catalogue lists it as one."""
+    from edgespec.catalog import load_catalogue, resolve
+    from edgespec.catalog.head_reference import resolve_head
+
+    return resolve_head if load_catalogue().find_head(reference.strip().removeprefix("hf:")) else resolve
 
 
 def _print_change(what: str, remark: str, value: dict[str, Any], as_json: bool) -> None:

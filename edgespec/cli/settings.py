@@ -17,6 +17,7 @@ from edgespec.cli.commands import COMMANDS, load_command
 from edgespec.cli.help import SectionOption
 from edgespec.cli.settings_file import KeyPath, line_number, read_text
 from edgespec.errors import (
+    CapabilityError,
     ConfigurationError,
     DownloadError,
     EdgespecError,
@@ -272,7 +273,7 @@ def ignore_unread_settings(ctx: click.Context) -> None:
 def with_setting_source(error: EdgespecError, ctx: click.Context) -> EdgespecError:
     """If a setting caused the error, add to its message the file or variable that contains the setting."""
     used: dict[str, SettingValue] = ctx.meta.get(_USED_KEY, {})
-    about_a_model = isinstance(error, ModelNotFoundError | ModelFileError | DownloadError)
+    about_a_model = isinstance(error, ModelNotFoundError | ModelFileError | CapabilityError | DownloadError)
     for name, found in used.items():
         if isinstance(error, OptionError):
             dashed = re.escape("--" + name.replace("_", "-"))

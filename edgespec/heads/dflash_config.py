@@ -57,10 +57,15 @@ class DFlashConfig:
         rope = self.rope or {}
         return str(rope.get("rope_type") or rope.get("type") or "default")
 
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Size of the keys and values of one token in bytes, in float32."""
+        return 2 * self.layers * self.kv_heads * self.head_size * 4
+
 
 def is_dflash(config: Mapping[str, Any]) -> bool:
     """Return whether the settings of a head, as `read_config` returns them, are those of such a head."""
-    return "mask_token_id" in config
+    return config.get("mask_token_id") is not None
 
 
 def parse_dflash_config(config: Mapping[str, Any]) -> DFlashConfig:

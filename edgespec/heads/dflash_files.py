@@ -37,6 +37,10 @@ class DFlashFiles:
     tensors: Mapping[str, StoredTensor]
     target_ids: NDArray[np.int64] | None
 
+    @property
+    def draft_vocab_size(self) -> int:
+        return self.config.vocab_size if self.target_ids is None else len(self.target_ids)
+
 
 def read_dflash(folder: Path) -> DFlashFiles:
     """Read the configuration and the tensor descriptions of a head. Its weights are read on request.

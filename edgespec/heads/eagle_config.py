@@ -11,11 +11,8 @@ from typing import Any, Literal
 from edgespec.errors import ModelFileError
 from edgespec.files import error_reason, read_regular_file
 
-__all__ = ["POST_NORM", "EagleConfig", "parse_config", "read_config"]
+__all__ = ["EagleConfig", "parse_config", "read_config"]
 
-# Number of the hidden state after the target's last layer and its final norm, which the LM head reads. Other
-# hidden states are numbered by the layer whose input they are.
-POST_NORM = -1
 _MAX_CONFIG_BYTES = 2**24
 # Objects in config.json that contain settings which other publishers write at the top level. speculators uses
 # the first, NVIDIA the second, and z-lab the third.
@@ -68,19 +65,16 @@ class EagleConfig:
         """Size of the keys and values of one token in bytes, in float32."""
         return 2 * self.kv_heads * self.head_size * 4
 
-    def state_choices(self, target_layers: int) -> list[tuple[int, ...]]:
-        """Return the hidden states that the head may read, the most likely choice first.
+    def layer_choices(self, target_layers: int) -> list[tuple[int, ...]]:
+        """Return the layers whose inputs an EAGLE-3 head may read, the most likely choice first.
 
         Args:
             target_layers: Number of layers of the target.
 
         Returns:
-            For each choice, the layers whose inputs the head reads. The number of layers stands for the
-            output of the last one, and POST_NORM for the final hidden state. Empty if the target has too few
-            layers.
+            The choices, in which the number of layers stands for the output of the last one. Empty if the
+            target has too few layers.
         """
-        if self.version == 1:
-            return [(POST_NORM,), (target_layers,)]
         choices: list[tuple[int, ...]] = [(2, target_layers // 2, target_layers - 3)]
         if self.layers is not None:
             # Some publishers list the layers whose inputs are read, others those whose outputs are. The

@@ -7,7 +7,7 @@ Layouts: EAGLE-3 by SafeAILab, SpecForge and AngelSlim (`midlayer.*`), by NVIDIA
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from edgespec.heads.eagle_config import EagleConfig, parse_config, read_config
 from edgespec.heads.stored_tensor import StoredTensor
 from edgespec.heads.tensor_files import read_folder_tensors
 
-__all__ = ["EagleFiles", "read_eagle", "target_ids"]
+__all__ = ["EagleFiles", "is_eagle", "read_eagle", "target_ids"]
 
 # Parts of names in which layouts differ.
 _PREFIX = re.compile(r"^(?:model\.)?(?:midlayer|layers\.0)\.|^model\.")
@@ -50,6 +50,15 @@ class EagleFiles:
     @property
     def weight_bytes(self) -> int:
         return sum(tensor.size_bytes for tensor in self.tensors.values())
+
+
+def is_eagle(names: Collection[str]) -> bool:
+    """Return whether tensors with these names are those of an EAGLE head.
+
+    The configuration of an EAGLE-1 head does not tell it from that of its target.
+    """
+    canonical = {_canonical(name) for name in names}
+    return {"fc.weight", "layer.self_attn.q_proj.weight"} <= canonical
 
 
 def read_eagle(folder: Path) -> EagleFiles:

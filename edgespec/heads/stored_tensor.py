@@ -14,7 +14,7 @@ __all__ = ["ITEM_BYTES", "StoredTensor", "decode_elements"]
 
 _DTYPES = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "I64": np.int64, "I32": np.int32,
-    "I16": np.int16, "I8": np.int8, "U8": np.uint8, "BOOL": np.bool_,
+    "I16": np.int16, "I8": np.int8, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8, "BOOL": np.bool_,
 }  # fmt: skip
 # Size of an element in bytes, by the names that safetensors uses for data types.
 ITEM_BYTES = {**{name: np.dtype(kind).itemsize for name, kind in _DTYPES.items()}, "BF16": 2}

@@ -61,7 +61,10 @@ def _stored(path: Path, tensor: Any, file_bytes: int) -> StoredTensor:
     """Return a tensor of a safetensors file. Raises ValueError if its data is not in the file."""
     start, size_bytes = tensor.data_range.offset, tensor.data_range.size
     if tensor.dtype not in ITEM_BYTES:
-        raise ValueError(f"the data type {tensor.dtype} is not supported")
+        raise ModelFileError(
+            f"{path} contains tensors of the type {str(tensor.dtype)[:20]}, which edgespec cannot read",
+            "use a version of the head with 16-bit weights",
+        )
     if not all(type(size) is int and size >= 0 for size in tensor.shape):
         raise ValueError("a tensor has no shape")
     if size_bytes != math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype] or start + size_bytes > file_bytes:

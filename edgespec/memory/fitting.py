@@ -27,7 +27,7 @@ PlanOption = Literal[
     "draft_form",
     "draft",
     "copy",
-    "head",
+    "heads",
     "gpu_layers",
 ]
 """Fields of `PlanChoice` that the planner can reduce. `context` stands for `context_tokens`."""
@@ -67,7 +67,7 @@ class PlanChoice:
         draft_kv_type: Number format of the draft model's KV cache. Empty means the target's format.
         draft_form: Name of a smaller, lower-bit file of the draft model. Empty means the originally chosen
             file.
-        head: Whether to load the heads, if there are any.
+        heads: Number of heads to load.
     """
 
     context_tokens: int
@@ -79,7 +79,7 @@ class PlanChoice:
     copy: bool = True
     draft_kv_type: str = ""
     draft_form: str = ""
-    head: bool = False
+    heads: int = 0
 
 
 _Plan = Callable[[PlanChoice], MemoryPlan]
@@ -157,11 +157,11 @@ def _steps(start: PlanChoice, prefer: Preference, layers: int, draft_forms: Sequ
     """Return the load options that can be reduced and their reduced values, in the order to try them."""
     short = replace(start, context_tokens=min(start.context_tokens, _SHORT_CONTEXT_TOKENS))
     shortest = replace(start, context_tokens=min(start.context_tokens, _MIN_CONTEXT_TOKENS))
-    # Drop a head last, because it needs the least memory.
+    # Drop heads last, because they need the least memory.
     no_drafter: list[_Step] = [
         ("draft", replace(start, draft=False)),
         ("copy", replace(start, copy=False)),
-        ("head", replace(start, head=False)),
+        *(("heads", replace(start, heads=count)) for count in reversed(range(start.heads))),
     ]
     keep_16_bit: _Step = ("float32", replace(start, float32=False))
     forms: list[_Step] = [("draft_form", replace(start, draft_form=form)) for form in draft_forms]
@@ -246,7 +246,7 @@ def _descriptions(start: PlanChoice, choice: PlanChoice) -> dict[PlanOption, tup
         ),
         "draft": ("no draft model", no_drafter),
         "copy": ("no low-bit copy", no_drafter),
-        "head": ("no head", no_drafter),
+        "heads": (f"only {choice.heads} of {start.heads} heads" if choice.heads else "no head", no_drafter),
         "gpu_layers": (
             f"only {choice.gpu_layers} layers on graphics cards",
             "the CPU computes the other layers, but more slowly",

@@ -60,7 +60,7 @@ def prepare_head(folder: Path, target: Path, output: Path) -> int:
     from edgespec.heads.dflash_config import is_dflash
     from edgespec.heads.eagle_config import read_config
 
-    if "head" not in format_at(target).preparations:
+    if not format_at(target).converted_heads:
         raise OptionError(
             f"{target} is not a GGUF model", "pass the GGUF model that the head was trained for"
         )

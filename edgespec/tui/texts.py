@@ -31,10 +31,12 @@ __all__ = [
 
 _SOURCES = {
     "dflash": "DFlash head",
-    "eagle": "EAGLE-3 head",
+    "eagle": "EAGLE head",
+    "hydra": "Hydra heads",
     "layerskip": "first layers of the model",
     "lookahead": "parallel guesses",
     "lowbit": "a low-precision copy of the model",
+    "medusa": "Medusa heads",
     "model": "draft model",
     "mtp": "the model's own layers for several tokens at once",
     "ngram": "repeated text",

@@ -26,7 +26,10 @@ _DRAFT = (60, 70, 80, 90)
 
 
 def first_logits(head: HeadModel, cache: HeadCache, tokens: list[int], depth: int = 1) -> NDArray[np.float64]:
-    """The head's logits for the first token of a draft, or for one token at each depth."""
+    """The head's logits for the first token of a draft, or for one token at each depth.
+
+    Then commits the tokens before the draft, or discards the draft.
+    """
     cache.begin(tokens)
     cache.prefill()
     assert cache.can_draft(8)
@@ -37,7 +40,10 @@ def first_logits(head: HeadModel, cache: HeadCache, tokens: list[int], depth: in
         logits = head.verify(TokenTree.chain(draft[0], draft[1:width]), first)
         rows.append(np.array(logits.at(width - first - 1, vocab)))
         first = width
-    head.truncate(head.length)
+    if len(tokens) % 2:
+        head.commit(tuple(range(1, len(lag))))
+    else:
+        head.truncate(head.length)
     return np.concatenate(rows)
 
 

@@ -22,6 +22,7 @@ from edgespec.backends.base import Head, LanguageModel, LoadOptions
 from edgespec.backends.hidden_state_log import MAX_LOGGED_TOKENS
 from edgespec.backends.llamacpp.block_shape import MAX_BLOCK_TOKENS
 from edgespec.backends.llamacpp.dflash import DFlashHead, estimate_dflash_head
+from edgespec.backends.llamacpp.markov_head import MarkovHead
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.backends.llamacpp.native import captured_log
 from edgespec.drafters.head_cache import HeadCache
@@ -33,7 +34,7 @@ from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, EdgespecError, ModelFileError
 from tests.backends.dflash_reference import block_logits, markov_logits, published_tensors, tensors_of
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
-from tests.backends.tiny_models import WORDS, write_dflash, write_llama
+from tests.backends.tiny_models import WORDS, write_dflash, write_gemma3, write_jamba, write_lfm2, write_llama
 
 CONTEXT = 512
 VOCAB = 259 + len(WORDS)
@@ -137,6 +138,26 @@ def test_a_draft_after_any_history_equals_that_of_a_fresh_head(
     files: Files, rounds: list[Round], seed: int, kind: str
 ) -> None:
     check_history(files.load, lambda target: head_of(target, files.heads[kind]), rounds, seed)
+
+
+@pytest.mark.parametrize("write_target", [write_lfm2, write_jamba, write_gemma3])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rounds=st.lists(ROUNDS, min_size=1, max_size=8), seed=st.integers(0, 1 << 16))
+def test_heads_follow_targets_with_recurrent_layers_and_sliding_windows(
+    tmp_path_factory: pytest.TempPathFactory,
+    write_target: Callable[[Path], Path],
+    rounds: list[Round],
+    seed: int,
+) -> None:
+    folder = tmp_path_factory.mktemp("targets")
+    path, head = write_target(folder / "target.gguf"), write_head(folder / "head.gguf", layers=(1, 2))
+    options = LoadOptions(context_tokens=CONTEXT)
+    check_history(
+        lambda: llamacpp.load(str(path), "target", options),
+        lambda target: head_of(target, head),
+        rounds,
+        seed,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -374,3 +395,28 @@ def test_heads_with_small_and_large_blocks_draft(
     reply = replies(0.0, method="dflash", head=path, draft_length=16)
     assert reply.tokens == replies(0.0, method="none").tokens
     assert reply.stats.drafted_tokens
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("draft_vocab", [VOCAB, 40])
+def test_the_markov_head_reads_quantised_matrices(tmp_path: Path, kind: str, draft_vocab: int) -> None:
+    random = np.random.default_rng(1)
+    first, second = (random.normal(size=(count, 32)).astype(np.float32) for count in (VOCAB, draft_vocab))
+    quantisation = gguf.GGMLQuantizationType[kind]
+    writer = gguf.GGUFWriter(tmp_path / "head.gguf", "dflash")
+    for name, matrix in (("markov_w1", first), ("markov_w2", second)):
+        data = gguf.quants.quantize(matrix, quantisation)
+        writer.add_tensor(f"{name}.weight", data, raw_dtype=quantisation)
+    if draft_vocab < VOCAB:
+        writer.add_tensor("d2t", np.arange(draft_vocab) + 5)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    logits, expected = MarkovHead(tmp_path / "head.gguf", VOCAB).logits(9), second @ first[9]
+    if draft_vocab < VOCAB:
+        assert not logits[:5].any()
+        assert not logits[45:].any()
+        logits = logits[5:45]
+    assert np.abs(logits - expected).max() < (4 if kind == "Q4_0" else 0.3)
+    assert np.corrcoef(logits, expected)[0, 1] > 0.98

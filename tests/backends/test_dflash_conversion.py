@@ -11,7 +11,7 @@ import pytest
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.head_files import head_at
-from edgespec.backends.llamacpp.dflash import DFlashHead
+from edgespec.backends.llamacpp.dflash import DFlashHead, estimate_dflash_head
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import ModelFileError
@@ -33,6 +33,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def converted(target: Path, folder: Path) -> Path:
+    assert head_at(folder).method == "dflash"
     output = folder.with_suffix(".gguf")
     assert prepare_head(folder, target, output) == output.stat().st_size
     return output
@@ -74,6 +75,11 @@ def test_a_converted_head_drafts_what_the_published_one_does(
         assert np.flatnonzero(np.isfinite(rows[0])).tolist() == list(range(7, 107))
         rows = rows[:, 7:107]
     assert np.abs(rows - expected).max() < 0.02 * np.abs(expected).max()
+    # The plan of a head that is yet to be converted is that of the converted one.
+    before, after = (estimate_dflash_head(path, 256) for path in (tmp_path / "head", tmp_path / "head.gguf"))
+    for kind in ("cache", "compute", "output"):
+        assert before.bytes_of(kind) == after.bytes_of(kind)
+    assert before.bytes_of("weights") == pytest.approx(after.bytes_of("weights"), rel=0.15)
     head.close()
     model.close()
 

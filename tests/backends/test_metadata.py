@@ -95,6 +95,11 @@ class TestGguf:
         values = {"block_count": 2, "nextn_predict_layers": 1}
         with_head = written(tmp_path / "mtp.gguf", "glm4moe", tensors, **values)
         assert read_gguf_info(with_head).heads == ("MTP, 1 layer",)
+        assert read_gguf_info(with_head).kind == "head"  # It has no other layers.
+        whole = written(
+            tmp_path / "whole.gguf", "glm4moe", tensors | {"blk.0.attn_q.weight": (32, 32)}, **values
+        )
+        assert (read_gguf_info(whole).kind, read_gguf_info(whole).heads) == ("model", ("MTP, 1 layer",))
         del tensors["blk.1.nextn.eh_proj.weight"]
         assert read_gguf_info(written(tmp_path / "none.gguf", "glm4moe", tensors, **values)).heads == ()
         eagle = read_gguf_info(written(tmp_path / "eagle.gguf", "eagle3", tensors, block_count=1))

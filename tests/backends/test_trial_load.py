@@ -330,3 +330,20 @@ def test_a_head_that_crashes_llama_cpp_is_refused(
         ):
             load(target, method="eagle", head=head)
         assert len(children) == 2
+
+
+def test_a_head_beside_the_model_that_crashes_llama_cpp_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = write_llama(tmp_path / "target.gguf", layers=3)
+    add_tensor = gguf.GGUFWriter.add_tensor
+    monkeypatch.setattr(
+        gguf.GGUFWriter,
+        "add_tensor",
+        lambda writer, name, data: None if name == "output.weight" else add_tensor(writer, name, data),
+    )
+    head = write_eagle(tmp_path / "eagle3-target.gguf", layers=(0, 1, 2))
+    for _ in range(2):
+        notice = load(target)
+        assert f"{head} is damaged or not supported: llama.cpp crashed" in notice
+        assert "drafting with the head" not in notice

@@ -202,7 +202,7 @@ def write_eagle(
 def write_dflash(
     path: Path,
     *,
-    layers: Sequence[int] = (0, 0, 0),
+    layers: Sequence[int] = (1, 1, 1),
     depth: int = 2,
     block: int = 6,
     vocab: int = 259 + len(WORDS),

@@ -12,6 +12,8 @@ import pytest
 
 from edgespec.catalog import mlx_installed
 from edgespec.catalog.catalogue import models_folder
+from tests.backends.tiny_models import write_eagle, write_llama
+from tests.catalog.fake_stores import add_to_hub
 from tests.cli.conftest import ROOT, Run, Start, json_of, one_line_error
 
 DRAFT = ROOT / "models" / "demo-draft-q8_0.gguf"
@@ -163,3 +165,61 @@ def test_show_what_nobody_knows(run: Run) -> None:
     assert "is not on this machine" in one_line_error(run("models", "show", "hf:some/one"), 1)
     assert "there is no file" in one_line_error(run("models", "show", "./none.gguf"), 1)
     assert "missing argument" in one_line_error(run("models", "show"), 2)
+
+
+class TestHeads:
+    @pytest.fixture
+    def target(self, tmp_path: Path) -> Path:
+        write_eagle(tmp_path / "eagle3-target.gguf", layers=(0, 1, 2))
+        return write_llama(tmp_path / "target.gguf", layers=3)
+
+    def test_show_lists_the_heads_beside_a_model(self, run: Run, target: Path) -> None:
+        head = target.with_name("eagle3-target.gguf")
+        shown = run("models", "show", str(target)).stdout
+        assert re.search(
+            rf"^head +{head}: EAGLE-3; .*works, with --method auto or eagle$", shown, re.MULTILINE
+        )
+        (listed,) = json_of(run("models", "show", str(target), "--json"))["heads"]
+        assert listed["reference"] == str(head)
+        assert (listed["method"], listed["works"], listed["on_this_machine"]) == ("eagle", True, True)
+
+    def test_show_lists_published_heads(self, run: Run) -> None:
+        shown = run("models", "show", "qwen3-8b").stdout
+        assert "its publisher measured 1.7x on a server GPU with 16-bit weights" in shown
+        assert "not on this machine; download it with --head qwen3-8b-eagle3" in shown
+
+    def test_show_a_head(self, run: Run, target: Path) -> None:
+        shown = run("models", "show", str(target.with_name("eagle3-target.gguf"))).stdout
+        assert "it drafts for one model" in shown
+        assert "--draft auto" not in shown
+
+    def test_the_list_does_not_complain_about_heads(self, run: Run, tmp_path: Path, target: Path) -> None:
+        add_to_hub(tmp_path / "cache", "some/head-GGUF", target.with_name("eagle3-target.gguf"))
+        done = run("models", "list")
+        assert done.exit_code == 0
+        assert "head-GGUF" not in done.output
+
+    def test_heads_and_models_are_not_mixed_up(self, run: Run, target: Path) -> None:
+        head = str(target.with_name("eagle3-target.gguf"))
+        for option in ("--target", "--draft"):
+            assert "pass it with --head" in one_line_error(run("plan", option, head), 1)
+        assert "pass draft models with --draft" in one_line_error(run("plan", "--head", "demo-draft"), 1)
+
+    def test_the_plan_shows_the_head(self, run: Run, target: Path) -> None:
+        shown = run("plan", "--target", str(target)).stdout
+        assert f"head {target.with_name('eagle3-target.gguf')}" in " ".join(shown.split())
+        assert "head weights" in shown
+        planned = json_of(run("plan", "--target", str(target), "--json"))
+        assert planned["heads"] == [str(target.with_name("eagle3-target.gguf"))]
+        without = json_of(run("plan", "--target", str(target), "--head", "none", "--json"))
+        assert (without["heads"], without["why_no_head"]) == ([], "--head none was given")
+
+    def test_pull_and_remove_accept_published_heads(self, run: Run, tmp_path: Path, target: Path) -> None:
+        add_to_hub(tmp_path / "cache", "AngelSlim/Qwen3-8B_eagle3", target.with_name("eagle3-target.gguf"))
+        assert (
+            "qwen3-8b-eagle3 -> hf:AngelSlim/Qwen3-8B_eagle3"
+            in run("models", "pull", "qwen3-8b-eagle3").stdout
+        )
+        removed = run("models", "remove", "qwen3-8b-eagle3", "--yes")
+        assert removed.exit_code == 0
+        assert "Deleted qwen3-8b-eagle3" in removed.stdout

@@ -260,6 +260,7 @@ def test_a_variable_that_is_wrong(
     [
         ('kv_type = "q9"', "kv_type 'q9' is invalid (kv_type is set in {file}); "),
         ('target = "nonesuch"', "there is no model named nonesuch (target is set in {file}); "),
+        ('head = "nonesuch"', "there is no head named nonesuch (head is set in {file}); "),
         ('target = "nonesuch\\n"', "there is no model named nonesuch (target is set in {file}); "),
         ("learn = true", "(learn is set in {file}); "),
     ],
@@ -305,7 +306,7 @@ def test_help_and_other_commands_work_beside_a_broken_file(run: Run, file: Path)
 def test_the_options_of_load_and_of_sampling_can_be_set() -> None:
     """All but those that belong to one model."""
     settings = every_setting()
-    per_run = {"adapter", "exit_layer", "head"}
+    per_run = {"adapter", "exit_layer"}
     assert {*MODEL_NAMES, *SAMPLING_NAMES, "method", "seed"} - settings.keys() == per_run
     for name in COMMANDS:
         assert settings_of(name).keys() <= settings.keys()

@@ -36,7 +36,7 @@ def write_head(
     those that are None.
     """
     random = np.random.default_rng(seed)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     config: dict[str, Any] = {
         "hidden_size": size, "intermediate_size": FeedForward, "num_attention_heads": 2,
         "num_key_value_heads": 1, "head_dim": 16, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,

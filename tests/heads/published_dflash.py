@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -12,7 +13,7 @@ from safetensors.numpy import save_file
 
 Layout: TypeAlias = Literal["z-lab", "z-lab with sliding windows", "DeepSeek", "speculators"]
 LAYOUTS: tuple[Layout, ...] = ("z-lab", "z-lab with sliding windows", "DeepSeek", "speculators")
-SIZE, FEED_FORWARD, LAYERS, RANK, WINDOW = 32, 64, 2, 8, 8
+FEED_FORWARD, LAYERS, RANK, WINDOW = 64, 2, 8, 8
 
 
 def write_dflash_head(
@@ -20,8 +21,9 @@ def write_dflash_head(
     layout: Layout = "z-lab",
     *,
     vocab: int,
+    size: int = 32,
     draft_vocab: int | None = None,
-    states: tuple[int, ...] = (0, 1, 3),
+    states: Sequence[int] = (0, 1, 3),
     block: int = 6,
     mask: int = 7,
     changes: dict[str, NDArray[Any] | None] | None = None,
@@ -33,9 +35,9 @@ def write_dflash_head(
     7 on. `changes` replaces tensors, or removes those that are None.
     """
     random = np.random.default_rng(11)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     layer_config: dict[str, Any] = {
-        "hidden_size": SIZE, "intermediate_size": FEED_FORWARD, "num_attention_heads": 2,
+        "hidden_size": size, "intermediate_size": FEED_FORWARD, "num_attention_heads": 2,
         "num_key_value_heads": 1, "head_dim": 16, "num_hidden_layers": LAYERS, "rms_norm_eps": 1e-5,
         "rope_theta": 1e6, "vocab_size": vocab, "max_position_embeddings": 512, "hidden_act": "silu",
         "model_type": "qwen3",
@@ -65,28 +67,28 @@ def write_dflash_head(
             }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config | settings))
     shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (SIZE, len(states) * SIZE), "hidden_norm.weight": (SIZE,), "norm.weight": (SIZE,),
+        "fc.weight": (size, len(states) * size), "hidden_norm.weight": (size,), "norm.weight": (size,),
     }  # fmt: skip
     for layer in range(LAYERS):
         shapes |= {
             f"layers.{layer}.{name}.weight": shape
             for name, shape in {
-                "input_layernorm": (SIZE,), "post_attention_layernorm": (SIZE,),
-                "self_attn.q_proj": (32, SIZE), "self_attn.k_proj": (16, SIZE),
-                "self_attn.v_proj": (16, SIZE), "self_attn.o_proj": (SIZE, 32),
+                "input_layernorm": (size,), "post_attention_layernorm": (size,),
+                "self_attn.q_proj": (32, size), "self_attn.k_proj": (16, size),
+                "self_attn.v_proj": (16, size), "self_attn.o_proj": (size, 32),
                 "self_attn.q_norm": (16,), "self_attn.k_norm": (16,),
-                "mlp.gate_proj": (FEED_FORWARD, SIZE), "mlp.up_proj": (FEED_FORWARD, SIZE),
-                "mlp.down_proj": (SIZE, FEED_FORWARD),
+                "mlp.gate_proj": (FEED_FORWARD, size), "mlp.up_proj": (FEED_FORWARD, size),
+                "mlp.down_proj": (size, FEED_FORWARD),
             }.items()
         }  # fmt: skip
     if "markov_rank" in config:
         shapes["markov_head.markov_w1.weight"] = (vocab, RANK)
         shapes["markov_head.markov_w2.weight"] = (draft_vocab or vocab, RANK)
-        shapes["confidence_head.proj.weight"], shapes["confidence_head.proj.bias"] = (1, SIZE + RANK), (1,)
+        shapes["confidence_head.proj.weight"], shapes["confidence_head.proj.bias"] = (1, size + RANK), (1,)
         # DeepSeek ships copies of the target's tensors. Wrong ones must not matter.
-        shapes["embed_tokens.weight"] = shapes["lm_head.weight"] = (vocab, SIZE)
+        shapes["embed_tokens.weight"] = shapes["lm_head.weight"] = (vocab, size)
     if draft_vocab:
-        shapes["lm_head.weight"] = (draft_vocab, SIZE)
+        shapes["lm_head.weight"] = (draft_vocab, size)
     tensors: dict[str, Any] = {
         name: (random.normal(size=shape) / np.sqrt(shape[-1]) + (len(shape) == 1)).astype(np.float16)
         for name, shape in shapes.items()

@@ -11,7 +11,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from edgespec.errors import ModelFileError
-from edgespec.heads.eagle_config import POST_NORM
 from edgespec.heads.eagle_files import read_eagle
 from tests.heads.published import LAYOUTS, Layout, write_head
 
@@ -52,14 +51,13 @@ def test_settings_are_found_where_each_publisher_writes_them(tmp_path: Path, lay
 def test_layers_may_be_listed_by_their_inputs_or_outputs(tmp_path: Path) -> None:
     def choices(name: str, layout: Layout, layers: list[int] | None) -> list[tuple[int, ...]]:
         folder = write_head(tmp_path / name, layout, vocab=VOCAB, eagle_aux_hidden_state_layer_ids=layers)
-        return read_eagle(folder).config.state_choices(36)
+        return read_eagle(folder).config.layer_choices(36)
 
     assert choices("default", "SafeAILab", None) == [(2, 18, 33)]
     assert choices("inputs", "speculators", [2, 18, 33]) == [(2, 18, 33), (3, 19, 34)]
     assert choices("outputs", "NVIDIA", [1, 17, 32]) == [(2, 18, 33), (1, 17, 32)]
     assert choices("last", "NVIDIA", [24, 30, 36]) == [(24, 30, 36)]
     assert choices("too high", "NVIDIA", [24, 30, 37]) == []
-    assert choices("first", "EAGLE-1", None) == [(POST_NORM,), (36,)]
 
 
 def test_weights_can_be_split_over_several_files(tmp_path: Path) -> None:
@@ -121,6 +119,21 @@ def test_impossible_settings_are_refused(tmp_path: Path, settings: dict[str, Any
 def test_unfitting_tensors_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     folder = write_head(tmp_path / "head", vocab=VOCAB, draft_vocab=50, changes=changes)
     with pytest.raises(ModelFileError, match=message):
+        read_eagle(folder)
+
+
+def test_quantised_heads_are_refused(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {
+        "fc.weight": np.zeros((32, 12), np.uint32),
+        "fc.scales": np.zeros((32, 3), np.float16),
+    }
+    folder = write_head(tmp_path / "head", vocab=VOCAB, changes=changes)
+    with pytest.raises(ModelFileError, match="not an EAGLE head that edgespec supports"):
+        read_eagle(folder)
+    header = json.dumps({"a": {"dtype": "F8_E4M3", "shape": [2], "data_offsets": [0, 2]}}).encode()
+    content = len(header).to_bytes(8, "little") + header + bytes(2)
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(ModelFileError, match="type F8_E4M3"):
         read_eagle(folder)
 
 

@@ -25,6 +25,9 @@ from edgespec.methods import DrafterSet
 from edgespec.prepare.layerskip import prepare_layerskip
 from edgespec.prepare.lowbit import prepare_lowbit
 from tests.backends.tiny_models import write_dflash, write_eagle
+from tests.heads.published import write_head
+from tests.heads.published_dflash import write_dflash_head
+from tests.heads.residual_files import Layout, random_arrays, write_heads
 from tests.parity.models import (
     ASKED,
     CONTEXT,
@@ -36,6 +39,7 @@ from tests.parity.models import (
     Voice,
     Zoo,
     reply_to,
+    tiny_checkpoints,
 )
 
 
@@ -104,6 +108,12 @@ ROWS = (
     Row("`dflash`, chains", "dflash", head=True, every=True),
     Row("`dflash`, trees (`--draft-branches 2,2`)", "dflash", branches=(2, 2), head=True),
     Row("`dflash+suffix`", "dflash+suffix", head=True),
+    Row("`medusa`, chains", "medusa", head=True, every=True),
+    Row("`medusa`, trees (`--draft-branches 2,2`)", "medusa", branches=(2, 2), head=True),
+    Row("`medusa+suffix`", "medusa+suffix", head=True),
+    Row("`hydra`, chains", "hydra", head=True, every=True),
+    Row("`hydra`, trees (`--draft-branches 2,2`)", "hydra", branches=(2, 2), head=True),
+    Row("`hydra+suffix`", "hydra+suffix", head=True),
     Row("`lookahead`", "lookahead"),
     Row("`suffix`", "suffix"),
     Row("`ngram`", "ngram", every=True),
@@ -113,6 +123,9 @@ ROWS = (
     Row("`lowbit+suffix`", "lowbit+suffix"),
 )
 
+_RESIDUAL_LAYOUTS = {"medusa": Layout("medusa"), "hydra": Layout("hydra", grounded=True)}
+# The size of a hidden state of the tiny models of a backend.
+_STATE_SIZES = {"llama.cpp": 32, "MLX": 64}
 # Where a GGUF model of some layers comes apart: Gemma 3's differ by their number, and these do not.
 _EXITS = {"gemma3": 6}
 _SINKS = 2
@@ -204,7 +217,7 @@ def load(tiny: Tiny, rows: Sequence[Row]) -> Runtime:
         options["exit_layer"] = 1
     if how.head and "mtp" not in how.drafters:
         name = next(name for name in how.drafters if name in HEADS)
-        options["head"] = _WRITE_HEAD[name](tiny.path.parent / f"{name}.gguf")
+        options["head"] = write_head_for(tiny, name)
     return edgespec.load(
         str(tiny.path),
         "none" if how.itself or how.head else str(getattr(tiny, how.draft)),
@@ -215,6 +228,22 @@ def load(tiny: Tiny, rows: Sequence[Row]) -> Runtime:
         learn=how.learn,
         **options,
     )
+
+
+def write_head_for(tiny: Tiny, method: str) -> Path:
+    """A random head for a tiny model."""
+    if tiny.backend == "MLX" and method in ("eagle", "dflash"):
+        size, vocab = tiny_checkpoints.configuration(tiny.name)["hidden_size"], tiny.target.facts.vocab_size
+        folder, layers = tiny.path.parent / method, [0, 1, 2]
+        if method == "eagle":
+            return write_head(folder, size=size, vocab=vocab, eagle_aux_hidden_state_layer_ids=layers)
+        write_dflash_head(folder, size=size, vocab=vocab, states=layers)
+        return folder
+    if layout := _RESIDUAL_LAYOUTS.get(method):
+        size = _STATE_SIZES[tiny.backend]
+        arrays = random_arrays(layout, size, tiny.target.facts.vocab_size)
+        return write_heads(tiny.path.parent / method, layout, arrays)
+    return _WRITE_HEAD[method](tiny.path.parent / f"{method}.gguf")
 
 
 _METHOD = re.compile(r"^method '.*' cannot be used: ")

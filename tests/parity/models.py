@@ -18,6 +18,7 @@ from tests.backends import tiny_models, tiny_mtp_models
 from tests.parity.weights import keep_to_letters, quieten, write_near, write_renamed
 
 mx = pytest.importorskip("mlx.core")
+mtp_layers = pytest.importorskip("tests.backends.mlx.mtp_layers")
 tiny_checkpoints = pytest.importorskip("tests.backends.mlx.tiny_checkpoints")
 
 # Larger than the room a draft with a window takes.
@@ -50,6 +51,7 @@ WITH_MTP: dict[Column, tuple[str, ...]] = {
     Column("llama.cpp", "full"): ("glm4moe", "deepseek2", "hy_v3"),
     Column("llama.cpp", "window"): ("step35", "mimo2", "cohere2moe"),
     Column("llama.cpp", "recurrent"): ("qwen35", "qwen35moe", "qwen3next"),
+    Column("MLX", "recurrent"): ("qwen3_next",),
 }
 BACKENDS = ("llama.cpp", "MLX")
 
@@ -67,6 +69,8 @@ def write_tiny(backend: str, name: str, folder: Path, voice: Voice = "plain") ->
     if backend == "MLX":
         more = {"num_hidden_layers": layers} if layers else {}
         path = Path(tiny_checkpoints.write_checkpoint(folder / "target", name, config=more))
+        if name == "qwen3_next":
+            mtp_layers.write_mtp_layer(path)
     elif name in tiny_mtp_models.SHAPES:
         path = tiny_mtp_models.write_mtp_model(folder / "target.gguf", name)
     else:

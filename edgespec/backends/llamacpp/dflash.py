@@ -28,6 +28,7 @@ from edgespec.backends.memory_estimate import MemoryEstimate
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError
+from edgespec.heads.dflash_files import read_dflash
 
 if TYPE_CHECKING:
     from edgespec.backends.llamacpp.model import LlamaCppModel
@@ -86,10 +87,14 @@ class DFlashHead(CachedHead):
         )
         super().__init__(target, weights, path, options, name, context, log, max_plan, capabilities)
         self._markov = MarkovHead(Path(path), self.vocabulary.size) if shape.has_markov else None
+        # The token for which llama.cpp computed the Markov head's logits in each row of the block.
+        self._assumed: list[int] = []
+        self._end_round()
+
+    def _end_round(self) -> None:
+        super()._end_round()
         # The logits of the last block, from the row on that predicts the token after the block's first.
         self._rows: NDArray[np.float32] = np.empty((0, self.vocabulary.size), np.float32)
-        # The token for which llama.cpp computed the Markov head's logits in each of these rows.
-        self._assumed: list[int] = []
         # Number of the tree's nodes before the block, whose hidden states are known.
         self._known_nodes = 0
 
@@ -109,7 +114,7 @@ class DFlashHead(CachedHead):
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
         self._check()
         check_tokens_fit(self, len(tokens))
-        self._cells.truncate(self.length)
+        self._end_round()
         for batch in in_batches(tokens, self._options.batch_tokens, progress):
             start = self.length
             try:
@@ -134,12 +139,12 @@ class DFlashHead(CachedHead):
                 )
             return HostLogits(self._rows_after(tree.tokens[first:], depths))
         except (BackendError, ContextFullError, CancelledError, CapabilityError):
-            self._cells.truncate(self.length)
+            self._end_round()
             raise
 
     def _run_block(self, tree: TokenTree) -> None:
         """Run a block after the tokens of the tree whose hidden states are known."""
-        self._cells.truncate(self.length)
+        self._end_round()
         known = self._known_nodes = min(max(self._log.end - self.length, 0), tree.width - 1)
         begin = self.length + known
         if known:
@@ -173,11 +178,7 @@ class DFlashHead(CachedHead):
         """Keep the entries of tokens whose hidden states were known."""
         self._check()
         self._cells.length += self._known_nodes
-        self._known_nodes = 0
-
-    def truncate(self, length: int) -> None:
-        self._known_nodes = 0
-        super().truncate(length)
+        self._end_round()
 
     def _free_weights(self) -> None:
         library().llama_model_free(self._weights)
@@ -199,22 +200,63 @@ def load_dflash_head(target: LlamaCppModel, path: Path) -> DFlashHead:
 def estimate_dflash_head(path: Path, context_tokens: int) -> MemoryEstimate:
     """Return the memory used by a head and by the hidden states that are kept for it.
 
+    Args:
+        path: A GGUF file, or a folder with a head that will be converted to GGUF.
+        context_tokens: The size of the head's KV cache.
+
     Raises:
         ModelFileError: The file is missing or damaged.
     """
+    if path.is_dir():
+        files = read_dflash(path)
+        config, elements = files.config, {name: math.prod(t.shape) for name, t in files.tensors.items()}
+        return _estimate(
+            context_tokens,
+            weight_bytes=2 * sum(elements.values()),
+            token_bytes=2 * 2 * config.layers * config.kv_heads * config.head_size,
+            vocabulary=config.vocab_size,
+            state_size=len(config.states) * config.size,
+            is_reduced=files.target_ids is not None,
+            markov_elements=elements.get("markov_head.markov_w2.weight", 0),
+            block_tokens=config.block_tokens,
+        )
     header, info = read_header(path), read_gguf_info(path)
     shapes = {tensor.name: tensor.shape for tensor in header.tensors}
-    compute_bytes = _REDUCED_COMPUTE_BYTES if "d2t" in shapes else _COMPUTE_BYTES
-    # llama.cpp reserves memory for a batch of two blocks. The Markov head runs only if they fill the batch.
-    if "markov_w2.weight" in shapes and 2 * header.architecture_number("block_size") >= _BATCH_TOKENS:
-        compute_bytes = _MARKOV_COMPUTE_BYTES
     layers = np.size(header.architecture_value("target_layers", ()))
+    return _estimate(
+        context_tokens,
+        weight_bytes=check_file(str(path)),
+        token_bytes=info.kv_bytes,
+        vocabulary=info.vocab_size,
+        state_size=layers * header.architecture_number("embedding_length"),
+        is_reduced="d2t" in shapes,
+        markov_elements=math.prod(shapes.get("markov_w2.weight", (0,))),
+        block_tokens=header.architecture_number("block_size"),
+    )
+
+
+def _estimate(
+    context_tokens: int,
+    *,
+    weight_bytes: int,
+    token_bytes: int,
+    vocabulary: int,
+    state_size: int,
+    is_reduced: bool,
+    markov_elements: int,
+    block_tokens: int,
+) -> MemoryEstimate:
+    compute_bytes = _REDUCED_COMPUTE_BYTES if is_reduced else _COMPUTE_BYTES
+    # llama.cpp reserves memory for a batch of two blocks. The Markov head runs only if they fill the batch.
+    if markov_elements and 2 * block_tokens >= _BATCH_TOKENS:
+        compute_bytes = _MARKOV_COMPUTE_BYTES
     return estimate_head(
         context_tokens,
-        weight_bytes=check_file(str(path)) + math.prod(shapes.get("markov_w2.weight", (0,))) * 4,
-        token_bytes=info.kv_bytes,
-        vocabulary=header.architecture_number("vocab_size") or info.vocab_size,
-        state_size=layers * header.architecture_number("embedding_length"),
+        # `MarkovHead` has a copy of the second matrix in float32.
+        weight_bytes=weight_bytes + 4 * markov_elements,
+        token_bytes=token_bytes,
+        vocabulary=vocabulary,
+        state_size=state_size,
         bytes_per_logit=compute_bytes,
         batch_tokens=_BATCH_TOKENS,
     )

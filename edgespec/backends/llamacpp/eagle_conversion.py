@@ -81,7 +81,7 @@ def _layers(folder: Path, head: EagleFiles, target_layers: int) -> tuple[int, ..
     Raises:
         ModelFileError: llama.cpp does not support the head.
     """
-    config, choices = head.config, head.config.state_choices(target_layers)
+    config, choices = head.config, head.config.layer_choices(target_layers)
     unknown = sorted(head.tensors.keys() - _NAMES.keys())
     if config.version != 3:
         problem = "it is an EAGLE-1 or EAGLE-2 head, which only MLX models can use"

@@ -98,12 +98,17 @@ class CachedHead(SelfDraftView["LlamaCppModel"]):
         """Empty the KV cache, and let it begin at a position. Tokens before it are never run."""
         self._check()
         self._context.clear()
-        self._cells.clear_round()
         self._cells.length = position
+        self._end_round()
 
     def truncate(self, length: int) -> None:
         self._check()
-        self._cells.truncate(min(length, self.length))
+        self._cells.length = min(length, self.length)
+        self._end_round()
+
+    def _end_round(self) -> None:
+        """Remove the draft that is being run, and all later tokens, from the KV cache."""
+        self._cells.truncate(self.length)
 
     def resized(self) -> None:
         """Resize the head's context to match the target's, or keep its size if memory is short."""
@@ -120,9 +125,9 @@ class CachedHead(SelfDraftView["LlamaCppModel"]):
         except MemoryBudgetError:
             plan = before
         try:
-            length = min(self.length, plan.tokens)
-            self._cells.truncate(length)
-            rebuild_context(self._context, plan, length)
+            self._cells.length = min(self.length, plan.tokens)
+            self._end_round()
+            rebuild_context(self._context, plan, self.length)
         except (MemoryBudgetError, BackendError):
             self._cells.length = 0
         self.facts = replace(

@@ -10,6 +10,8 @@ import numpy as np
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
+from edgespec.backends.gguf_header import read_header
+
 __all__ = ["MarkovHead"]
 
 
@@ -25,26 +27,40 @@ class MarkovHead:
     """
 
     def __init__(self, path: Path, vocab_size: int) -> None:
-        self._tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-        self._vocab_size = vocab_size
+        self._path, self._vocab_size = path, vocab_size
+        self._header = read_header(path)
+        self._tensors = {tensor.name: tensor for tensor in self._header.tensors}
+
+    def _rows(self, name: str, begin: int = 0, end: int | None = None) -> NDArray[np.float32]:
+        """Return rows of a matrix in the file, or all elements of a vector."""
+        tensor = self._tensors[name]
+        kind = gguf.GGMLQuantizationType(tensor.kind)
+        block_elements, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        row_bytes = tensor.shape[0] // block_elements * block_bytes
+        start = self._header.size_bytes + tensor.offset_bytes
+        rows = np.memmap(self._path, np.uint8, "r", start, (tensor.elements // tensor.shape[0], row_bytes))
+        return dequantize(np.array(rows[begin:end]), kind).astype(np.float32)
 
     @cached_property
     def _outputs(self) -> NDArray[np.float32]:
         """The second matrix [draft vocabulary, rank]. Most greedy chains never need it."""
-        tensor = self._tensors["markov_w2.weight"]
-        outputs = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        scale = self._tensors.get("markov_w2.scale")
-        return outputs if scale is None else outputs * np.float32(scale.data[0])
+        outputs = self._rows("markov_w2.weight")
+        return outputs * self._rows("markov_w2.scale") if "markov_w2.scale" in self._tensors else outputs
+
+    @cached_property
+    def _target_ids(self) -> NDArray[np.int64] | None:
+        """For each token of the head's own vocabulary, the token of the target. None if they are equal."""
+        tensor = self._tensors.get("d2t")
+        if tensor is None:
+            return None
+        start = self._header.size_bytes + tensor.offset_bytes
+        return np.fromfile(self._path, np.int64, tensor.elements, offset=start)
 
     def logits(self, token: int) -> NDArray[np.float32]:
         """Return the logits [vocabulary] that the head adds after a token."""
-        tensor = self._tensors["markov_w1.weight"]
-        logits: NDArray[np.float32] = self._outputs @ dequantize(
-            tensor.data[token : token + 1], tensor.tensor_type
-        )[0].astype(np.float32)
-        ids = self._tensors.get("d2t")
-        if ids is None:
+        logits: NDArray[np.float32] = self._outputs @ self._rows("markov_w1.weight", token, token + 1)[0]
+        if self._target_ids is None:
             return logits
         result = np.zeros(self._vocab_size, np.float32)
-        result[ids.data] = logits
+        result[self._target_ids] = logits
         return result

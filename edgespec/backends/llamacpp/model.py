@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from edgespec.backends.llamacpp.context_planning import plan_context
 from edgespec.backends.llamacpp.dflash import load_dflash_head
 from edgespec.backends.llamacpp.eagle import load_eagle_head
 from edgespec.backends.llamacpp.gguf_model import GgufModel
-from edgespec.backends.llamacpp.head import CachedHead
 from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.kv_types import parse_kv_types
 from edgespec.backends.llamacpp.loading import describe, load_weights, threads_for
@@ -27,15 +26,23 @@ from edgespec.backends.llamacpp.mtp import load_mtp_head
 from edgespec.backends.llamacpp.mtp_files import unloaded_bytes
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import probe
+from edgespec.backends.llamacpp.residual_target import load_gguf_residual_heads
 from edgespec.backends.llamacpp.resizing import cache_variant, initial_plan, rebuild_context
 from edgespec.backends.replay import ReplayModel
+from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CapabilityError, ModelFileError
 
 __all__ = ["LlamaCppModel", "load"]
 
-_HEAD_LOADERS = {"eagle": load_eagle_head, "dflash": load_dflash_head}
+# The functions that load the heads of each method, given the target and the path of the head.
+_HEAD_LOADERS: dict[str, Callable[[LlamaCppModel, Path], SelfDraftView[Any]]] = {
+    "eagle": load_eagle_head,
+    "dflash": load_dflash_head,
+    "medusa": load_gguf_residual_heads,
+    "hydra": load_gguf_residual_heads,
+}
 
 
 def load(path: str, name: str, options: LoadOptions, progress: Progress | None = None) -> LanguageModel:
@@ -176,7 +183,7 @@ class LlamaCppModel(GgufModel):
         self.logs.close(log)
         self._context.tap_states(self.logs.states)
 
-    def _head(self, method: Head) -> CachedHead:
+    def _head(self, method: Head) -> SelfDraftView[Any]:
         if method.method not in self.facts.capabilities.self_draft_methods:
             raise CapabilityError(
                 f"{self.facts.name} does not support heads for the method {method.method}, because of its"

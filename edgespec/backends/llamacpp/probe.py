@@ -17,6 +17,7 @@ from edgespec.backends.llamacpp.mtp_files import MTP_GRAPHS
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.staging_api import nextn_api, target_layers_api
 from edgespec.errors import BackendError, ModelFileError
+from edgespec.heads.residual_layout import RESIDUAL_METHODS
 
 __all__ = ["ProbeResult", "probe"]
 
@@ -71,7 +72,8 @@ def _head_methods(weights: Any, result: ProbeResult) -> frozenset[str]:
     has_mtp = metadata(weights, "general.architecture") in MTP_GRAPHS
     layers, nextn = target_layers_api() is not None, nextn_api() is not None
     works = {"mtp": has_mtp and nextn, "eagle": layers and nextn, "dflash": layers}
-    return frozenset(name for name in works if works[name])
+    # llama.cpp does not run Medusa and Hydra heads, so any version will do.
+    return frozenset({*RESIDUAL_METHODS, *(name for name in works if works[name])})
 
 
 def _probe_cells(context: LlamaContext, options: LoadOptions) -> ProbeResult:

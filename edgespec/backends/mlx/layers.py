@@ -1,4 +1,4 @@
-"""Replace layers in any mlx-lm model to record hidden states, skip layers, or resume after a layer."""
+"""Replace parts of any mlx-lm model to record hidden states, skip layers, or resume after a layer."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import mlx.core as mx
 
 from edgespec.errors import CapabilityError
 
-__all__ = ["HiddenStateHooks", "LayerList", "SkippedLayer"]
+__all__ = ["Body", "HiddenStateHooks", "LayerList", "SkippedLayer"]
 
 
 class _LayerProxy:
-    """Base class for temporary layer replacements. Forwards attribute access to the original layer.
+    """Base class for temporary replacements of modules. Forwards attribute access to the original module.
 
     Not an `nn.Module`, because it has no weights of its own.
     """
@@ -117,6 +117,70 @@ class _HookedLayer(_LayerProxy):
         self._hooks.inputs[self._index] = states
         self._hooks.outputs[self._index] = result[0] if isinstance(result, tuple) else result
         return result
+
+
+class Body:
+    """The part of a model that contains its layers and final norm, without the LM head.
+
+    Attributes:
+        output: Output [1, tokens, size] of the last pass inside `recorded`, which the LM head reads. None
+            before that.
+
+    Raises:
+        CapabilityError: The model does not consist of two such parts.
+    """
+
+    def __init__(self, model: Any) -> None:
+        body, _ = _find_layers(model)
+        self._parent, self._name = _find_module(model, body)
+        self._body = body
+        self.output: mx.array | None = None
+
+    @property
+    def arguments(self) -> Any:
+        """The sizes from which mlx-lm built the model."""
+        return self._parent.args
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record the output of the body in every pass inside the block."""
+        with self._replaced(_RecordedBody(self._body, self)):
+            yield
+
+    @contextmanager
+    def returning(self, states: mx.array) -> Iterator[None]:
+        """Make passes inside the block run only the LM head, on the hidden states [1, tokens, size]."""
+        with self._replaced(SkippedLayer(self._body, states)):
+            yield
+
+    @contextmanager
+    def _replaced(self, body: _LayerProxy) -> Iterator[None]:
+        # Set the item of the dictionary that an MLX module is, because the module's attributes must be arrays
+        # or modules.
+        self._parent[self._name] = body
+        try:
+            yield
+        finally:
+            self._parent[self._name] = self._body
+
+
+class _RecordedBody(_LayerProxy):
+    def __init__(self, body: Any, record: Body) -> None:
+        super().__init__(body)
+        self._record = record
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._record.output = output = self._layer(*args, **kwargs)
+        return output
+
+
+def _find_module(model: Any, wanted: Any) -> tuple[Any, str]:
+    """Return the module that contains the module `wanted`, and the name under which it does."""
+    for _, module in model.named_modules():
+        for name, value in module.items():
+            if value is wanted:
+                return module, name
+    raise CapabilityError("the model's layers and its LM head are not separate")
 
 
 def _find_layers(model: Any) -> tuple[Any, str]:

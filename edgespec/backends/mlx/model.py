@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import (
+    Head,
     LanguageModel,
     LoadOptions,
     ModelFacts,
@@ -24,6 +26,7 @@ from edgespec.backends.base import (
     Vocabulary,
 )
 from edgespec.backends.base_model import BaseModel, in_batches
+from edgespec.backends.hidden_state_log import HiddenStateLog
 from edgespec.backends.mlx.cache_serialization import deserialize_caches, serialize_caches
 from edgespec.backends.mlx.evaluation import release_thread_state
 from edgespec.backends.mlx.layer_caches import CacheCheckpoint
@@ -31,8 +34,14 @@ from edgespec.backends.mlx.layers import HiddenStateHooks, LayerList
 from edgespec.backends.mlx.loading import KV_BITS, LoadedModel, prefill_batch_tokens
 from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.mlx.model_skeleton import named_arrays
-from edgespec.backends.mlx.partial_models import SELF_DRAFT_NAMES, PartialModel, PartialModelFactory
+from edgespec.backends.mlx.partial_models import (
+    SELF_DRAFT_NAMES,
+    PartialDraft,
+    PartialModel,
+    PartialModelFactory,
+)
 from edgespec.backends.mlx.pass_runner import PassRunner
+from edgespec.backends.mlx.state_recorder import StateRecorder
 from edgespec.backends.mlx.vocabulary import MlxVocabulary
 from edgespec.backends.optional_features import Trainer
 from edgespec.backends.self_draft_view import SelfDraftView
@@ -47,6 +56,7 @@ class MlxModel(BaseModel):
 
     Attributes:
         rounding: Machine epsilon of the model's compute data type.
+        memory_bytes: Memory limit of the model, its KV cache and its head. None if there is no limit.
         caches: The caches of all layers.
         partial_models: Factory for the partial models used for self-drafting.
         kv_bytes_for: Function that maps a context length in tokens to the size of all caches in bytes. Raises
@@ -61,8 +71,11 @@ class MlxModel(BaseModel):
         self.vocabulary: Vocabulary = vocabulary
         self._close_vocabulary = vocabulary.close
         self._net = loaded.skeleton.model
+        self.memory_bytes = options.memory_bytes
         self.rounding: float = mx.finfo(loaded.dtype).eps
-        self._runner = PassRunner(self._net, facts.context_tokens, facts.capabilities.max_width, kv_bits)
+        self._runner = PassRunner(
+            self._net, facts.context_tokens, facts.capabilities.max_width, kv_bits, self.logs
+        )
         self.caches = self._runner.caches
         self._fingerprint = f"{facts.architecture} {facts.quantisation} {kv_bits} {_weights_crc(self._net)}"
         # The loader replaces this function after it has measured the model's KV cache.
@@ -131,6 +144,28 @@ class MlxModel(BaseModel):
             " backend cannot move cached keys to other positions"
         )
 
+    def log_hidden_states(self, states: Sequence[int]) -> HiddenStateLog:
+        """See `HiddenStateSource`."""
+        return self._recorder().open(states)
+
+    def stop_logging(self, log: HiddenStateLog) -> None:
+        """See `HiddenStateSource`."""
+        if not self._closed:
+            self._recorder().close(log)
+
+    def _recorder(self) -> StateRecorder:
+        self.end_round()
+        runner = self._runner
+        runner.layout.set_chain(self.length)
+        if runner.recorder is None:
+            runner.recorder = StateRecorder(self._net, self.logs)
+        return runner.recorder
+
+    @property
+    def state_size(self) -> int:
+        """Number of values per hidden state."""
+        return self._recorder().state_size
+
     def hidden_state_hooks(self) -> HiddenStateHooks:
         return HiddenStateHooks(self._net)
 
@@ -151,8 +186,7 @@ class MlxModel(BaseModel):
                 f"{self.facts.name} cannot roll back {self.length - checkpoint.length} tokens",
                 "clear the cache and process the text again",
             )
-        self.caches.restore(checkpoint)
-        self._runner.committed = checkpoint
+        self._runner.rewind(checkpoint)
 
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
         self.end_round()
@@ -192,11 +226,31 @@ class MlxModel(BaseModel):
 
     def self_draft(self, method: SelfDraft) -> LanguageModel:
         self._check(0)
-        view = MlxSelfDraftView(self, self._partial_model(method))
+        view: SelfDraftView[Any]
+        if isinstance(method, Head):
+            view = self._head(method)
+        else:
+            view = MlxSelfDraftView(self, self._partial_model(method))
         self._views.add(view)
         return view
 
-    def _partial_model(self, method: SelfDraft) -> PartialModel:
+    def _head(self, method: Head) -> SelfDraftView[Any]:
+        from edgespec.backends.mlx.dflash_loading import load_dflash_head
+        from edgespec.backends.mlx.eagle_loading import load_eagle_head
+        from edgespec.backends.mlx.mtp import load_mtp_head
+        from edgespec.backends.mlx.residual_target import load_mlx_residual_heads
+
+        self.partial_models.check(method.method, self.facts)
+        loaders: dict[str, Callable[[MlxModel, Any, Path], SelfDraftView[Any]]] = {
+            "mtp": load_mtp_head,
+            "eagle": load_eagle_head,
+            "dflash": load_dflash_head,
+            "medusa": load_mlx_residual_heads,
+            "hydra": load_mlx_residual_heads,
+        }
+        return loaders[method.method](self, self._net, method.path or Path(self.facts.path))
+
+    def _partial_model(self, method: PartialDraft) -> PartialModel:
         self.partial_models.check(SELF_DRAFT_NAMES[type(method)], self.facts)
         return self.partial_models.create(method, self.facts.name)
 

@@ -9,20 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 
-from edgespec.backends.base import EarlyExit, Head, LowBit, ModelFacts, SelfDraft, SkippedLayers
+from edgespec.backends.base import EarlyExit, LowBit, ModelFacts, SkippedLayers
 from edgespec.backends.mlx.layers import LayerList, SkippedLayer
 from edgespec.backends.mlx.low_bit_weights import LowBitWeights
 from edgespec.backends.mlx.model_skeleton import parameter_bytes
 from edgespec.backends.mlx.pass_layout import PassLayout
 from edgespec.errors import CapabilityError, OptionError
 
-__all__ = ["SELF_DRAFT_NAMES", "EarlyExitModel", "PartialModel", "PartialModelFactory"]
+__all__ = ["SELF_DRAFT_NAMES", "EarlyExitModel", "PartialDraft", "PartialModel", "PartialModelFactory"]
 
-SELF_DRAFT_NAMES: dict[type[SelfDraft], str] = {
+PartialDraft: TypeAlias = EarlyExit | LowBit | SkippedLayers
+"""The self-draft methods that run only part of the target."""
+
+SELF_DRAFT_NAMES: dict[type[PartialDraft], str] = {
     EarlyExit: "layerskip",
     LowBit: "lowbit",
     SkippedLayers: "swift",
@@ -152,7 +155,7 @@ class PartialModelFactory:
                 f"{facts.name} cannot draft for itself with {name}: {reason}", "choose another method"
             )
 
-    def create(self, method: SelfDraft, name: str) -> PartialModel:
+    def create(self, method: PartialDraft, name: str) -> PartialModel:
         """Create the draft model for a self-draft method that the target supports.
 
         Args:
@@ -164,11 +167,6 @@ class PartialModelFactory:
                 separate low-bit copy.
             OptionError: `method` specifies layers that do not exist or cannot be skipped.
         """
-        if isinstance(method, Head):
-            raise CapabilityError(
-                f"{name} does not support heads, because it is an MLX model",
-                "choose another method, or use a GGUF version of the model",
-            )
         if isinstance(method, LowBit):
             if method.copy is not None:
                 raise CapabilityError(

@@ -13,11 +13,13 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.backends.hidden_state_log import OpenLogs
 from edgespec.backends.mlx.evaluation import evaluate, start_evaluation, translate_errors
 from edgespec.backends.mlx.layer_caches import CacheCheckpoint, LayerCaches
 from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.mlx.partial_models import EarlyExitModel, PartialModel
 from edgespec.backends.mlx.pass_layout import PassLayout, install_tree_ropes
+from edgespec.backends.mlx.state_recorder import StateRecorder
 from edgespec.engine.tree import TokenTree, TreeBuilder
 from edgespec.errors import BackendError, CapabilityError
 
@@ -34,12 +36,14 @@ class _PrelaunchedPass(NamedTuple):
         known: All tokens of the chain except the last.
         source: Logits whose best token is the chain's last token, possibly not computed yet.
         logits: Logits of the pass.
+        states: Hidden states of the pass if they are recorded, otherwise None.
         before: Checkpoint of the caches before the pass.
     """
 
     known: tuple[int, ...]
     source: DeviceLogits
     logits: DeviceLogits
+    states: mx.array | None
     before: CacheCheckpoint
 
 
@@ -59,19 +63,26 @@ class PassRunner:
         committed: Checkpoint of the caches that covers only committed tokens.
         run_ahead: Whether to launch the next step early. See `LanguageModel.run_ahead`.
         interrupted: Whether the model was interrupted. If so, no passes are launched early.
+        recorder: Records the hidden states that heads read. None if no head was ever loaded.
     """
 
-    def __init__(self, net: Any, context_tokens: int, max_width: int, kv_bits: int | None) -> None:
+    def __init__(
+        self, net: Any, context_tokens: int, max_width: int, kv_bits: int | None, logs: OpenLogs
+    ) -> None:
         self.layout = PassLayout()
         install_tree_ropes(net, self.layout)
         self.caches = LayerCaches(net, self.layout, kv_bits)
         self.committed = self.caches.checkpoint()
         self.run_ahead = False
         self.interrupted = False
+        self.recorder: StateRecorder | None = None
         self._net = net
+        self._logs = logs
         self.context_tokens = context_tokens
         self._max_width = max_width
         self._round = TreeBuilder()
+        # The hidden states of the passes in this round, if they are recorded.
+        self._round_states: list[mx.array] = []
         # The partial model (with fewer layers or bits) that is drafting for this model, or None.
         self._partial_model: PartialModel | None = None
         self._prelaunched: _PrelaunchedPass | None = None
@@ -92,6 +103,15 @@ class PassRunner:
         if tokens.size > 1:
             self.caches.detach_states()
         return rows.astype(mx.float32)
+
+    def _forward_recorded(self, tokens: mx.array) -> tuple[mx.array, mx.array | None]:
+        """Run the whole model. Return the logits, and the hidden states if any log is open."""
+        recorder = self.recorder
+        if recorder is None or not recorder.states:
+            return self._forward(tokens), None
+        with recorder.recorded():
+            rows = self._forward(tokens)
+        return rows, recorder.last
 
     def _forward_partial(self, tokens: mx.array, partial_model: AbstractContextManager[None]) -> mx.array:
         with partial_model:
@@ -122,12 +142,13 @@ class PassRunner:
         """Run tokens and add them to the caches. If MLX fails, raise BackendError and add none."""
         self.layout.set_chain(self.length)
         try:
-            self._forward(mx.array(list(tokens)))
+            _, states = self._forward_recorded(mx.array(list(tokens)))
             self._start_states(len(tokens))
-            evaluate(*self.caches.arrays)
+            evaluate(*self.caches.arrays, *([] if states is None else [states]))
         except BackendError:
             self.end_round()
             raise
+        self._log([] if states is None else [states], range(len(tokens)))
         self.committed = self.caches.checkpoint()
         mx.clear_cache()
 
@@ -141,9 +162,13 @@ class PassRunner:
                 self._clear_buffers()
             self._round.extend(tree, first)
             if prelaunched:
+                self._add_states(prelaunched.states)
                 return prelaunched.logits
-            rows = self._resume(tree, *exit_states) if exit_states else self._run(tree.tokens, first)
-            return self._logits(rows, first)
+            rows, states = (
+                (self._resume(tree, *exit_states), None) if exit_states else self._run(tree.tokens, first)
+            )
+            self._add_states(states)
+            return self._logits(rows, states, first)
         except BackendError:
             self.end_round()
             raise
@@ -161,7 +186,7 @@ class PassRunner:
                 self._clear_buffers()
                 self._partial_model = partial_model
             self._round.extend(tree, first)
-            return prelaunched.logits if prelaunched else self._logits(self._run(tree.tokens, first), first)
+            return prelaunched.logits if prelaunched else self._logits(*self._run(tree.tokens, first), first)
         except BaseException:
             self.end_round()
             raise
@@ -171,7 +196,7 @@ class PassRunner:
         if self._partial_model:
             self._partial_model.end_round()
         self._partial_model = self._prelaunched = None
-        self._round = TreeBuilder()
+        self._round, self._round_states = TreeBuilder(), []
         if self.caches.unsupported and self.caches.length != self.length:
             self.clear()
         elif self.length:
@@ -181,6 +206,7 @@ class PassRunner:
 
     def clear(self) -> None:
         self.committed = CacheCheckpoint(0, (), ())
+        self._logs.truncate(0)
         self.caches.clear()
         self.committed = self.caches.checkpoint()
         self._clear_at = _CLEAR_EVERY_TOKENS
@@ -191,6 +217,7 @@ class PassRunner:
         if 0 < length < self.length and self.caches.can_rewind(length):
             self.caches.rewind(length)
             self.committed = self.caches.checkpoint()
+            self._logs.truncate(length)
         elif length < self.length or length == 0:
             self.clear()
 
@@ -203,6 +230,7 @@ class PassRunner:
             self.end_round()
             return
         kept, prelaunched = [0, *path], self._prelaunched
+        self._log(self._round_states, kept)
         if len(self._round) == 1 and prelaunched:
             self.committed = prelaunched.before
         else:
@@ -213,6 +241,10 @@ class PassRunner:
                 self.caches.keep_path(self.length, kept)
                 start_evaluation(*self.caches.arrays)
             elif len(kept) < len(self._round):
+                if self.caches.recurrent and self._round_states:
+                    # The caller commits only to log the hidden states, and then returns to a checkpoint.
+                    self.end_round()
+                    return
                 if self.caches.recurrent:
                     raise CapabilityError(
                         "a recurrent model cannot remove the last tokens from its state",
@@ -220,7 +252,22 @@ class PassRunner:
                     )
                 self.caches.rewind(self.length + len(kept))
             self.committed = self.caches.checkpoint()
-        self._round = TreeBuilder()
+        self._round, self._round_states = TreeBuilder(), []
+
+    def rewind(self, checkpoint: CacheCheckpoint) -> None:
+        """Return to a checkpoint, whose tokens must still be in the caches. Logs of hidden states stay."""
+        self.end_round()
+        self.caches.restore(checkpoint)
+        self.committed = checkpoint
+
+    def _add_states(self, states: mx.array | None) -> None:
+        if states is not None:
+            self._round_states.append(states)
+
+    def _log(self, passes: Sequence[mx.array], rows: Sequence[int]) -> None:
+        """Log the hidden states of tokens that are about to be committed."""
+        if self.recorder is not None and passes:
+            self.recorder.append(self.length, passes, rows)
 
     def _clear_buffers(self) -> None:
         """Free the old buffers of caches that have grown, because MLX would keep them for reuse."""
@@ -228,7 +275,7 @@ class PassRunner:
             mx.clear_cache()
             self._clear_at = self.length + _CLEAR_EVERY_TOKENS
 
-    def _run(self, tokens: Sequence[int], first: int) -> mx.array:
+    def _run(self, tokens: Sequence[int], first: int) -> tuple[mx.array, mx.array | None]:
         self._set_layout(first)
         return self._pass(mx.array(list(tokens[first:])), first)
 
@@ -238,15 +285,16 @@ class PassRunner:
         else:
             self.layout.set_tree(self.length, self._round.parents, self._round.depths, first)
 
-    def _pass(self, tokens: mx.array, first: int) -> mx.array:
+    def _pass(self, tokens: mx.array, first: int) -> tuple[mx.array, mx.array | None]:
         if self._partial_model is None:
-            return self._forward(tokens)
-        return self._forward_partial(tokens, self._partial_model.active(first))
+            return self._forward_recorded(tokens)
+        return self._forward_partial(tokens, self._partial_model.active(first)), None
 
-    def _start(self, rows: mx.array) -> None:
-        states = self._partial_model.background_arrays() if self._partial_model else []
+    def _start(self, rows: mx.array, states: mx.array | None) -> None:
+        arrays = self._partial_model.background_arrays() if self._partial_model else []
+        arrays += [] if states is None else [states]
         self._start_states(rows.shape[0])
-        start_evaluation(rows, *states, *(array for layer in self.caches.states for array in layer))
+        start_evaluation(rows, *arrays, *(array for layer in self.caches.states for array in layer))
 
     def _start_states(self, width: int) -> None:
         """Start computing the recurrent states one layer at a time, which reduces peak memory."""
@@ -254,8 +302,8 @@ class PassRunner:
             for layer in self.caches.states:
                 start_evaluation(*layer)
 
-    def _logits(self, rows: mx.array, first: int) -> DeviceLogits:
-        self._start(rows)
+    def _logits(self, rows: mx.array, states: mx.array | None, first: int) -> DeviceLogits:
+        self._start(rows, states)
         depths = self._round.depths[first:]
         return DeviceLogits(rows, depths, self._prelaunch_next if self._round.is_chain else None)
 
@@ -268,8 +316,10 @@ class PassRunner:
         requested = zip(tree.tokens, tree.parents, strict=True)
         common = sum(takewhile(bool, map(eq, drafted, requested)))
         exit_states = None
-        # `end_round` clears the KV cache if `length` is 0. The hidden states then cannot be reused.
-        if isinstance(partial_model, EarlyExitModel) and common and self.length:
+        is_logged = self.recorder is not None and self.recorder.states
+        # The states cannot be reused if `length` is 0, because `end_round` then clears the KV cache, or if a
+        # head reads hidden states of the lower layers, which are recorded only while these layers run.
+        if isinstance(partial_model, EarlyExitModel) and common and self.length and not is_logged:
             exit_states = partial_model, partial_model.exit_states(common)
         self.end_round()
         return exit_states
@@ -316,11 +366,11 @@ class PassRunner:
         before = self.caches.checkpoint()
         self.layout.set_chain(self.length)
         tokens = mx.concatenate([mx.array(known, mx.uint32), token]) if known else token
-        rows = self._pass(tokens, len(self._round))
-        self._start(rows)
+        rows, states = self._pass(tokens, len(self._round))
+        self._start(rows, states)
         logits = DeviceLogits(rows, range(width), self._prelaunch_next)
         logits.overlapped_seconds = now() - started if known else 0.0
-        self._prelaunched = _PrelaunchedPass(known, source, logits, before)
+        self._prelaunched = _PrelaunchedPass(known, source, logits, states, before)
 
     def _take_prelaunched(self, tree: TokenTree, first: int) -> _PrelaunchedPass | None:
         """Return the pass that was launched early if it matches the requested one. Otherwise, discard it."""
@@ -339,4 +389,4 @@ class PassRunner:
         if self._target:
             self._target.pipeline_with(None)
         self._prelaunched = self._partial_model = None
-        del self._net, self.caches
+        del self._net, self.caches, self.recorder

@@ -13,13 +13,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import Capabilities, EarlyExit, LowBit, SelfDraft, SkippedLayers
+from edgespec.backends.base import Capabilities, EarlyExit, LowBit, SkippedLayers
 from edgespec.backends.mlx.attention_cache import AttentionCache
 from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.mlx.model import MlxModel
-from edgespec.backends.mlx.partial_models import SELF_DRAFT_NAMES
+from edgespec.backends.mlx.partial_models import SELF_DRAFT_NAMES, PartialDraft
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import EdgespecError, ModelFileError
+from edgespec.heads.mtp_files import MTP_MODELS
+from edgespec.heads.residual_layout import RESIDUAL_METHODS
 
 __all__ = ["PROBE_TOKENS", "ProbeResult", "probe"]
 
@@ -27,6 +29,10 @@ __all__ = ["PROBE_TOKENS", "ProbeResult", "probe"]
 PROBE_TOKENS = 8
 # Maximum relative rounding error of logits: the larger of this many machine epsilons and this fraction.
 _MAX_EPSILONS, _MAX_LOGIT_SHARE = 32, 1e-3
+
+# The methods that draft with heads, which read the model's hidden states.
+_HEADS = ("mtp", "eagle", "dflash", *RESIDUAL_METHODS)
+_METHODS = frozenset({*SELF_DRAFT_NAMES.values(), *_HEADS})
 
 
 class ProbeResult(NamedTuple):
@@ -83,12 +89,16 @@ def probe(model: MlxModel) -> ProbeResult:
         unavailable = {name: reason for name, reason in problems.items() if reason}
         extra = f"; sliding windows keep {AttentionCache.slack} extra tokens" if caches.windowed else ""
         rollback = f"by offset{extra}"
+    if why_no_heads := problem or checks.find_problem(checks.hidden_states):
+        unavailable |= dict.fromkeys(_HEADS, why_no_heads)
+    elif model.facts.architecture not in MTP_MODELS:
+        unavailable["mtp"] = "edgespec cannot run the MTP layers of its architecture with MLX"
     capabilities = Capabilities(
         rollback=not problem,
         tree=not tree_problem,
         reason=tree_problem,
         max_width=model.facts.capabilities.max_width,
-        self_draft_methods=frozenset(SELF_DRAFT_NAMES.values()) - unavailable.keys(),
+        self_draft_methods=_METHODS - unavailable.keys(),
         trainable=not (problem or recurrent),
         partial_truncate=caches.truncatable,
     )
@@ -176,7 +186,26 @@ class _Checks:
             return "none of the model's weights can be read at lower precision"
         return self._self_draft(LowBit())
 
-    def _self_draft(self, method: SelfDraft) -> str:
+    def hidden_states(self) -> str:
+        """Check that passes of different widths give the same hidden states, and change no logits."""
+        model = self._model
+        # Few states, because a log of all of them would need gigabytes for large models.
+        log = model.log_hidden_states((0, model.layer_count // 2, model.layer_count))
+        try:
+            model.prefill(self._tokens[:2])
+            problem = self._differs("recording hidden states", self._chain(2, 3, 4), [2, 3, 4])
+            model.commit((1, 2))
+            rows = log.rows(0, 5)
+            model.truncate(0)
+            model.prefill(self._tokens[:5])
+            difference = float(np.abs(log.rows(0, 5) - rows).max())
+        finally:
+            model.stop_logging(log)
+        if problem or difference <= self._share * float(np.abs(rows).max()):
+            return problem
+        return f"its hidden states depend on the width of the pass (by up to {difference:.2g})"
+
+    def _self_draft(self, method: PartialDraft) -> str:
         """Check that self-drafting does not change the model's logits."""
         model, subject = self._model, "self-drafting"
         partial_model = model.partial_models.create(method, model.facts.name)
@@ -206,6 +235,10 @@ class _Checks:
             tuple(self._tokens[index] for index in indices), tuple(parents[:count]), (None,) * count
         )
 
+    @property
+    def _share(self) -> float:
+        return max(_MAX_EPSILONS * self._model.rounding, _MAX_LOGIT_SHARE)
+
     def _differs(
         self, subject: str, logits: DeviceLogits, steps: Sequence[int], rows: Sequence[int] | None = None
     ) -> str:
@@ -223,7 +256,6 @@ class _Checks:
         all_tokens = np.arange(self._model.vocabulary.size)
         got = np.stack([logits.at(row, all_tokens) for row in rows or range(len(logits))])
         difference = float(np.abs(got - self._steps[list(steps)]).max())
-        share = max(_MAX_EPSILONS * self._model.rounding, _MAX_LOGIT_SHARE)
-        if difference <= share * float(np.abs(self._steps).max()):
+        if difference <= self._share * float(np.abs(self._steps).max()):
             return ""
         return f"{subject} produces different logits than single-token passes (by up to {difference:.2g})"

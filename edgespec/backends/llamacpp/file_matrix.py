@@ -1,0 +1,91 @@
+"""Read the rows of a matrix from a GGUF file, because llama.cpp has no function that returns weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.backends.gguf_files import gguf_files
+from edgespec.backends.gguf_header import GgufTensor, read_header
+from edgespec.errors import CapabilityError, ModelFileError
+
+__all__ = ["FileMatrix"]
+
+# Number of rows to convert at once. Limits the memory for quantised rows.
+_BATCH_ROWS = 1024
+
+
+class FileMatrix:
+    """A matrix in the files of a GGUF model.
+
+    Args:
+        path: The model.
+        *names: Possible names of the matrix. The first one that exists is used.
+
+    Raises:
+        ModelFileError: A file cannot be read, or there is no such matrix.
+    """
+
+    def __init__(self, path: Path, *names: str) -> None:
+        self._file, self._offset_bytes, tensor = _find(path, names)
+        self._size, self._count = tensor.shape
+        self._type = gguf.GGMLQuantizationType(tensor.kind)
+        block_size, block_bytes = gguf.GGML_QUANT_SIZES[self._type]
+        self._row_bytes = self._size // block_size * block_bytes
+
+    def rows(self, ids: Sequence[int]) -> NDArray[np.float32]:
+        """Return the rows [rows, size] with these numbers.
+
+        Raises:
+            ModelFileError: The file has become shorter or unreadable.
+            CapabilityError: The matrix has a type that cannot be converted.
+        """
+        return self._read([(row, 1) for row in ids])
+
+    def all_rows(self) -> NDArray[np.float32]:
+        """Return the whole matrix. Raises the same errors as `rows`."""
+        result = np.empty((self._count, self._size), np.float32)
+        for start in range(0, self._count, _BATCH_ROWS):
+            batch = result[start : start + _BATCH_ROWS]
+            batch[:] = self._read([(start, len(batch))])
+        return result
+
+    def _read(self, ranges: Sequence[tuple[int, int]]) -> NDArray[np.float32]:
+        """Return rows, given the first row and the number of rows of each range."""
+        try:
+            with self._file.open("rb") as file:
+                data = np.concatenate([self._read_range(file, *each) for each in ranges])
+            found: NDArray[np.float32] = gguf.dequantize(data, self._type)
+        except OSError as error:
+            raise ModelFileError(
+                f"{self._file} cannot be read: {error.strerror or error}", "download it again"
+            ) from error
+        except NotImplementedError as error:
+            raise CapabilityError(
+                f"a matrix in {self._file} has the type {self._type.name}, which edgespec cannot convert",
+                "choose another quantisation of the model, or another method, such as suffix",
+            ) from error
+        return found
+
+    def _read_range(self, file: BinaryIO, start: int, count: int) -> NDArray[np.uint8]:
+        file.seek(self._offset_bytes + start * self._row_bytes)
+        data = file.read(count * self._row_bytes)
+        if len(data) < count * self._row_bytes:
+            raise OSError("it is truncated")
+        return np.frombuffer(data, np.uint8).reshape(count, self._row_bytes)
+
+
+def _find(path: Path, names: Sequence[str]) -> tuple[Path, int, GgufTensor]:
+    """Return the file with the matrix, the offset of the matrix in it in bytes, and its description."""
+    headers = {part: read_header(part) for part in gguf_files(path)}
+    for name in names:
+        for part, header in headers.items():
+            for tensor in header.tensors:
+                if tensor.name == name and len(tensor.shape) == 2:
+                    return part, header.size_bytes + tensor.offset_bytes, tensor
+    raise ModelFileError(f"{path} contains no {names[0]}", "choose another GGUF file of the model")

@@ -1,0 +1,70 @@
+"""Offer GGUF models as targets of Medusa and Hydra heads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from edgespec.backends.gguf_metadata import read_gguf_info
+from edgespec.backends.llamacpp.file_matrix import FileMatrix
+from edgespec.backends.llamacpp.metadata import architecture_metadata
+from edgespec.backends.llamacpp.native import library
+from edgespec.backends.memory_estimate import MemoryEstimate
+from edgespec.backends.residual_head_view import ResidualHeadView
+from edgespec.backends.residual_heads import ResidualHeadTarget, estimate_residual_heads, load_residual_heads
+from edgespec.heads.prefix_layer import AttentionShape
+from edgespec.heads.products import NUMPY_BYTES_PER_WEIGHT, numpy_product
+from edgespec.heads.residual_layout import ResidualHeads
+
+if TYPE_CHECKING:
+    from edgespec.backends.llamacpp.model import LlamaCppModel
+
+__all__ = ["estimate_gguf_residual_heads", "load_gguf_residual_heads"]
+
+_EMBEDDINGS = "token_embd.weight"
+
+
+def load_gguf_residual_heads(model: LlamaCppModel, path: Path) -> ResidualHeadView:
+    """Load the Medusa or Hydra heads at a path for a GGUF target. See `load_residual_heads`."""
+    return load_residual_heads(_target(model), path)
+
+
+def _target(model: LlamaCppModel) -> ResidualHeadTarget:
+    """Return what Medusa and Hydra heads need from a model.
+
+    Raises:
+        ModelFileError: The model's file has no token embeddings, or cannot be read.
+    """
+    lib, (weights,), path = library(), model.weights, Path(model.facts.path)
+
+    def number(key: str, default: float) -> float:
+        return float(architecture_metadata(weights, key) or default)
+
+    return ResidualHeadTarget(
+        model=model,
+        states=model,
+        memory_bytes=model.options.memory_bytes,
+        layers=lib.llama_model_n_layer(weights),
+        attention=AttentionShape(
+            lib.llama_model_n_head(weights),
+            number("rope.freq_base", 10000.0),
+            number("attention.layer_norm_rms_epsilon", 1e-5),
+        ),
+        embed=FileMatrix(path, _EMBEDDINGS).rows,
+        make_product=numpy_product,
+        # Models with tied embeddings have no separate LM head.
+        output=lambda: numpy_product(FileMatrix(path, "output.weight", _EMBEDDINGS).all_rows()),
+        weight_bytes=_weight_bytes,
+    )
+
+
+def estimate_gguf_residual_heads(path: Path, target: Path, context_tokens: int) -> MemoryEstimate:
+    """Return the memory used by Medusa or Hydra heads for a GGUF target. See `estimate_residual_heads`."""
+    vocab_size = read_gguf_info(target).vocab_size
+    return estimate_residual_heads(path, context_tokens, vocab_size, _weight_bytes)
+
+
+def _weight_bytes(heads: ResidualHeads, vocab_size: int) -> int:
+    # Heads without output matrices need a copy of the target's LM head that NumPy can use.
+    copied = 0 if heads.vocab_size else vocab_size * heads.state_size
+    return (heads.parameters + copied) * NUMPY_BYTES_PER_WEIGHT

@@ -1,0 +1,119 @@
+"""Load a published DFlash or DSpark head for an MLX target, and estimate its memory use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from edgespec.backends.hidden_state_log import MAX_LOGGED_TOKENS
+from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
+from edgespec.backends.mlx.attention_cache import cache_rows
+from edgespec.backends.mlx.dflash import BATCH_TOKENS, DFlashHead
+from edgespec.backends.mlx.dflash_network import DFlashNetwork
+from edgespec.backends.mlx.head_loading import (
+    check_finite,
+    check_memory,
+    check_sizes,
+    checked_folder,
+    evaluate_constants,
+    head_facts,
+    loaded_bytes,
+    weight_array,
+)
+from edgespec.backends.mlx.target_ends import TargetEmbedding, TargetLmHead
+from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.heads.dflash_files import DFlashFiles, read_dflash
+
+if TYPE_CHECKING:
+    from edgespec.backends.mlx.model import MlxModel
+
+__all__ = ["estimate_dflash_head", "load_dflash_head"]
+
+
+def estimate_dflash_head(folder: Path, context_tokens: int) -> MemoryEstimate:
+    """Return the memory used by a head and by the hidden states that are kept for it.
+
+    Raises:
+        CapabilityError: The head is a GGUF file.
+        ModelFileError: The folder contains no such head, or one that is damaged.
+    """
+    files = read_dflash(checked_folder(folder))
+    config, fused = files.config, files.tensors["fc.weight"].shape[1]
+    batch_bytes = BATCH_TOKENS * (8 * config.size + 2 * config.feed_forward_size + fused)
+    return MemoryEstimate(
+        context_tokens,
+        "as the weights",
+        (
+            MemoryPart("weights", sum(loaded_bytes(tensor) for tensor in files.tensors.values())),
+            MemoryPart("cache", config.kv_bytes_per_token * cache_rows(None, context_tokens)),
+            MemoryPart(
+                "compute",
+                4 * (batch_bytes + 2 * config.block_tokens * config.vocab_size + MAX_LOGGED_TOKENS * fused),
+            ),
+        ),
+    )
+
+
+def load_dflash_head(target: MlxModel, net: Any, folder: Path) -> DFlashHead:
+    """Load a head for a target.
+
+    Args:
+        target: The target.
+        net: The target's mlx-lm model.
+        folder: Folder of the head, in the layout in which it was published.
+
+    Raises:
+        CapabilityError: The head was made for another target, or is a GGUF file.
+        ModelFileError: The folder contains no such head, or one that is damaged or not supported.
+        MemoryBudgetError: The head does not fit in memory.
+    """
+    files = read_dflash(checked_folder(folder))
+    config, name = files.config, f"the head of {target.facts.name}"
+    check_sizes(target, folder, config.size, config.vocab_size)
+    if not config.states or not all(0 <= state <= target.layer_count for state in config.states):
+        raise CapabilityError(
+            f"the head {folder} was made for another target: it reads the layers {list(config.states)}, but"
+            f" {target.facts.name} has {target.layer_count}",
+            "choose the head that was published for this target",
+        )
+    check_memory(target, name, sum(loaded_bytes(tensor) for tensor in files.tensors.values()))
+    weights = [(parameter, weight_array(tensor)) for parameter, tensor in files.tensors.items()]
+    network = _network(files, weights, folder)
+    facts = head_facts(
+        target,
+        name,
+        folder,
+        "dspark" if config.markov_rank else "dflash",
+        f"head that drafts blocks of {config.block_tokens} tokens",
+        [array for _, array in weights],
+        config.kv_bytes_per_token,
+        config.context_tokens,
+    )
+    embed = TargetEmbedding(net, config.vocab_size, config.size)
+    lm_head = TargetLmHead(net) if files.target_ids is None else network.lm_head
+    log = target.log_hidden_states(config.states)
+    try:
+        head = DFlashHead(target, log, network, config, embed, lm_head, files.target_ids, facts)
+    except BaseException:
+        target.stop_logging(log)
+        raise
+    try:
+        check_finite(head, folder)
+    except BaseException:
+        head.close()
+        raise
+    return head
+
+
+def _network(files: DFlashFiles, weights: list[tuple[str, mx.array]], folder: Path) -> DFlashNetwork:
+    try:
+        network = DFlashNetwork(files)
+        network.load_weights(weights, strict=True)
+        evaluate_constants(layer.self_attn.rope for layer in network.layers)
+    except (ValueError, KeyError, TypeError, ArithmeticError, AssertionError) as error:
+        raise ModelFileError(
+            f"the config.json of the head {folder} has invalid settings: {error}", "download it again"
+        ) from error
+    return network

@@ -1,0 +1,184 @@
+"""Load a published EAGLE head for an MLX target, and estimate its memory use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from edgespec.backends.hidden_state_log import MAX_LOGGED_TOKENS, POST_NORM
+from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
+from edgespec.backends.mlx.attention_cache import cache_rows
+from edgespec.backends.mlx.eagle import BATCH_TOKENS, EagleHead
+from edgespec.backends.mlx.eagle_network import EagleNetwork
+from edgespec.backends.mlx.head_loading import (
+    check_finite,
+    check_memory,
+    check_sizes,
+    checked_folder,
+    evaluate_constants,
+    head_facts,
+    loaded_bytes,
+    weight_array,
+)
+from edgespec.backends.mlx.target_ends import TargetEmbedding, TargetLmHead
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.heads.eagle_files import EagleFiles, read_eagle
+
+if TYPE_CHECKING:
+    from edgespec.backends.mlx.model import MlxModel
+
+__all__ = ["estimate_eagle_head", "load_eagle_head", "most_accurate"]
+
+# Text with which heads are tried that could read several hidden states of the target.
+_TRIAL_TEXT = (
+    "The capital of France is Paris, and the capital of Italy is Rome. To list the files of a folder by size,"
+    " run `ls -lS`. def add(a, b):\n    return a + b\n\nOnce upon a time, there was a"
+)
+
+
+def estimate_eagle_head(folder: Path, context_tokens: int) -> MemoryEstimate:
+    """Return the memory used by a head and by the hidden states that are kept for it.
+
+    Raises:
+        CapabilityError: The head is a GGUF file.
+        ModelFileError: The folder contains no EAGLE head, or one that is damaged.
+    """
+    files = read_eagle(checked_folder(folder))
+    config, fused = files.config, files.tensors["fc.weight"].shape[1]
+    weight_bytes = sum(loaded_bytes(tensor) for tensor in files.tensors.values())
+    row = 2 * config.vocab_size + 8 * config.hidden_size + 2 * config.feed_forward_size + fused
+    return MemoryEstimate(
+        context_tokens,
+        "as the weights",
+        (
+            MemoryPart("weights", weight_bytes),
+            MemoryPart("cache", config.kv_bytes_per_token * cache_rows(None, context_tokens)),
+            MemoryPart("compute", 4 * (BATCH_TOKENS * row + MAX_LOGGED_TOKENS * fused)),
+        ),
+    )
+
+
+def load_eagle_head(target: MlxModel, net: Any, folder: Path) -> EagleHead:
+    """Load an EAGLE head for a target, whose cache must be empty.
+
+    Args:
+        target: The target.
+        net: The target's mlx-lm model.
+        folder: Folder of the head, in the layout in which it was published.
+
+    Raises:
+        CapabilityError: The head was made for another target, or is a GGUF file.
+        ModelFileError: The folder contains no EAGLE head, or one that is damaged or not supported.
+        MemoryBudgetError: The head does not fit in memory.
+    """
+    files = read_eagle(checked_folder(folder))
+    name = f"the head of {target.facts.name}"
+    check_sizes(target, folder, files.config.target_size, files.config.vocab_size)
+    check_memory(target, name, files.weight_bytes)
+    weights = [(parameter, weight_array(tensor)) for parameter, tensor in files.tensors.items()]
+    heads: list[EagleHead] = []
+    try:
+        for states in _state_choices(target, files, folder):
+            heads += [_head(target, net, files, weights, states, name, folder)]
+        check_finite(heads[0], folder)
+        best = most_accurate(target, heads) if len(heads) > 1 else heads[0]
+    except BaseException:
+        for head in heads:
+            head.close()
+        raise
+    for head in heads:
+        if head is not best:
+            head.close()
+    return best
+
+
+def _state_choices(target: MlxModel, files: EagleFiles, folder: Path) -> list[tuple[int, ...]]:
+    """Return the hidden states that the head may read, the most likely choice first."""
+    layers = target.layer_count
+    if files.config.version == 1:
+        # Most heads read the state after the final norm, as in EAGLE's own code. Some read the one before it.
+        return [(POST_NORM,), (layers,)]
+    choices = files.config.layer_choices(layers)
+    if not choices:
+        raise CapabilityError(
+            f"the head {folder} was made for another target: it reads the layers"
+            f" {list(files.config.layers or ())}, but {target.facts.name} has {layers}",
+            "choose the head that was published for this target",
+        )
+    return choices
+
+
+def _head(
+    target: MlxModel,
+    net: Any,
+    files: EagleFiles,
+    weights: Sequence[tuple[str, mx.array]],
+    states: Sequence[int],
+    name: str,
+    folder: Path,
+) -> EagleHead:
+    """Return a head that reads the target's hidden states `states`."""
+    config = files.config
+    try:
+        network = EagleNetwork(files)
+        network.load_weights(list(weights), strict=True)
+        evaluate_constants([network.layer.self_attn.rope])
+    except (ValueError, KeyError, TypeError, ArithmeticError, AssertionError) as error:
+        raise ModelFileError(
+            f"the config.json of the head {folder} has invalid settings: {error}", "download it again"
+        ) from error
+    parameters = dict(weights)
+    embed = (
+        network.embed_tokens
+        if "embed_tokens.weight" in parameters
+        else TargetEmbedding(net, config.vocab_size, config.hidden_size)
+    )
+    lm_head = network.lm_head if "lm_head.weight" in parameters else TargetLmHead(net)
+    facts = head_facts(
+        target,
+        name,
+        folder,
+        f"eagle{config.version}",
+        f"EAGLE-{config.version} head that reads the hidden states {list(states)}",
+        list(parameters.values()),
+        config.kv_bytes_per_token,
+        config.context_tokens,
+    )
+    log = target.log_hidden_states(states)
+    try:
+        return EagleHead(target, log, network, embed, lm_head, files.target_ids, facts)
+    except BaseException:
+        target.stop_logging(log)
+        raise
+
+
+def most_accurate(target: MlxModel, heads: Sequence[EagleHead]) -> EagleHead:
+    """Return the head that most often predicts what the target does, or the first one if several do.
+
+    Publishers describe the same hidden states differently, and a wrong choice only lowers the acceptance
+    rate. So we try all choices on a short text.
+    """
+    tokens = target.vocabulary.tokenize(_TRIAL_TEXT, special=False, start=True)
+    tokens = tokens[: min(BATCH_TOKENS, target.facts.capabilities.max_width, target.free_tokens)]
+    if target.length or len(tokens) < 2:
+        return heads[0]
+    try:
+        logits = target.verify(TokenTree.chain(tokens[0], tokens[1:]))
+        best = [logits.best(row, 1)[0] for row in range(1, len(tokens))]
+        target.commit(tuple(range(1, len(tokens))))
+        return max(heads, key=lambda head: _agreement(head, tokens, best))
+    finally:
+        target.truncate(0)
+
+
+def _agreement(head: EagleHead, tokens: Sequence[int], best: Sequence[Sequence[int]]) -> int:
+    """Return how often the head predicts the target's most likely token after each of `tokens[1:]`."""
+    head.start_at(1)
+    logits = head.verify(TokenTree.chain(tokens[1], tokens[2:]))
+    agreed = sum(logits.best(row, 1)[0] == best[row] for row in range(len(best)))
+    head.truncate(0)
+    return agreed

@@ -1,0 +1,138 @@
+"""The layer of an EAGLE head, which reads the target's hidden states (arXiv 2401.15077 and 2503.01840)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers.activations import silu
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.embedding import Embedding
+from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.normalization import RMSNorm
+from mlx_lm.models.rope_utils import initialize_rope
+
+from edgespec.backends.mlx.attention_cache import AttentionCache
+from edgespec.heads.eagle_config import EagleConfig
+from edgespec.heads.eagle_files import EagleFiles
+
+__all__ = ["EagleNetwork"]
+
+
+class EagleNetwork(Module):
+    """An EAGLE head without weights. Its parameters have the canonical names of `edgespec.heads.eagle_files`.
+
+    EAGLE-3 first reduces several hidden states of the target to one (`reduced`), and normalises its inputs.
+    EAGLE-1 reads one hidden state, and combines it with the token's embedding in `fc`.
+    """
+
+    def __init__(self, files: EagleFiles) -> None:
+        super().__init__()
+        config, names = files.config, files.tensors.keys()
+        self._config = config
+        size, eps = config.hidden_size, config.norm_eps
+        fused = files.tensors["fc.weight"].shape[1]
+        self.fc = Linear(fused, size, bias="fc.bias" in names)
+        self.layer = _Layer(config, {name for name in names if name.endswith(".bias")})
+        if config.version == 3:
+            self.norm = RMSNorm(size, eps)
+        if config.norm_before_fc:
+            self.input_norm = RMSNorm(fused, eps)
+        if "fc_norm.0.weight" in names:
+            self.fc_norm = [RMSNorm(config.target_size, eps) for _ in range(fused // config.target_size)]
+        if "lm_head.weight" in names:
+            self.lm_head = Linear(size, files.draft_vocab_size, bias=False)
+        if "embed_tokens.weight" in names:
+            self.embed_tokens = Embedding(config.vocab_size, size)
+
+    def reduced(self, states: mx.array) -> mx.array:
+        """Return the hidden states [tokens, size] that the layer reads, given the target's."""
+        if self._config.version == 1:
+            return states
+        if "input_norm" in self:
+            states = self.input_norm(states)
+        if "fc_norm" in self:
+            parts = mx.split(states, len(self.fc_norm), axis=-1)
+            states = mx.concatenate(
+                [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], axis=-1
+            )
+        return self.fc(states)
+
+    def __call__(self, embeddings: mx.array, states: mx.array, cache: AttentionCache) -> mx.array:
+        """Return the head's hidden states [tokens, size] for tokens and the hidden states before them."""
+        if self._config.version == 1:
+            states = self.fc(mx.concatenate([embeddings, states], axis=-1))
+            return self.layer(states[None], None, cache)[0]
+        return self.layer(states[None], embeddings[None], cache)[0]
+
+    def normalised(self, states: mx.array) -> mx.array:
+        """Return the hidden states that the LM head reads, given those of the layer."""
+        return self.norm(states) if self._config.version == 3 else states
+
+    def fed_back(self, states: mx.array) -> mx.array:
+        """Return the hidden states with which the layer runs the tokens that follow, given its own."""
+        return self.norm(states) if self._config.norm_output else states
+
+
+class _Layer(Module):
+    def __init__(self, config: EagleConfig, biases: set[str]) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.norm_eps
+        self._norm_before_residual = config.norm_before_residual
+        self.self_attn = _Attention(config, biases)
+        self.mlp = _FeedForward(size, config.feed_forward_size)
+        self.post_attention_layernorm = RMSNorm(size, eps)
+        if config.version == 3:
+            self.input_layernorm = RMSNorm(size, eps)
+            self.hidden_norm = RMSNorm(size, eps)
+
+    def __call__(self, states: mx.array, embeddings: mx.array | None, cache: AttentionCache) -> mx.array:
+        residual = inputs = states
+        if embeddings is not None:
+            normalised = self.hidden_norm(states)
+            inputs = mx.concatenate([self.input_layernorm(embeddings), normalised], axis=-1)
+            residual = normalised if self._norm_before_residual else states
+        states = residual + self.self_attn(inputs, cache)
+        return states + self.mlp(self.post_attention_layernorm(states))
+
+
+class _Attention(Module):
+    def __init__(self, config: EagleConfig, biases: set[str]) -> None:
+        super().__init__()
+        inputs = config.hidden_size * (2 if config.version == 3 else 1)
+        self._heads, self._kv_heads, self._head_size = config.heads, config.kv_heads, config.head_size
+        rows = {"q": config.heads, "k": config.kv_heads, "v": config.kv_heads}
+        for name, heads in rows.items():
+            bias = f"layer.self_attn.{name}_proj.bias" in biases
+            self[f"{name}_proj"] = Linear(inputs, heads * config.head_size, bias=bias)
+        self.o_proj = Linear(config.heads * config.head_size, config.hidden_size, bias=False)
+        scaling: dict[str, Any] | None = dict(config.rope) if config.rope else None
+        self.rope = initialize_rope(
+            config.head_size, config.rope_theta, False, scaling, config.context_tokens or None
+        )
+
+    def __call__(self, inputs: mx.array, cache: AttentionCache) -> mx.array:
+        count = inputs.shape[1]
+
+        def split(rows: mx.array, heads: int) -> mx.array:
+            return rows.reshape(1, count, heads, self._head_size).transpose(0, 2, 1, 3)
+
+        queries = self.rope(split(self.q_proj(inputs), self._heads), offset=cache.offset)
+        keys = self.rope(split(self.k_proj(inputs), self._kv_heads), offset=cache.offset)
+        mask = cache.make_mask(count)
+        keys, values = cache.update_and_fetch(keys, split(self.v_proj(inputs), self._kv_heads))
+        attended = mx.fast.scaled_dot_product_attention(
+            queries, keys, values, scale=self._head_size**-0.5, mask=mask
+        )
+        return self.o_proj(attended.transpose(0, 2, 1, 3).reshape(1, count, -1))
+
+
+class _FeedForward(Module):
+    def __init__(self, size: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = Linear(size, inner, bias=False)
+        self.up_proj = Linear(size, inner, bias=False)
+        self.down_proj = Linear(inner, size, bias=False)
+
+    def __call__(self, states: mx.array) -> mx.array:
+        return self.down_proj(silu(self.gate_proj(states)) * self.up_proj(states))

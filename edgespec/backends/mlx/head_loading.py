@@ -1,0 +1,141 @@
+"""Load the weights of heads for MLX targets, and check that they were made for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import numpy as np
+
+from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts
+from edgespec.backends.memory_check import check_weights_fit
+from edgespec.backends.mlx.attention_cache import cache_rows
+from edgespec.backends.mlx.build_info import runs_on_cpu
+from edgespec.backends.mlx.evaluation import evaluate, translate_errors
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.heads.stored_tensor import StoredTensor
+
+if TYPE_CHECKING:
+    from edgespec.backends.mlx.model import MlxModel
+
+__all__ = [
+    "check_finite",
+    "check_memory",
+    "check_sizes",
+    "checked_folder",
+    "evaluate_constants",
+    "head_facts",
+    "loaded_bytes",
+    "weight_array",
+]
+
+# On a CPU, heads are computed in float32, like their targets. See `WeightSizes.widens`.
+_DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16}
+
+
+def checked_folder(path: Path) -> Path:
+    """Return the path of a head. Raises CapabilityError if it is not a folder."""
+    if not path.is_dir():
+        raise CapabilityError(
+            f"{path} is not a folder, but MLX models need heads as they are published on Hugging Face",
+            "pass the folder of the head with --head, or use a GGUF version of the model",
+        )
+    return path
+
+
+def loaded_bytes(tensor: StoredTensor) -> int:
+    """Return the size of a weight in memory, in bytes."""
+    elements = math.prod(tensor.shape)
+    return elements * (4 if runs_on_cpu() or tensor.dtype not in _DTYPES else 2)
+
+
+def weight_array(tensor: StoredTensor) -> mx.array:
+    """Read a weight and evaluate it, because another thread may run the head."""
+    dtype = mx.float32 if runs_on_cpu() else _DTYPES.get(tensor.dtype, mx.float32)
+    with translate_errors("the head could not be loaded"):
+        array = mx.array(tensor.read()).astype(dtype)
+    evaluate(array)
+    return array
+
+
+def evaluate_constants(ropes: Iterable[Any]) -> None:
+    """Evaluate the arrays in rotary embeddings, because another thread may run the head."""
+    evaluate(*(part for rope in ropes for part in vars(rope).values() if isinstance(part, mx.array)))
+    evaluate(mx.random.state)  # type: ignore[arg-type]
+
+
+def check_memory(target: MlxModel, name: str, weight_bytes: int) -> None:
+    """Raise MemoryBudgetError if the weights of a head do not fit in memory."""
+    if target.memory_bytes is not None:
+        left = target.memory_bytes - target.facts.weight_bytes - target.facts.max_kv_bytes
+        check_weights_fit(name, weight_bytes, LoadOptions(memory_bytes=max(0, left)))
+
+
+def check_sizes(target: MlxModel, folder: Path, state_size: int, vocab_size: int) -> None:
+    """Raise CapabilityError if the sizes of a head's hidden states or vocabulary differ from its target's."""
+    for what, own, needed in (
+        ("hidden states", target.state_size, state_size),
+        ("vocabularies", target.facts.vocab_size, vocab_size),
+    ):
+        if own != needed:
+            raise CapabilityError(
+                f"the head {folder} was made for another target: it needs {what} of size {needed:,}, but"
+                f" those of {target.facts.name} have {own:,}",
+                "choose the head that was published for this target",
+            )
+
+
+def check_finite(head: LanguageModel, folder: Path) -> None:
+    """Run a token. Raise ModelFileError if its logits are not numbers."""
+    logits = head.verify(TokenTree.chain(0)).at(0, np.arange(head.facts.vocab_size))
+    head.truncate(0)
+    # Tokens outside the draft vocabulary have the logit -inf.
+    if np.isnan(logits).any() or not np.isfinite(logits).any():
+        raise ModelFileError(
+            f"the head {folder} is damaged: its logits are not finite", "download it again, or omit --head"
+        )
+
+
+def head_facts(
+    target: MlxModel,
+    name: str,
+    folder: Path,
+    architecture: str,
+    description: str,
+    weights: Sequence[mx.array],
+    kv_bytes_per_token: int,
+    context_tokens: int,
+) -> ModelFacts:
+    """Return the facts about a head, except its capabilities.
+
+    Args:
+        target: The target.
+        name: The head's name.
+        folder: Its folder.
+        architecture: Its architecture, such as `eagle3`.
+        description: What it is, for people.
+        weights: Its weights.
+        kv_bytes_per_token: The size of the keys and values of a token in bytes.
+        context_tokens: The context that the head was trained for. 0 if unknown.
+    """
+    return replace(
+        target.facts,
+        name=name,
+        path=str(folder),
+        architecture=architecture,
+        description=description,
+        parameters=sum(array.size for array in weights),
+        file_bytes=sum(file.stat().st_size for file in folder.iterdir() if file.is_file()),
+        weight_bytes=sum(array.nbytes for array in weights),
+        kv_bytes=kv_bytes_per_token * cache_rows(None, target.facts.max_context_tokens),
+        requested_kv_bytes=0,
+        trained_context_tokens=context_tokens,
+        chat_template=False,
+        notice="",
+        rollback="in place",
+    )

@@ -1,0 +1,101 @@
+"""Offer MLX models as targets of Medusa and Hydra heads, whose matrices are then on the same device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.backends.memory_estimate import MemoryEstimate
+from edgespec.backends.mlx.build_info import runs_on_cpu
+from edgespec.backends.mlx.evaluation import evaluate, translate_errors
+from edgespec.backends.mlx.target_ends import TargetEmbedding, TargetLmHead
+from edgespec.backends.mlx_files import read_json_object
+from edgespec.backends.mlx_metadata import language_config, read_mlx_info
+from edgespec.backends.residual_head_view import ResidualHeadView
+from edgespec.backends.residual_heads import ResidualHeadTarget, estimate_residual_heads, load_residual_heads
+from edgespec.heads.prefix_layer import AttentionShape
+from edgespec.heads.products import Array, Product
+from edgespec.heads.residual_layout import ResidualHeads
+
+if TYPE_CHECKING:
+    from edgespec.backends.mlx.model import MlxModel
+
+__all__ = ["estimate_mlx_residual_heads", "load_mlx_residual_heads"]
+
+_DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16}
+
+
+def load_mlx_residual_heads(target: MlxModel, net: Any, path: Path) -> ResidualHeadView:
+    """Load the Medusa or Hydra heads at a path for an MLX target. See `load_residual_heads`.
+
+    Args:
+        target: The target.
+        net: The target's mlx-lm model.
+        path: The folder or file of the heads.
+    """
+    config = language_config(read_json_object(Path(target.facts.path) / "config.json"))
+
+    def number(key: str, default: float) -> float:
+        value = config.get(key)
+        return float(value) if isinstance(value, int | float) else default
+
+    embedding = TargetEmbedding(net, target.facts.vocab_size, target.state_size)
+    return load_residual_heads(
+        ResidualHeadTarget(
+            model=target,
+            states=target,
+            memory_bytes=target.memory_bytes,
+            layers=target.layer_count,
+            attention=AttentionShape(
+                int(number("num_attention_heads", 0)),
+                number("rope_theta", 10000.0),
+                number("rms_norm_eps", 1e-5),
+            ),
+            embed=lambda tokens: _on_host(lambda: embedding(mx.array(list(tokens)))),
+            make_product=_product,
+            output=lambda: _lm_head(net, embedding),
+            weight_bytes=_weight_bytes,
+        ),
+        path,
+    )
+
+
+def estimate_mlx_residual_heads(path: Path, target: Path, context_tokens: int) -> MemoryEstimate:
+    """Return the memory used by Medusa or Hydra heads for an MLX target. See `estimate_residual_heads`."""
+    return estimate_residual_heads(path, context_tokens, read_mlx_info(target).vocab_size, _weight_bytes)
+
+
+def _weight_bytes(heads: ResidualHeads, _vocab_size: int) -> int:
+    return sum(math.prod(tensor.shape) * _dtype(tensor.dtype).size for tensor in heads.tensors())
+
+
+def _dtype(name: str) -> mx.Dtype:
+    # On a CPU, heads are computed in float32, like their targets. See `WeightSizes.widens`.
+    return mx.float32 if runs_on_cpu() else _DTYPES.get(name, mx.float32)
+
+
+def _product(matrix: NDArray[np.floating], dtype: str) -> Product:
+    with translate_errors("the head could not be loaded"):
+        weight = mx.array(matrix).astype(_dtype(dtype))
+    # Evaluate it, because another thread may run the head.
+    evaluate(weight)
+    return lambda rows: _on_host(lambda: mx.array(rows).astype(weight.dtype) @ weight.T)
+
+
+def _lm_head(net: Any, embedding: TargetEmbedding) -> Product:
+    lm_head, dtype = TargetLmHead(net), embedding(mx.array([0])).dtype
+    return lambda rows: _on_host(lambda: lm_head(mx.array(rows).astype(dtype)))
+
+
+def _on_host(compute: Callable[[], mx.array]) -> Array:
+    """Return a result of MLX as a NumPy array."""
+    with translate_errors("the head could not be run"):
+        result = compute().astype(mx.float32)
+    evaluate(result)
+    return np.array(result)

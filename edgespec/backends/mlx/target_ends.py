@@ -1,0 +1,91 @@
+"""Use the embedding, the LM head and the vocabulary of a target, which heads borrow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.nn.layers.embedding import Embedding
+from mlx.nn.layers.quantized import QuantizedEmbedding
+from numpy.typing import NDArray
+
+from edgespec.backends.mlx.layers import Body
+from edgespec.errors import CapabilityError
+
+__all__ = ["DraftVocabulary", "TargetEmbedding", "TargetLmHead"]
+
+
+class TargetEmbedding:
+    """The token embedding of a target.
+
+    Raises:
+        CapabilityError: The target has no embedding with this many tokens and elements per token.
+    """
+
+    def __init__(self, net: Any, vocab_size: int, size: int) -> None:
+        modules = (module for _, module in net.named_modules())
+        found = [one for one in modules if _embedding_shape(one) == (vocab_size, size)]
+        if not found:
+            raise CapabilityError(
+                f"the head needs an embedding with {vocab_size:,} tokens of size {size:,}, which its target"
+                " does not have",
+                "choose the head that was published for this target",
+            )
+        self._embedding = found[0]
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        """Return the embeddings [tokens, size] of tokens [tokens]."""
+        embeddings: mx.array = self._embedding(tokens)
+        return embeddings
+
+
+def _embedding_shape(module: Any) -> tuple[int, ...] | None:
+    """Return the number of tokens and elements per token of an embedding, or None for other modules."""
+    if isinstance(module, QuantizedEmbedding):
+        return module.num_embeddings, module.dims
+    return module.weight.shape if isinstance(module, Embedding) else None
+
+
+class TargetLmHead:
+    """The LM head of a target, with everything that the target applies to its logits.
+
+    Raises:
+        CapabilityError: The LM head is not separate from the target's layers.
+    """
+
+    def __init__(self, net: Any) -> None:
+        self._net = net
+        self._body = Body(net)
+
+    def __call__(self, states: mx.array) -> mx.array:
+        """Return the logits [tokens, vocab] for hidden states [tokens, size] after the final norm."""
+        with self._body.returning(states[None]):
+            logits: mx.array = self._net(mx.zeros((1, states.shape[0]), mx.int32))[0]
+        return logits
+
+
+class DraftVocabulary:
+    """The tokens of a target that a head drafts.
+
+    Args:
+        target_ids: For each token of the head's own vocabulary, the token of the target. None if both
+            vocabularies are equal.
+        vocab_size: Number of the target's tokens.
+    """
+
+    def __init__(self, target_ids: NDArray[np.int64] | None, vocab_size: int) -> None:
+        self._columns: mx.array | None = None
+        if target_ids is not None:
+            # The column of each of the target's tokens in the head's logits, followed by a column of -inf.
+            columns = np.full(vocab_size, len(target_ids))
+            columns[target_ids] = np.arange(len(target_ids))
+            self._columns = mx.array(columns)
+            mx.eval(self._columns)
+
+    def spread(self, rows: mx.array) -> mx.array:
+        """Return the logits of the target's tokens, given the head's. Those that it cannot draft are -inf."""
+        if self._columns is None:
+            return rows
+        rows = mx.concatenate([rows, mx.full((rows.shape[0], 1), -mx.inf)], axis=1)
+        return mx.take(rows, self._columns, axis=1)

@@ -1,0 +1,231 @@
+"""A target that is loaded to train heads: it writes text, and shows its hidden states and probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+import psutil
+from mlx.nn.layers.embedding import Embedding
+from mlx.nn.layers.quantized import QuantizedEmbedding
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.utils import dequantize_model
+from numpy.typing import NDArray
+
+from edgespec.backends.base import LoadOptions, Progress, Vocabulary
+from edgespec.backends.head_training import Guesser, HeadTrainer, TrainingBatch
+from edgespec.backends.mlx.build_info import runs_on_cpu
+from edgespec.backends.mlx.evaluation import evaluate, translate_errors
+from edgespec.backends.mlx.layers import HiddenStateHooks
+from edgespec.backends.mlx.loading import LoadedModel, load_model
+from edgespec.backends.mlx.model_skeleton import named_arrays, translate_load_errors
+from edgespec.backends.mlx.vocabulary import MlxVocabulary
+from edgespec.errors import CancelledError, CapabilityError
+
+__all__ = ["MlxTeacher", "TargetStates", "load_teacher"]
+
+# EAGLE-3 heads read three different layers, the last of which is followed by three more.
+_MIN_LAYERS = 6
+# Keys of a model's `config.json` from which a head's layer takes its sizes.
+_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads")
+
+
+class TargetStates(NamedTuple):
+    """What a target computes for a batch of conversations.
+
+    Attributes:
+        hidden: Hidden states of the layers that a head reads, side by side, float32 [conversations, tokens,
+            layers x size].
+        last: Hidden states after the last layer, float32 [conversations, tokens, size].
+        logits: float32 [conversations, tokens, vocabulary].
+    """
+
+    hidden: mx.array
+    last: mx.array
+    logits: mx.array
+
+
+def load_teacher(path: str, name: str, progress: Progress | None = None) -> MlxTeacher:
+    """Load an MLX or Hugging Face model to train heads for it.
+
+    Args:
+        path: Path of the model folder.
+        name: Model name for error messages.
+        progress: Called with a description and the completed fraction. Returning False cancels loading.
+
+    Raises:
+        ModelFileError: The folder does not contain a model, or the model is damaged or unsupported.
+        MemoryBudgetError: The model does not fit in memory.
+        CapabilityError: Heads cannot be trained for this model.
+        CancelledError: `progress` returned False.
+    """
+    loaded = load_model(path, name, LoadOptions(), progress)
+    net = loaded.skeleton.model
+    with translate_load_errors(path):
+        vocabulary = MlxVocabulary(loaded.tokenizer, loaded.skeleton.vocab_size)
+        if runs_on_cpu() and 4 * loaded.skeleton.parameters < psutil.virtual_memory().available // 2:
+            # On a CPU, MLX multiplies batches with quantised weights more slowly than with float32.
+            dequantize_model(net)
+            net.set_dtype(mx.float32)
+            evaluate(*(array for _, array in named_arrays(net.parameters())))
+    return MlxTeacher(loaded, name, vocabulary)
+
+
+class MlxTeacher:
+    """`Teacher` for MLX models.
+
+    Attributes:
+        config: The model's `config.json`, or the part of it that describes its text layers.
+        hidden_layers: The layers whose inputs EAGLE-3 heads read.
+        final_norm: Weights of the norm before the output matrix, float32 [size].
+    """
+
+    def __init__(self, loaded: LoadedModel, name: str, vocabulary: MlxVocabulary) -> None:
+        self.name = name
+        self.vocabulary: Vocabulary = vocabulary
+        self._net = loaded.skeleton.model
+        config = loaded.skeleton.config
+        self.config: dict[str, Any] = config.get("text_config") or config
+        self.context_tokens = loaded.skeleton.sizes.trained_context_tokens
+        self._hooks = HiddenStateHooks(self._net)
+        layers = self._hooks.count
+        if layers < _MIN_LAYERS:
+            raise CapabilityError(
+                f"{name} has {layers} layers, but EAGLE-3 heads read hidden states of at least {_MIN_LAYERS}",
+                "choose a larger model",
+            )
+        self.hidden_layers = (2, layers // 2, layers - 3)
+        missing = [key for key in _SIZES if not isinstance(self.config.get(key), int)]
+        if missing:
+            raise CapabilityError(
+                f"a head for {name} cannot be trained: its config.json has no {missing[0]}",
+                "choose another model",
+            )
+        self._find_matrices()
+
+    def _find_matrices(self) -> None:
+        """Find the embeddings, the final norm and the output matrix, which a head shares."""
+        outside = [(key, one) for key, one in self._net.named_modules() if ".layers." not in f".{key}"]
+        tables = [one for _, one in outside if isinstance(one, Embedding | QuantizedEmbedding)]
+        heads = [one for key, one in outside if key.rpartition(".")[2] == "lm_head" and "weight" in one]
+        norms = [one for _, one in outside if "weight" in one and one["weight"].ndim == 1]
+        if len(tables) != 1 or len(norms) != 1:
+            raise CapabilityError(
+                f"a head for {self.name} cannot be trained: it has {len(tables)} embedding tables and"
+                f" {len(norms)} final norms, instead of one each",
+                "choose another model",
+            )
+        self._table, self._output = tables[0], heads[0] if heads else tables[0]
+        # The norm of ones, because some architectures add 1 to the stored weights.
+        self.final_norm = norms[0](mx.ones(norms[0]["weight"].shape)).astype(mx.float32)
+        evaluate(self.final_norm)
+
+    def embed(self, tokens: mx.array) -> mx.array:
+        """Return the embeddings of tokens, float32 [..., size]."""
+        return self._table(tokens).astype(mx.float32)
+
+    def output_rows(self, tokens: mx.array) -> mx.array:
+        """Return the rows of the output matrix that give the logits of `tokens`, float32 [tokens, size]."""
+        if "scales" not in self._output:
+            return self._output["weight"][tokens].astype(mx.float32)
+        packed = {
+            key: self._output[key][tokens] for key in ("weight", "scales", "biases") if key in self._output
+        }
+        return mx.dequantize(
+            packed["weight"],
+            packed["scales"],
+            packed.get("biases"),
+            group_size=self._output.group_size,
+            bits=self._output.bits,
+            mode=self._output.mode,
+        ).astype(mx.float32)
+
+    @property
+    def head_layer(self) -> dict[str, Any]:
+        """The sizes of a head's layer, which are those of the target's layers, as in a `config.json`."""
+        config = self.config
+        heads = config["num_attention_heads"]
+        return {
+            "hidden_size": config["hidden_size"],
+            "intermediate_size": config["intermediate_size"],
+            "num_attention_heads": heads,
+            "num_key_value_heads": config.get("num_key_value_heads") or heads,
+            "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+            "rms_norm_eps": config.get("rms_norm_eps", 1e-5),
+            "rope_theta": float(config.get("rope_theta") or 10_000.0),
+            "max_position_embeddings": self.context_tokens,
+        }
+
+    def states(self, tokens: NDArray[np.int32]) -> TargetStates:
+        """Run the target over a batch of conversations."""
+        last = self._hooks.count - 1
+        with translate_errors(f"{self.name} could not be run"):
+            with self._hooks.on({*self.hidden_layers, last}):
+                logits = self._net(mx.array(tokens)).astype(mx.float32)
+            inputs = [self._hooks.inputs[layer] for layer in self.hidden_layers]
+            hidden = mx.concatenate(inputs, axis=-1).astype(mx.float32)
+            return TargetStates(hidden, self._hooks.outputs[last].astype(mx.float32), logits)
+
+    def write(
+        self,
+        prompts: Sequence[Sequence[int]],
+        temperatures: Sequence[float],
+        max_tokens: int,
+        seed: int,
+        progress: Progress,
+    ) -> list[list[int]]:
+        """See `Teacher`."""
+        mx.random.seed(seed)
+        # mlx-lm draws the tokens of all prompts that share a sampler at once.
+        samplers = {each: _sampler(each) for each in set(temperatures)}
+        ends = [[token] for token in range(self.vocabulary.size) if self.vocabulary.is_end(token)]
+        texts: dict[int, list[int]] = {}
+        with translate_errors(f"{self.name} could not write text"):
+            # The current thread's stream, because the arrays are evaluated by this thread.
+            generator = BatchGenerator(
+                self._net,
+                max_tokens=max_tokens,
+                stop_tokens=ends,
+                completion_batch_size=len(prompts),
+                prefill_batch_size=len(prompts),
+                stream=mx.default_stream(mx.default_device()),
+            )
+            try:
+                chosen = [samplers[each] for each in temperatures]
+                numbers = generator.insert([list(each) for each in prompts], samplers=chosen)
+                texts = {number: [] for number in numbers}
+                finished = 0
+                while finished < len(prompts):
+                    longest = max(map(len, texts.values()))
+                    if not progress("writing", max(finished / len(prompts), longest / max_tokens)):
+                        raise CancelledError("writing was cancelled")
+                    for response in generator.next_generated():
+                        texts[response.uid].append(response.token)
+                        finished += response.finish_reason is not None
+            finally:
+                generator.close()
+        return [texts[number] for number in numbers]
+
+    def head_trainer(self, method: str, examples: TrainingBatch, counts: NDArray[np.int64]) -> HeadTrainer:
+        """See `Teacher`."""
+        from edgespec.backends.mlx.eagle_trainer import EagleTrainer
+
+        assert method == "eagle3"
+        return EagleTrainer(self, examples, counts)
+
+    def published_head(self, method: str, folder: Path) -> Guesser:
+        """See `Teacher`."""
+        from edgespec.backends.mlx.eagle_trainer import load_published_head
+
+        assert method == "eagle3"
+        return load_published_head(self, folder)
+
+
+def _sampler(temperature: float) -> Callable[[mx.array], mx.array]:
+    """Return a function that draws tokens at a temperature, given their log probabilities."""
+    if not temperature:
+        return lambda logprobs: mx.argmax(logprobs, axis=-1)
+    return lambda logprobs: mx.random.categorical(logprobs / temperature)

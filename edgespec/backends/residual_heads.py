@@ -1,0 +1,183 @@
+"""Load Medusa heads (arXiv 2401.10774) and Hydra heads (arXiv 2402.05109) for a target of any backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeAlias
+
+from edgespec.backends.base import Capabilities, LoadOptions, ModelFacts
+from edgespec.backends.base_model import BaseModel
+from edgespec.backends.hidden_state_log import MAX_LOGGED_TOKENS, POST_NORM, HiddenStateLog
+from edgespec.backends.memory_check import check_weights_fit
+from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
+from edgespec.backends.optional_features import HiddenStateSource
+from edgespec.backends.residual_head_view import PrefixHeadView, ResidualHeadView
+from edgespec.errors import CapabilityError
+from edgespec.heads.prefix_layer import AttentionShape, PrefixLayer
+from edgespec.heads.products import Array, MakeProduct, Product, WeightLoader
+from edgespec.heads.residual_layout import AttentionLayer, ResidualHeads, read_residual_heads
+from edgespec.heads.residual_network import ResidualNetwork
+
+__all__ = ["ResidualHeadTarget", "WeightBytes", "estimate_residual_heads", "load_residual_heads"]
+
+# Function that returns the memory in bytes of heads' weights, given the target's vocabulary size.
+WeightBytes: TypeAlias = Callable[[ResidualHeads, int], int]
+
+_FLOAT32_BYTES = 4
+# Number of rows of logits to reserve memory for: those of one level of a large draft tree.
+_MAX_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ResidualHeadTarget:
+    """What Medusa and Hydra heads need from their target.
+
+    Attributes:
+        model: The target.
+        states: The same model, as the source of hidden states.
+        memory_bytes: Memory limit of the target, its KV cache and its heads. None if there is no limit.
+        layers: Number of its layers.
+        attention: The settings of its attention layers.
+        embed: Returns the token embeddings [tokens, size] of token ids.
+        make_product: Returns the product with one of the heads' matrices.
+        output: Returns the product with the target's LM head, for heads without output matrices.
+        weight_bytes: Returns the memory that the weights of heads take, given the target's vocabulary size.
+    """
+
+    model: BaseModel
+    states: HiddenStateSource
+    memory_bytes: int | None
+    layers: int
+    attention: AttentionShape
+    embed: Callable[[Sequence[int]], Array]
+    make_product: MakeProduct
+    output: Callable[[], Product]
+    weight_bytes: WeightBytes
+
+    def made_for_another(self, path: Path, what: str, needed: int, own: int) -> CapabilityError:
+        return CapabilityError(
+            f"the head {path} was made for another target: it needs {what} of size {needed:,}, but those of"
+            f" {self.model.facts.name} have {own:,}",
+            "choose the head that was published for this target",
+        )
+
+
+def load_residual_heads(target: ResidualHeadTarget, path: Path) -> ResidualHeadView:
+    """Load the Medusa or Hydra heads at a path for a target.
+
+    Raises:
+        CapabilityError: The heads were made for another target, or the target's hidden states cannot be read.
+        ModelFileError: The files are damaged.
+        MemoryBudgetError: The heads do not fit in memory.
+    """
+    heads, model = read_residual_heads(path), target.model.facts
+    if heads.vocab_size not in (0, model.vocab_size):
+        raise target.made_for_another(path, "vocabularies", heads.vocab_size, model.vocab_size)
+    if heads.layers_before_last >= target.layers:
+        raise CapabilityError(
+            f"the head {path} was made for another target: it reads the hidden states before the last"
+            f" {heads.layers_before_last} layers, but {model.name} has {target.layers}",
+            "choose the head that was published for this target",
+        )
+    facts = _facts(target, heads, path)
+    if target.memory_bytes is not None:
+        left = target.memory_bytes - model.weight_bytes - model.max_kv_bytes
+        check_weights_fit(facts.name, facts.weight_bytes, LoadOptions(memory_bytes=max(0, left)))
+    log = target.states.log_hidden_states(
+        [target.layers - heads.layers_before_last if heads.layers_before_last else POST_NORM]
+    )
+    try:
+        if heads.state_size != log.row_size:
+            raise target.made_for_another(path, "hidden states", heads.state_size, log.row_size)
+        return _view(target, heads, path, log, facts)
+    except BaseException:
+        target.states.stop_logging(log)
+        raise
+
+
+def _view(
+    target: ResidualHeadTarget, heads: ResidualHeads, path: Path, log: HiddenStateLog, facts: ModelFacts
+) -> ResidualHeadView:
+    loader = WeightLoader(heads.file, target.make_product)
+    embed = target.embed if heads.reads_tokens else None
+    if embed:
+        embed([0])  # Report a target whose embeddings cannot be read now, rather than during a reply.
+    network = ResidualNetwork(heads, loader, None if heads.vocab_size else target.output())
+    parts = target.model, log, lambda: target.states.stop_logging(log), facts, network, embed
+    if not heads.prefix:
+        return ResidualHeadView(*parts)
+    _check_attention(target, heads, heads.prefix, path)
+    return PrefixHeadView(*parts, PrefixLayer(heads.prefix, target.attention, loader))
+
+
+def _check_attention(
+    target: ResidualHeadTarget, heads: ResidualHeads, prefix: AttentionLayer, path: Path
+) -> None:
+    """Raise CapabilityError if the layer of Hydra++ heads does not have attention heads like the target's."""
+    size, heads_of_target, keys = heads.state_size, target.attention.heads, prefix.k_proj.shape[0]
+    head_size = size // heads_of_target if heads_of_target else 0
+    if not head_size or head_size % 2 or size % head_size or keys % head_size or size % keys:
+        raise CapabilityError(
+            f"the head {path} was made for another target: its keys of size {keys:,} cannot be divided among"
+            f" the {heads_of_target} attention heads of {target.model.facts.name}",
+            "choose the head that was published for this target",
+        )
+
+
+def _facts(target: ResidualHeadTarget, heads: ResidualHeads, path: Path) -> ModelFacts:
+    model = target.model.facts
+    return replace(
+        model,
+        name=f"the head of {model.name}",
+        path=str(path),
+        description=f"{len(heads.heads)} heads, {heads.parameters / 1e6:,.1f} M weights",
+        parameters=heads.parameters,
+        file_bytes=heads.file.stat().st_size,
+        weight_bytes=target.weight_bytes(heads, model.vocab_size),
+        kv_bytes=_token_bytes(heads) * model.context_tokens,
+        capabilities=Capabilities(
+            rollback=True,
+            tree=model.capabilities.tree,
+            max_branches=model.capabilities.max_branches,
+            max_draft_length=len(heads.heads),
+        ),
+        notice="",
+        requested_context_tokens=0,
+        requested_kv_bytes=0,
+    )
+
+
+def _token_bytes(heads: ResidualHeads) -> int:
+    """Return the size of a token in the KV cache of the heads."""
+    return 2 * heads.prefix.k_proj.shape[0] * _FLOAT32_BYTES if heads.prefix else 0
+
+
+def estimate_residual_heads(
+    path: Path, context_tokens: int, vocab_size: int, weight_bytes: WeightBytes
+) -> MemoryEstimate:
+    """Return the memory used by Medusa or Hydra heads and by the hidden states that are kept for them.
+
+    Args:
+        path: The folder or file of the heads.
+        context_tokens: Context size of the target.
+        vocab_size: Vocabulary size of the target.
+        weight_bytes: See `ResidualHeadTarget`.
+
+    Raises:
+        CapabilityError: The heads are of a kind that edgespec cannot run.
+        ModelFileError: The files are missing or damaged.
+    """
+    heads = read_residual_heads(path)
+    state_bytes = MAX_LOGGED_TOKENS * heads.state_size * _FLOAT32_BYTES
+    return MemoryEstimate(
+        context_tokens,
+        "f32",
+        (
+            MemoryPart("weights", weight_bytes(heads, vocab_size)),
+            MemoryPart("cache", _token_bytes(heads) * context_tokens),
+            MemoryPart("compute", state_bytes),
+            MemoryPart("output", _MAX_ROWS * vocab_size * _FLOAT32_BYTES),
+        ),
+    )

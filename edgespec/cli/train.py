@@ -1,0 +1,167 @@
+"""`edgespec train`: train a head for one's own model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from edgespec.cli.help import HelpfulGroup
+from edgespec.cli.interrupt import Stop, interruptible
+from edgespec.cli.measuring import duration_text, prompts_option
+from edgespec.cli.options import KindType, json_option, model_reference
+from edgespec.cli.screen import ProgressLine, note, print_json, print_table, printable
+from edgespec.option_kinds import Integer
+
+if TYPE_CHECKING:
+    from edgespec.train import HeadFigures, TrainingPrompt, TrainingResult
+
+__all__ = ["command"]
+
+_GGUF_NAME = "head.gguf"
+_MIN_TOKENS = 1_000
+
+
+@click.group(
+    "train",
+    cls=HelpfulGroup,
+    short_help="Train a head that drafts for your own model.",
+    examples=("edgespec train eagle3 demo-mlx --to my-head",),
+)
+def command() -> None:
+    """Train a head that drafts for your own model.
+
+    If interrupted, run the command again to continue.
+    """
+
+
+@command.command(
+    "eagle3",
+    short_help="Train an EAGLE-3 head.",
+    examples=(
+        "edgespec train eagle3 demo-mlx --to my-head",
+        "edgespec train eagle3 demo --weights ./demo-hf --to my-head",
+        "edgespec train eagle3 ./Qwen3-4B-MLX-4bit --prompts my-prompts.jsonl --to qwen3-4b-head",
+    ),
+)
+@model_reference("reference")
+@click.option(
+    "--to",
+    "folder",
+    metavar="DIR",
+    required=True,
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder in which to save the head. A head that is already there is only replaced by a better one.",
+)
+@click.option(
+    "--weights",
+    metavar="DIR",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder with the MLX or Hugging Face form of REF, if REF is a GGUF model.",
+)
+@click.option(
+    "--tokens",
+    type=KindType(Integer(_MIN_TOKENS)),
+    metavar="N",
+    default=1_000_000,
+    show_default=True,
+    help="Number of tokens of conversations to train with. More take longer and make a better head.",
+)
+@prompts_option(
+    help="JSON Lines file with a `prompt` or `messages` on each line. The model answers these first, and then"
+    " writes questions itself."
+)
+@click.option("--chats", is_flag=True, help="Also let the model answer the messages of your saved chats.")
+@json_option
+def eagle3(
+    reference: str,
+    folder: Path,
+    weights: Path | None,
+    tokens: int,
+    prompts: Path | None,
+    chats: bool,
+    as_json: bool,
+) -> None:
+    """Train an EAGLE-3 head for REF, for `--method eagle`.
+
+    No data is needed: REF writes conversations, with questions of its own, and the head learns to guess its
+    replies. This takes hours for a model of several billion parameters. Ctrl-C stops, and the same command
+    continues.
+
+    If REF is a GGUF model, training needs its MLX or Hugging Face form (--weights), and the finished head is
+    also converted to GGUF.
+    """
+    from edgespec.train import chat_prompts, file_prompts
+
+    given: list[TrainingPrompt] = file_prompts(prompts) if prompts else []
+    given += chat_prompts() if chats else []
+    result, converted = interruptible(lambda stop: _train(stop, reference, folder, weights, tokens, given))
+    if as_json:
+        file = converted and str(converted)
+        print_json({"kind": "head", "method": "eagle3", **result.to_json(), "gguf": file})
+        return
+    _print(result)
+    if converted:
+        note(printable(f"Use it with: edgespec chat --target {reference} --head {converted}"))
+    elif result.kept:
+        note(printable(f"The head is in {folder}"))
+
+
+def _train(
+    stop: Stop,
+    reference: str,
+    folder: Path,
+    weights: Path | None,
+    tokens: int,
+    prompts: Sequence[TrainingPrompt],
+) -> tuple[TrainingResult, Path | None]:
+    """Train the head. Return the result, and the head as GGUF if the model is a GGUF model."""
+    from edgespec.catalog import resolve
+    from edgespec.prepare.head import prepare_head
+    from edgespec.train import TrainingSettings, load_target, train_head
+
+    def announce(seconds: float) -> None:
+        progress.clear()
+        click.echo(f"about {duration_text(seconds)} left", err=True)
+
+    with ProgressLine(stop) as progress:
+        path = resolve(reference, progress=progress).path
+        with load_target(path, reference, weights, progress) as target:
+            asked = hashlib.sha256(repr(prompts).encode()).hexdigest() if prompts else ""
+            settings = TrainingSettings("eagle3", target.identity, tokens, asked)
+            result = train_head(target, settings, prompts, folder, progress, announce)
+            if target.converts_to is None or not result.kept:
+                return result, None
+        prepare_head(folder, target.converts_to, folder / _GGUF_NAME)
+        return result, folder / _GGUF_NAME
+
+
+def _print(result: TrainingResult) -> None:
+    heads = {"new": result.figures, "earlier": result.earlier}
+    measured = {name: figures for name, figures in heads.items() if figures}
+    kinds = sorted({kind for each in measured.values() for kind in each.tokens_per_pass_by_kind})
+    depths = range(1, len(result.figures.acceptance_per_depth) + 1)
+    headings = (
+        "HEAD",
+        "TOKENS PER PASS",
+        *(f"GUESS {depth}" for depth in depths),
+        *(kind.upper() for kind in kinds),
+    )
+    print_table(headings, [_row(name, figures, kinds) for name, figures in measured.items()])
+    if not result.kept:
+        click.echo("\nThe earlier head guesses at least as well, so it was kept.")
+    if result.plot:
+        click.echo(printable(f"\nThe training curve is in {result.plot}"))
+
+
+def _row(name: str, figures: HeadFigures, kinds: Sequence[str]) -> list[str]:
+    by_kind = figures.tokens_per_pass_by_kind
+    return [
+        name,
+        f"{figures.tokens_per_pass:.2f}",
+        *(f"{share:.0%}" for share in figures.acceptance_per_depth),
+        *(f"{by_kind[kind]:.2f}" if kind in by_kind else "-" for kind in kinds),
+    ]

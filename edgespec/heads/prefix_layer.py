@@ -1,0 +1,125 @@
+"""Run the layer of Hydra++ heads that reads the hidden states of all tokens (arXiv 2402.05109)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from edgespec.heads.products import Array, WeightLoader, rms_norm, silu
+from edgespec.heads.residual_layout import AttentionLayer
+
+__all__ = ["AttentionShape", "PrefixLayer"]
+
+# The KV cache grows by at least this many tokens.
+_MIN_GROWTH_TOKENS = 256
+
+
+class AttentionShape(NamedTuple):
+    """The settings of an attention layer that its weights do not tell. Hydra++ heads use their target's.
+
+    Attributes:
+        heads: Number of query heads. Several of them can share a key head.
+        rope_theta: Base of the rotary position embedding.
+        norm_epsilon: Added to the mean square in norms.
+    """
+
+    heads: int
+    rope_theta: float
+    norm_epsilon: float
+
+
+class PrefixLayer:
+    """A transformer layer like Llama's, followed by a norm, and its KV cache.
+
+    Args:
+        weights: The weights of the layer.
+        shape: Its settings.
+        loader: Reads the weights.
+
+    Raises:
+        ModelFileError: The weights cannot be read, or are not finite numbers.
+
+    Attributes:
+        start: Position of the first hidden state in the KV cache.
+        end: Position after the last hidden state in the KV cache.
+    """
+
+    def __init__(self, weights: AttentionLayer, shape: AttentionShape, loader: WeightLoader) -> None:
+        self.start = self.end = 0
+        self._shape = shape
+        self._q, self._k, self._v, self._o, self._gate, self._up, self._down = map(
+            loader.matrix,
+            (
+                weights.q_proj, weights.k_proj, weights.v_proj, weights.o_proj,
+                weights.gate_proj, weights.up_proj, weights.down_proj,
+            ),
+        )  # fmt: skip
+        self._input_norm, self._inner_norm, self._norm = map(
+            loader.vector, (weights.input_norm, weights.post_attention_norm, weights.norm)
+        )
+        self._head_size = head_size = weights.q_proj.shape[0] // shape.heads
+        self._kv_heads = weights.k_proj.shape[0] // head_size
+        self._frequencies = shape.rope_theta ** (-np.arange(0, head_size, 2) / head_size)
+        # Keys and values [2, kv heads, tokens, head size].
+        self._cache: Array = np.empty((2, self._kv_heads, 0, head_size), np.float32)
+
+    def restart(self, position: int) -> None:
+        """Empty the KV cache, and let it begin at a position."""
+        self.start = self.end = position
+
+    def truncate(self, end: int) -> None:
+        """Remove the keys and values from position `end` on."""
+        self.end = min(self.end, end)
+        self.start = min(self.start, self.end)
+
+    def append(self, states: Array) -> None:
+        """Add the keys and values of hidden states [tokens, size] to the KV cache."""
+        self._append(rms_norm(states, self._input_norm, self._shape.norm_epsilon))
+
+    def run(self, states: Array) -> Array:
+        """Add the keys and values of hidden states [tokens, size], and return the layer's output for them."""
+        epsilon = self._shape.norm_epsilon
+        with np.errstate(over="ignore", invalid="ignore"):
+            x = rms_norm(states, self._input_norm, epsilon)
+            self._append(x)
+            states = states + self._o(self._attention(self._q(x)))
+            x = rms_norm(states, self._inner_norm, epsilon)
+            states = states + self._down(silu(self._gate(x)) * self._up(x))
+            return rms_norm(states, self._norm, epsilon)
+
+    def _append(self, x: Array) -> None:
+        used, count = self.end - self.start, len(x)
+        if used + count > self._cache.shape[2]:
+            grown = max(used + count, used * 3 // 2, used + _MIN_GROWTH_TOKENS)
+            cache = np.empty((*self._cache.shape[:2], grown, self._head_size), np.float32)
+            cache[:, :, :used] = self._cache[:, :, :used]
+            self._cache = cache
+        self._cache[0, :, used : used + count] = self._rotated(self._heads(self._k(x)), self.end)
+        self._cache[1, :, used : used + count] = self._heads(self._v(x))
+        self.end += count
+
+    def _heads(self, rows: Array) -> Array:
+        """Split rows [tokens, heads * head size] into heads, and return [heads, tokens, head size]."""
+        return rows.reshape(len(rows), -1, self._head_size).swapaxes(0, 1)
+
+    def _rotated(self, heads: Array, position: int) -> Array:
+        """Apply the rotary position embedding to [heads, tokens, head size]."""
+        angles = np.outer(np.arange(position, position + heads.shape[1]), self._frequencies)
+        cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        low, high = np.split(heads, 2, axis=-1)
+        return np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+
+    def _attention(self, queries: Array) -> Array:
+        """Return what the last tokens in the KV cache read from it, given their queries [tokens, size]."""
+        count, used = len(queries), self.end - self.start
+        keys, values = self._cache[:, :, :used]
+        queries = self._rotated(self._heads(queries), self.end - count)
+        # The queries of all heads that share a key head are stacked as its rows.
+        stacked = queries.reshape(self._kv_heads, -1, self._head_size)
+        scores = stacked @ keys.swapaxes(1, 2) / np.float32(np.sqrt(self._head_size))
+        hidden = np.arange(used) > np.arange(used - count, used)[:, None]
+        scores = np.where(np.tile(hidden, (stacked.shape[1] // count, 1)), np.float32(-np.inf), scores)
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        mixed: Array = (weights / weights.sum(axis=-1, keepdims=True)) @ values
+        return mixed.reshape(self._shape.heads, count, -1).swapaxes(0, 1).reshape(count, -1)

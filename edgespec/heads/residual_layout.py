@@ -1,0 +1,314 @@
+"""Find the weights of Medusa heads (arXiv 2401.10774) and Hydra heads (arXiv 2402.05109) in their files."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.heads.stored_tensor import StoredTensor
+from edgespec.heads.tensor_files import read_tensor_file
+
+__all__ = [
+    "RESIDUAL_METHODS",
+    "AttentionLayer",
+    "Linear",
+    "ResidualBlock",
+    "ResidualHead",
+    "ResidualHeads",
+    "read_residual_heads",
+    "residual_head_method",
+]
+
+# The methods whose heads have this layout, and the file types of their weights, preferred ones first.
+RESIDUAL_METHODS = ("medusa", "hydra")
+_SUFFIXES = (".safetensors", ".pt", ".bin")
+# The model with one layer that Hydra++ heads read, and its tensors in the order of `AttentionLayer`. The
+# misspelt name is that in the published files.
+_PREFIX_MODEL = "prefix_embeding_layer."
+_PREFIX_TENSORS = (
+    "layers.0.input_layernorm", "layers.0.self_attn.q_proj", "layers.0.self_attn.k_proj",
+    "layers.0.self_attn.v_proj", "layers.0.self_attn.o_proj", "layers.0.post_attention_layernorm",
+    "layers.0.mlp.gate_proj", "layers.0.mlp.up_proj", "layers.0.mlp.down_proj", "norm",
+)  # fmt: skip
+# Maximum size of a head's config.json in bytes. Published ones have less than 1 KB.
+_MAX_CONFIG_BYTES = 1 << 20
+
+
+class Linear(NamedTuple):
+    """A matrix [outputs, inputs], and a bias [outputs] or None."""
+
+    weight: StoredTensor
+    bias: StoredTensor | None
+
+
+class ResidualBlock(NamedTuple):
+    """Computes `shortcut(x) + silu(linear(x))`. Without a shortcut, x itself is added."""
+
+    linear: Linear
+    shortcut: Linear | None
+
+
+class ResidualHead(NamedTuple):
+    """Residual blocks, and the matrix that maps their result to logits, or None for the target's LM head."""
+
+    blocks: tuple[ResidualBlock, ...]
+    output: Linear | None
+
+
+class AttentionLayer(NamedTuple):
+    """The weights of a transformer layer like Llama's, and of the norm after it."""
+
+    input_norm: StoredTensor
+    q_proj: StoredTensor
+    k_proj: StoredTensor
+    v_proj: StoredTensor
+    o_proj: StoredTensor
+    post_attention_norm: StoredTensor
+    gate_proj: StoredTensor
+    up_proj: StoredTensor
+    down_proj: StoredTensor
+    norm: StoredTensor
+
+
+@dataclass(frozen=True, slots=True)
+class ResidualHeads:
+    """The weights of Medusa or Hydra heads.
+
+    From the hidden state at position p, head i predicts the token at position p + i + 2.
+
+    Attributes:
+        file: The file with the weights.
+        heads: The heads, nearest first.
+        reads_tokens: Whether head i also reads the embeddings of tokens p + 1 to p + i + 1, as Hydra heads
+            do.
+        prefix: A layer that reads the hidden states of all tokens. The heads read its output at position p
+            instead of the hidden state. None if the heads read the hidden state itself.
+        state_size: Number of values in a hidden state.
+        vocab_size: Number of tokens that can be predicted. 0 if the heads have no output matrices and use the
+            target's LM head.
+        layers_before_last: The hidden state that the heads read: 0 for the target's final one, which its LM
+            head reads too, or n for the input of the n-th layer from the end.
+    """
+
+    file: Path
+    heads: tuple[ResidualHead, ...]
+    reads_tokens: bool
+    prefix: AttentionLayer | None
+    state_size: int
+    vocab_size: int
+    layers_before_last: int
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights."""
+        return sum(math.prod(tensor.shape) for tensor in self.tensors())
+
+    def tensors(self) -> Iterator[StoredTensor]:
+        """Iterate over all weights."""
+        for head in self.heads:
+            linears = [head.output, *(linear for block in head.blocks for linear in block)]
+            yield from (tensor for linear in linears for tensor in linear or () if tensor is not None)
+        yield from self.prefix or ()
+
+
+def _weights_file(path: Path) -> Path | None:
+    """Return the file with the weights of Medusa or Hydra heads at a path, or None if there is none."""
+    if path.is_dir():
+        names = (f"{method}_lm_head{suffix}" for method in RESIDUAL_METHODS for suffix in _SUFFIXES)
+        return next((path / name for name in names if (path / name).is_file()), None)
+    is_named = path.stem in {f"{method}_lm_head" for method in RESIDUAL_METHODS}
+    return path if is_named and path.suffix in _SUFFIXES else None
+
+
+def residual_head_method(path: Path) -> str | None:
+    """Return the method of the heads at a path, `medusa` or `hydra`, or None if there are no such heads."""
+    file = _weights_file(path)
+    return file.stem.removesuffix("_lm_head") if file else None
+
+
+def read_residual_heads(path: Path) -> ResidualHeads:
+    """Read the descriptions of Medusa or Hydra heads. Their weights are read later.
+
+    Args:
+        path: A folder as published on Hugging Face, or the file with the weights in it.
+
+    Raises:
+        ModelFileError: The files are missing, damaged or incomplete.
+        CapabilityError: The heads are of a kind that edgespec cannot run.
+    """
+    file = _weights_file(path)
+    if file is None:
+        raise ModelFileError(
+            f"{path} contains no Medusa or Hydra heads",
+            "pass the folder with medusa_lm_head or hydra_lm_head, as published on Hugging Face",
+        )
+    config = _read_config(file.parent / "config.json")
+    kind = config.get("hydra_head_arch", "mlp")
+    if kind not in ("mlp", "prefix-mlp"):
+        raise CapabilityError(
+            f"{path} contains Hydra heads of the kind {kind!r}, which edgespec cannot run",
+            "choose heads of the kind 'mlp' or 'prefix-mlp'",
+        )
+    tensors = _NamedTensors(file)
+    find = _medusa_heads if residual_head_method(file) == "medusa" else _hydra_heads
+    return _checked(tensors, find(tensors), _prefix(tensors), int(config.get("hidden_state_offset") or 0))
+
+
+def _read_config(path: Path) -> Mapping[str, Any]:
+    """Return the settings in `config.json`. A missing file has none, because the weights tell all sizes."""
+    try:
+        if path.stat().st_size > _MAX_CONFIG_BYTES:
+            raise ValueError("it is too large")
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("it contains no settings")
+        offset = config.get("hidden_state_offset")
+        if offset is not None and not (isinstance(offset, int) and 0 <= offset < 1 << 20):
+            raise ValueError(f"hidden_state_offset is {offset!r}")
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelFileError(f"{path} is damaged: {error}", "download it again") from error
+    return config
+
+
+class _NamedTensors:
+    """The tensors of a file by name."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self._tensors = read_tensor_file(file)
+
+    def numbers(self, before: str, after: str) -> list[int]:
+        """Return all n for which there is a tensor named `before`n`after`, in ascending order."""
+        pattern = re.compile(rf"{re.escape(before)}(\d{{1,4}}){re.escape(after)}")
+        return sorted(int(found[1]) for name in self._tensors if (found := pattern.fullmatch(name)))
+
+    def linear(self, name: str) -> Linear | None:
+        """Return the matrix `name.weight` with its bias, if any, or None if there is no such matrix."""
+        weight = self._tensors.get(f"{name}.weight")
+        return Linear(weight, self._tensors.get(f"{name}.bias")) if weight else None
+
+    def blocks(self, before: str) -> tuple[ResidualBlock, ...]:
+        """Return the residual blocks of a head. The numbers between theirs are those of dropouts."""
+        blocks = []
+        for number in self.numbers(before, ".linear.weight"):
+            linear = self.linear(f"{before}{number}.linear")
+            assert linear is not None
+            blocks.append(ResidualBlock(linear, self.linear(f"{before}{number}.res_connection")))
+        return tuple(blocks)
+
+    def tensor(self, name: str) -> StoredTensor:
+        """Return a tensor. Raises ModelFileError if it is missing."""
+        if name not in self._tensors:
+            raise self.error(f"it lacks {name}")
+        return self._tensors[name]
+
+    def has(self, start: str) -> bool:
+        """Return whether the name of any tensor starts with `start`."""
+        return any(name.startswith(start) for name in self._tensors)
+
+    def error(self, reason: str) -> ModelFileError:
+        return ModelFileError(f"the head {self.file} is damaged: {reason}", "download it again")
+
+
+def _medusa_heads(tensors: _NamedTensors) -> tuple[ResidualHead, ...]:
+    """Return the heads named `{i}.{layer}.linear`, with outputs named `{i}.{last layer}`.
+
+    Medusa's current training script, which calls its heads version 2, writes no outputs.
+    """
+    heads: list[ResidualHead] = []
+    while blocks := tensors.blocks(start := f"{len(heads)}."):
+        outputs = tensors.numbers(start, ".weight")
+        if len(outputs) > 1:
+            raise tensors.error(f"head {len(heads)} has {len(outputs)} output matrices")
+        heads.append(ResidualHead(blocks, tensors.linear(f"{start}{outputs[0]}") if outputs else None))
+    return tuple(heads)
+
+
+def _hydra_heads(tensors: _NamedTensors) -> tuple[ResidualHead, ...]:
+    """Return the heads named `hydra_mlp.{i}.{layer}`, with outputs named `hydra_lm_head.{i}`.
+
+    Outputs are called `hydra_lm_head.{i}.1` if they follow a dropout.
+    """
+    heads: list[ResidualHead] = []
+    while blocks := tensors.blocks(f"hydra_mlp.{len(heads)}."):
+        name = f"hydra_lm_head.{len(heads)}"
+        output = tensors.linear(f"{name}.1") or tensors.linear(name)
+        if output is None:
+            raise tensors.error(f"it lacks {name}.weight")
+        heads.append(ResidualHead(blocks, output))
+    return tuple(heads)
+
+
+def _prefix(tensors: _NamedTensors) -> AttentionLayer | None:
+    """Return the layer that Hydra++ heads read. Other heads have none."""
+    if not tensors.has(_PREFIX_MODEL):
+        return None
+    names = (f"{_PREFIX_MODEL}{name}.weight" for name in _PREFIX_TENSORS)
+    return AttentionLayer._make(map(tensors.tensor, names))
+
+
+def _checked(
+    tensors: _NamedTensors,
+    heads: tuple[ResidualHead, ...],
+    prefix: AttentionLayer | None,
+    layers_before_last: int,
+) -> ResidualHeads:
+    """Return the heads. Raises ModelFileError if the shapes of their weights do not match."""
+    if not heads:
+        raise tensors.error("it contains no heads")
+    size = _matrix_shape(tensors, heads[0].blocks[0].linear.weight)[0]
+    output = heads[0].output
+    vocab_size = _matrix_shape(tensors, output.weight)[0] if output else 0
+    reads_tokens = heads[0].blocks[0].shortcut is not None
+    for number, head in enumerate(heads):
+        inputs = size * (number + 2 if reads_tokens else 1)
+        for index, block in enumerate(head.blocks):
+            if (block.shortcut is not None) != (reads_tokens and index == 0):
+                raise tensors.error(f"block {index} of head {number} has, or lacks, a res_connection")
+            for linear in block:
+                _check_shape(tensors, linear, (size, inputs))
+            inputs = size
+        if (head.output is None) != (output is None):
+            raise tensors.error(f"only some heads have output matrices, and head {number} differs")
+        _check_shape(tensors, head.output, (vocab_size, size))
+    if prefix:
+        _check_prefix_shapes(tensors, prefix, size)
+    return ResidualHeads(tensors.file, heads, reads_tokens, prefix, size, vocab_size, layers_before_last)
+
+
+def _matrix_shape(tensors: _NamedTensors, tensor: StoredTensor) -> tuple[int, int]:
+    if len(tensor.shape) != 2 or not all(tensor.shape):
+        raise tensors.error(f"a matrix has the shape {list(tensor.shape)}")
+    return tensor.shape[0], tensor.shape[1]
+
+
+def _check_shape(tensors: _NamedTensors, linear: Linear | None, shape: tuple[int, int]) -> None:
+    for tensor, expected in zip(linear or (), (shape, shape[:1]), strict=False):
+        if tensor is not None:
+            _check_tensor(tensors, "a weight", tensor, expected)
+
+
+def _check_prefix_shapes(tensors: _NamedTensors, prefix: AttentionLayer, size: int) -> None:
+    keys = _matrix_shape(tensors, prefix.k_proj)[0]
+    inner = _matrix_shape(tensors, prefix.gate_proj)[0]
+    shapes: tuple[tuple[int, ...], ...] = (
+        (size,), (size, size), (keys, size), (keys, size), (size, size),
+        (size,), (inner, size), (inner, size), (size, inner), (size,),
+    )  # fmt: skip
+    for name, tensor, shape in zip(prefix._fields, prefix, shapes, strict=True):
+        _check_tensor(tensors, f"its {name}", tensor, shape)
+
+
+def _check_tensor(tensors: _NamedTensors, name: str, tensor: StoredTensor, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape:
+        raise tensors.error(f"{name} has the shape {list(tensor.shape)} instead of {list(shape)}")
+    if not tensor.is_floating:
+        raise tensors.error(f"{name} has the type {tensor.dtype}")

@@ -1,0 +1,67 @@
+"""Run Medusa heads (arXiv 2401.10774) and Hydra heads (arXiv 2402.05109)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from edgespec.heads.products import Array, Product, WeightLoader, silu
+from edgespec.heads.residual_layout import Linear, ResidualHead, ResidualHeads
+
+__all__ = ["ResidualNetwork"]
+
+
+class ResidualNetwork:
+    """Medusa or Hydra heads with loaded weights.
+
+    Args:
+        heads: The heads.
+        loader: Reads their weights.
+        shared_output: The product with the target's LM head, for heads without output matrices.
+
+    Raises:
+        ModelFileError: The weights cannot be read, or are not finite numbers.
+    """
+
+    def __init__(
+        self, heads: ResidualHeads, loader: WeightLoader, shared_output: Product | None = None
+    ) -> None:
+        self._heads = [_Head(head, loader, shared_output) for head in heads.heads]
+
+    def logits(self, head: int, inputs: Array) -> Array:
+        """Return the logits [rows, vocabulary] of a head.
+
+        Args:
+            head: Index of the head.
+            inputs: Rows of inputs: a hidden state, followed by the embeddings of `head + 1` tokens if the
+                heads read tokens.
+        """
+        with np.errstate(over="ignore", invalid="ignore"):
+            logits = self._heads[head](inputs)
+        # Weights can be so large that the logits overflow. Drafts are then useless, but still valid.
+        return logits if np.isfinite(logits).all() else np.nan_to_num(logits)
+
+
+class _Linear:
+    def __init__(self, linear: Linear, loader: WeightLoader) -> None:
+        self._product: Product = loader.matrix(linear.weight)
+        self._bias = None if linear.bias is None else loader.vector(linear.bias)
+
+    def __call__(self, x: Array) -> Array:
+        y = self._product(x)
+        return y if self._bias is None else y + self._bias
+
+
+class _Head:
+    def __init__(self, head: ResidualHead, loader: WeightLoader, shared_output: Product | None) -> None:
+        self._blocks = [
+            (_Linear(linear, loader), None if shortcut is None else _Linear(shortcut, loader))
+            for linear, shortcut in head.blocks
+        ]
+        output = _Linear(head.output, loader) if head.output else shared_output
+        assert output is not None
+        self._output: Product = output
+
+    def __call__(self, x: Array) -> Array:
+        for linear, shortcut in self._blocks:
+            x = (x if shortcut is None else shortcut(x)) + silu(linear(x))
+        return self._output(x)

@@ -1,0 +1,101 @@
+"""The conversations that a head is trained with: stored in files, and arranged in batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from zipfile import BadZipFile
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.backends.head_training import TrainingBatch
+from edgespec.errors import ModelFileError
+from edgespec.files import replace_when_written
+
+__all__ = [
+    "Conversation",
+    "batch_of",
+    "batches",
+    "read_conversations",
+    "save_conversations",
+    "token_counts",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A prompt and the target's reply to it.
+
+    Attributes:
+        tokens: The tokens of the prompt and of the reply, int32.
+        prompt_length: Number of tokens in the prompt.
+        kind: The kind of text, such as `code`.
+    """
+
+    tokens: NDArray[np.int32]
+    prompt_length: int
+    kind: str
+
+
+def save_conversations(path: Path, conversations: Sequence[Conversation]) -> None:
+    """Write conversations to an `.npz` file. Raises OSError."""
+    with replace_when_written(path) as unfinished, unfinished.open("wb") as file:
+        np.savez(
+            file,
+            tokens=np.concatenate([np.empty(0, np.int32), *(each.tokens for each in conversations)]),
+            ends=np.cumsum([len(each.tokens) for each in conversations], dtype=np.int64),
+            prompt_lengths=np.array([each.prompt_length for each in conversations], np.int64),
+            kinds=np.array([each.kind for each in conversations], dtype=np.str_),
+        )
+
+
+def read_conversations(path: Path) -> list[Conversation]:
+    """Read what `save_conversations` wrote. Raises ModelFileError."""
+    try:
+        with path.open("rb") as stored, np.load(stored, allow_pickle=False) as file:
+            texts = np.split(file["tokens"], file["ends"])[:-1]
+            return [
+                Conversation(tokens, int(prompt_length), str(kind))
+                for tokens, prompt_length, kind in zip(
+                    texts, file["prompt_lengths"], file["kinds"], strict=True
+                )
+            ]
+    except (OSError, ValueError, KeyError, BadZipFile) as error:
+        raise ModelFileError(
+            f"the conversations in {path} cannot be read: {error}", "delete this file and train again"
+        ) from error
+
+
+def batch_of(conversations: Sequence[Conversation]) -> TrainingBatch:
+    """Return conversations as one batch, padded at the end to the same length."""
+    length = max(len(each.tokens) for each in conversations)
+    tokens = np.zeros((len(conversations), length), np.int32)
+    replied = np.zeros((len(conversations), length), np.bool_)
+    for row, each in enumerate(conversations):
+        tokens[row, : len(each.tokens)] = each.tokens
+        replied[row, each.prompt_length : len(each.tokens)] = True
+    return TrainingBatch(tokens, replied)
+
+
+def batches(
+    conversations: Sequence[Conversation], max_tokens: int, random: np.random.Generator
+) -> list[list[Conversation]]:
+    """Divide conversations into batches of at most `max_tokens`, padding included, in random order.
+
+    Conversations in a batch have similar lengths, so that little is padded.
+    """
+    shuffled = [conversations[i] for i in random.permutation(len(conversations))]
+    divided: list[list[Conversation]] = [[]]
+    for each in sorted(shuffled, key=lambda each: len(each.tokens)):
+        if divided[-1] and len(each.tokens) * (len(divided[-1]) + 1) > max_tokens:
+            divided.append([])
+        divided[-1].append(each)
+    return [divided[i] for i in random.permutation(len(divided))]
+
+
+def token_counts(conversations: Sequence[Conversation], vocab_size: int) -> NDArray[np.int64]:
+    """Return how often each token occurs in the replies."""
+    replies = [each.tokens[each.prompt_length :] for each in conversations]
+    return np.bincount(np.concatenate(replies), minlength=vocab_size).astype(np.int64)

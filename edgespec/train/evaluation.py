@@ -1,0 +1,78 @@
+"""Measure a head on conversations that it was not trained with."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.backends.base import Progress
+from edgespec.backends.head_training import Guesser
+from edgespec.errors import CancelledError
+from edgespec.train.conversations import Conversation, batch_of, batches
+
+__all__ = ["DEPTH", "HeadFigures", "measure_head"]
+
+# Number of tokens drafted in each round of the measurement.
+DEPTH = 4
+
+
+@dataclass(frozen=True, slots=True)
+class HeadFigures:
+    """How well a head guesses the target's most likely tokens.
+
+    Attributes:
+        tokens_per_pass: Tokens that a pass of the target would give with drafts of `DEPTH` tokens.
+        acceptance_per_depth: The share of guesses that are right at each depth, of those whose predecessors
+            were right.
+        tokens_per_pass_by_kind: `tokens_per_pass` for each kind of text.
+    """
+
+    tokens_per_pass: float
+    acceptance_per_depth: tuple[float, ...]
+    tokens_per_pass_by_kind: dict[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures as a JSON object."""
+        return {
+            "tokens_per_pass": round(self.tokens_per_pass, 3),
+            "acceptance_per_depth": [round(each, 3) for each in self.acceptance_per_depth],
+            "tokens_per_pass_by_kind": {
+                kind: round(each, 3) for kind, each in self.tokens_per_pass_by_kind.items()
+            },
+        }
+
+
+def measure_head(
+    head: Guesser, conversations: Sequence[Conversation], batch_tokens: int, progress: Progress
+) -> HeadFigures:
+    """Draft from every token of the replies, and compare with the target's most likely tokens.
+
+    Raises:
+        CancelledError: `progress` returned False.
+    """
+    drafts: dict[str, list[NDArray[np.bool_]]] = defaultdict(list)
+    divided = batches(conversations, batch_tokens, np.random.default_rng(0))
+    for done, batch in enumerate(divided):
+        if not progress("measuring the head", done / len(divided)):
+            raise CancelledError("the measurement was cancelled")
+        right, owners = head.guesses(batch_of(batch), DEPTH)
+        for index, conversation in enumerate(batch):
+            drafts[conversation.kind].append(np.cumprod(right[owners == index], axis=1).astype(np.bool_))
+    by_kind = {kind: np.concatenate(found) for kind, found in sorted(drafts.items())}
+    accepted = np.concatenate(list(by_kind.values()))
+    reached = [len(accepted), *accepted.sum(axis=0)]
+    return HeadFigures(
+        _tokens_per_pass(accepted),
+        tuple(float(after / max(1, before)) for before, after in pairwise(reached)),
+        {kind: _tokens_per_pass(found) for kind, found in by_kind.items() if len(found)},
+    )
+
+
+def _tokens_per_pass(accepted: NDArray[np.bool_]) -> float:
+    return 1.0 + float(accepted.sum()) / max(1, len(accepted))

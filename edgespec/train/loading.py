@@ -1,0 +1,109 @@
+"""Load the target of a training, or explain which form of the model is needed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgespec.backends.base import Progress
+from edgespec.backends.head_training import Teacher
+from edgespec.backends.registry import format_at
+from edgespec.chat.template import ChatTemplate
+from edgespec.errors import ModelFileError, OptionError, TemplateError
+from edgespec.files import error_reason, sampled_sha256
+
+__all__ = ["TrainingTarget", "load_target"]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingTarget:
+    """A target that is loaded for training.
+
+    Attributes:
+        name: Its name, for messages.
+        teacher: The loaded model.
+        template: Its chat template.
+        identity: A hash of the files of the loaded model.
+        converts_to: The GGUF model for which the finished head is also converted. None if the target is an
+            MLX model.
+    """
+
+    name: str
+    teacher: Teacher
+    template: ChatTemplate
+    identity: str
+    converts_to: Path | None
+
+
+@contextmanager
+def load_target(path: Path, name: str, weights: Path | None, progress: Progress) -> Iterator[TrainingTarget]:
+    """Load a target for training, and close it at the end of the `with` block.
+
+    Args:
+        path: The target.
+        name: Its name, for messages.
+        weights: Folder with the MLX or Hugging Face form of a GGUF target.
+        progress: Called with a description and the completed fraction. Returning False cancels loading.
+
+    Raises:
+        OptionError: `weights` is missing, or is not needed, or has another vocabulary than the target.
+        ModelFileError: The model is damaged or unsupported.
+        CancelledError: `progress` returned False.
+    """
+    trained = _trainable(path, name, weights)
+    load = format_at(trained).load_teacher
+    assert load is not None
+    teacher = load(str(trained), name, progress)
+    vocabulary = teacher.vocabulary
+    if vocabulary.chat_template is None:
+        raise TemplateError(
+            f"{name} has no chat template, so it cannot write conversations", "choose another model"
+        )
+    template = ChatTemplate(vocabulary.chat_template, vocabulary.bos_text, vocabulary.eos_text)
+    try:
+        yield TrainingTarget(name, teacher, template, _identity(trained), None if trained == path else path)
+    finally:
+        template.close()
+
+
+def _trainable(path: Path, name: str, weights: Path | None) -> Path:
+    """Return the folder of the model to load."""
+    if format_at(path).load_teacher is not None:
+        if weights is not None:
+            raise OptionError(
+                f"--weights is only for GGUF models, but {name} is a folder that can be trained",
+                "omit --weights",
+            )
+        return path
+    if weights is None:
+        raise OptionError(
+            f"{name} is a GGUF model, and training needs its MLX or Hugging Face form",
+            "pass the folder of that form with --weights",
+        )
+    form = format_at(weights)
+    if form.load_teacher is None:
+        raise OptionError(
+            f"--weights {weights} is not a folder with an MLX or Hugging Face model",
+            "pass a folder with config.json and model.safetensors",
+        )
+    own, other = format_at(path).read_tokens(path), form.read_tokens(weights)
+    if own is not None and other is not None and not own.same_ids(other):
+        raise OptionError(
+            f"--weights {weights} is another model than {name}: their vocabularies differ",
+            "pass the model from which the GGUF file was made",
+        )
+    return weights
+
+
+def _identity(folder: Path) -> str:
+    """Return a hash of a model's files."""
+    try:
+        digests = [sampled_sha256(file) for file in format_at(folder).files(folder)]
+    except OSError as error:
+        raise ModelFileError(
+            f"{folder} cannot be read: {error_reason(error)}", "check the folder's permissions"
+        ) from error
+    return hashlib.sha256(" ".join(digests).encode()).hexdigest()

@@ -1,0 +1,206 @@
+"""Train a head: write conversations, train with them, and keep the head if it is better than the earlier one.
+
+Everything is saved in a folder as it is made, so that an interrupted training can be continued. The result
+is the same as without the interruption.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from edgespec.backends.base import Progress
+from edgespec.backends.head_training import HeadTrainer
+from edgespec.errors import CancelledError, EdgespecError
+from edgespec.train.conversations import (
+    Conversation,
+    batch_of,
+    read_conversations,
+    save_conversations,
+    token_counts,
+)
+from edgespec.train.evaluation import HeadFigures, measure_head
+from edgespec.train.loading import TrainingTarget
+from edgespec.train.plots import plot_training
+from edgespec.train.sources import TrainingPrompt
+from edgespec.train.state import CurvePoint, TrainingFolder, TrainingProgress, TrainingSettings
+from edgespec.train.steps import BATCH_TOKENS, training_steps
+from edgespec.train.timing import estimate_seconds
+from edgespec.train.writing import ConversationWriter
+
+__all__ = ["TrainingResult", "train_head"]
+
+# Every 24th conversation, up to this number, is kept for measurements.
+_HELD_OUT_EVERY, _MAX_HELD_OUT = 24, 256
+# Number of held-out conversations that are measured during the training, and how often.
+_CURVE_CONVERSATIONS, _CURVE_POINTS = 48, 20
+# Conversations to which the initial weights are fitted.
+_EXAMPLES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingResult:
+    """The outcome of a training.
+
+    Attributes:
+        folder: Folder of the head.
+        kept: Whether the new head is in the folder. If not, the earlier head is better, and still there.
+        figures: Measurements of the new head, in conversations that it was not trained with.
+        earlier: The same measurements of the earlier head. None if there was none.
+        curve: Measurements during the training.
+        conversations: Number of conversations.
+        tokens: Number of their tokens.
+        plot: Path of the plot. None if the head was not kept, or if matplotlib is not installed.
+    """
+
+    folder: Path
+    kept: bool
+    figures: HeadFigures
+    earlier: HeadFigures | None
+    curve: list[CurvePoint] = field(repr=False)
+    conversations: int
+    tokens: int
+    plot: Path | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as a JSON object."""
+        return {
+            "folder": str(self.folder),
+            "kept": self.kept,
+            "conversations": self.conversations,
+            "tokens": self.tokens,
+            **self.figures.to_json(),
+            "earlier": self.earlier and self.earlier.to_json(),
+            "curve": [asdict(point) for point in self.curve],
+            "plot": self.plot and str(self.plot),
+        }
+
+
+def train_head(
+    target: TrainingTarget,
+    settings: TrainingSettings,
+    prompts: Sequence[TrainingPrompt],
+    folder: Path,
+    progress: Progress,
+    announce: Callable[[float], None],
+) -> TrainingResult:
+    """Train a head, or continue an interrupted training.
+
+    Args:
+        target: The loaded target.
+        settings: What to train.
+        prompts: Prompts to answer before the target writes its own questions.
+        folder: Folder for the head. If it contains a head, it is replaced only by a better one.
+        progress: Called with a description and the completed fraction. Returning False stops the training.
+        announce: Called with the estimated remaining time in seconds, before the work begins.
+
+    Raises:
+        CancelledError: `progress` returned False. The same call continues the training.
+        OptionError: The folder contains an unfinished training with other settings, or other files.
+        ModelFileError: The folder contains a head of another kind, or for another target.
+        EdgespecError: The training failed.
+        OSError: The folder cannot be written.
+    """
+    teacher = target.teacher
+    published = (folder / "model.safetensors").exists()
+    earlier = teacher.published_head(settings.method, folder) if published else None
+    saved = TrainingFolder(folder / "training", settings)
+    writer = ConversationWriter(teacher, target.template, prompts)
+    try:
+        conversations = [each for file in saved.conversation_files() for each in read_conversations(file)]
+        state = saved.progress()
+        written = sum(len(each.tokens) for each in conversations)
+        start, trained = writer.question_start, state.trained_tokens
+        announce(estimate_seconds(teacher, settings, start, written, trained, progress))
+        _write_conversations(writer, saved, conversations, settings.tokens, progress)
+        held_out = conversations[::_HELD_OUT_EVERY][:_MAX_HELD_OUT]
+        held = set(map(id, held_out))
+        others = [each for each in conversations if id(each) not in held]
+        if not others:
+            raise EdgespecError("there is only one conversation to train with", "use a larger --tokens")
+        counts = token_counts(others, teacher.vocabulary.size)
+        trainer = teacher.head_trainer(settings.method, batch_of(others[:_EXAMPLES]), counts)
+        _train(trainer, saved, state, others, held_out[:_CURVE_CONVERSATIONS], progress)
+        figures = measure_head(trainer, held_out, BATCH_TOKENS, progress)
+        before = measure_head(earlier, held_out, BATCH_TOKENS, progress) if earlier else None
+    except CancelledError as error:
+        raise CancelledError(
+            "the training is not finished, but everything done so far is saved",
+            "run the same command again to continue",
+        ) from error
+    better = before is None or figures.tokens_per_pass > before.tokens_per_pass
+    plot = folder / "training.png"
+    plotted = False
+    if better:
+        _publish(trainer, folder, saved.path)
+        plotted = plot_training(state.curve, f"{settings.method} head for {target.name}", plot)
+    tokens = sum(len(each.tokens) for each in conversations)
+    shutil.rmtree(saved.path)
+    return TrainingResult(
+        folder, better, figures, before, state.curve, len(conversations), tokens, plot if plotted else None
+    )
+
+
+def _write_conversations(
+    writer: ConversationWriter,
+    saved: TrainingFolder,
+    conversations: list[Conversation],
+    wanted_tokens: int,
+    progress: Progress,
+) -> None:
+    """Let the target write conversations until there are enough, and add them to the list."""
+    tokens = sum(len(each.tokens) for each in conversations)
+    batch = len(saved.conversation_files())
+
+    def report(_description: str, _fraction: float) -> bool:
+        return progress("writing conversations", tokens / wanted_tokens)
+
+    while tokens < wanted_tokens:
+        new = writer.write(batch, report)
+        save_conversations(saved.conversation_file(batch), new)
+        conversations += new
+        tokens += sum(len(each.tokens) for each in new)
+        batch += 1
+
+
+def _train(
+    trainer: HeadTrainer,
+    saved: TrainingFolder,
+    state: TrainingProgress,
+    conversations: Sequence[Conversation],
+    held_out: Sequence[Conversation],
+    progress: Progress,
+) -> None:
+    """Run the training steps that are left, and measure the head from time to time."""
+    steps = training_steps(conversations)
+    every = max(1, len(steps) // _CURVE_POINTS)
+    if state.steps:
+        trainer.load_state(saved.state_file(state.steps))
+    try:
+        while state.steps < len(steps):
+            reached = f", {state.curve[-1].tokens_per_pass:.2f} tokens per pass" if state.curve else ""
+            if not progress(f"training{reached}", state.steps / len(steps)):
+                raise CancelledError("training was cancelled")
+            batch = steps[state.steps]
+            state.losses.append(trainer.step(batch_of(batch), state.steps / len(steps)))
+            state.steps += 1
+            state.trained_tokens += sum(len(each.tokens) for each in batch)
+            if state.steps % every == 0:
+                figures = measure_head(trainer, held_out, BATCH_TOKENS, lambda _text, _fraction: True)
+                state.add_point(figures.tokens_per_pass)
+                saved.save(state, trainer)
+    except CancelledError:
+        saved.save(state, trainer)
+        raise
+
+
+def _publish(trainer: HeadTrainer, folder: Path, work: Path) -> None:
+    """Write the head next to the folder's files first, then move it in, so that it is never incomplete."""
+    finished = work / "head"
+    finished.mkdir(exist_ok=True)
+    trainer.publish(finished)
+    for file in sorted(finished.iterdir()):
+        file.replace(folder / file.name)

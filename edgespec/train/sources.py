@@ -1,0 +1,54 @@
+"""Where prompts for training come from: the target itself, a file, or one's own saved chats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgespec.auto.text_kind import text_kind
+from edgespec.chat.message import Message
+from edgespec.chat.store import ChatStore, read_chat
+from edgespec.errors import ChatFileError, OptionError
+from edgespec.losslessness import read_prompts
+
+__all__ = ["TrainingPrompt", "chat_prompts", "file_prompts", "own_prompt"]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPrompt:
+    """Messages that the target shall answer. The last one is from the user."""
+
+    messages: tuple[Message, ...]
+    kind: str
+
+
+def file_prompts(path: Path) -> list[TrainingPrompt]:
+    """Read prompts from a JSON Lines file, as for `edgespec bench --prompts`. Raises OptionError."""
+    return [TrainingPrompt(each.messages, each.category) for each in read_prompts(path)]
+
+
+def chat_prompts(store: ChatStore | None = None) -> list[TrainingPrompt]:
+    """Return a prompt for every message that the user wrote in a saved chat.
+
+    Raises:
+        OptionError: There are no saved chats.
+    """
+    prompts = []
+    for stored in (store or ChatStore()).list():
+        try:
+            chat = read_chat(stored.path)
+        except ChatFileError:
+            continue
+        system = [Message("system", chat.system)] if chat.system else []
+        for end, message in enumerate(chat.messages, 1):
+            if message.role == "user":
+                prompts.append(own_prompt([*system, *chat.messages[:end]]))
+    if not prompts:
+        raise OptionError("there are no saved chats to train with", "omit --chats")
+    return prompts
+
+
+def own_prompt(messages: Sequence[Message]) -> TrainingPrompt:
+    """Return a prompt whose kind of text is recognised from its last message."""
+    return TrainingPrompt(tuple(messages), text_kind(messages[-1].content))

@@ -1,0 +1,60 @@
+"""Estimate how long a training takes, from a short trial."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from edgespec.backends.base import Progress
+from edgespec.backends.head_training import Teacher
+from edgespec.train.conversations import Conversation, batch_of, token_counts
+from edgespec.train.state import TrainingSettings
+from edgespec.train.steps import PASSES
+from edgespec.train.writing import BATCH_CONVERSATIONS
+
+__all__ = ["estimate_seconds"]
+
+# Length of the trial. Long enough that the time per token is that of a real batch, within a factor of two.
+_TRIAL_TOKENS = 24
+
+
+def estimate_seconds(
+    teacher: Teacher,
+    settings: TrainingSettings,
+    question_start: Sequence[int],
+    written_tokens: int,
+    trained_tokens: int,
+    progress: Progress,
+) -> float:
+    """Write a few tokens and run a training step, and return the estimated remaining time in seconds.
+
+    Args:
+        teacher: The target.
+        settings: The settings of the training.
+        question_start: Tokens from which the target begins a question.
+        written_tokens: Number of tokens that are already written.
+        trained_tokens: Number of tokens that were already trained with, repetitions included.
+        progress: Called repeatedly. Returning False cancels the trial.
+
+    Raises:
+        CancelledError: `progress` returned False.
+    """
+    count = BATCH_CONVERSATIONS
+    began = time.perf_counter()
+    texts = teacher.write([list(question_start)] * count, [1.0] * count, _TRIAL_TOKENS, 0, progress)
+    write_seconds = (time.perf_counter() - began) / sum(map(len, texts))
+    trial = [
+        Conversation(np.array([*question_start, *text], np.int32), len(question_start), "") for text in texts
+    ]
+    batch = batch_of(trial)
+    trainer = teacher.head_trainer(settings.method, batch, token_counts(trial, teacher.vocabulary.size))
+    began = time.perf_counter()
+    # The last steps take longest, because the head then guesses furthest ahead. The average is about 80 % of
+    # that.
+    trainer.step(batch, 0.999)
+    train_seconds = 0.8 * (time.perf_counter() - began) / batch.tokens.size
+    left_to_write = max(0, settings.tokens - written_tokens)
+    left_to_train = max(0, settings.tokens * PASSES - trained_tokens)
+    return left_to_write * write_seconds + left_to_train * train_seconds

@@ -1,0 +1,105 @@
+"""Let the target write the conversations to train with, its questions included (Magpie, arXiv 2406.08464)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from edgespec.backends.base import Progress
+from edgespec.backends.head_training import Teacher
+from edgespec.chat.message import Message
+from edgespec.chat.prompt import PromptBuilder
+from edgespec.chat.template import ChatTemplate
+from edgespec.errors import EdgespecError, TemplateError
+from edgespec.train.conversations import Conversation
+from edgespec.train.sources import TrainingPrompt, own_prompt
+
+__all__ = ["BATCH_CONVERSATIONS", "ConversationWriter"]
+
+# Conversations that are written at once. More would be faster, but each needs a KV cache.
+BATCH_CONVERSATIONS = 32
+_MAX_QUESTION_TOKENS, _MAX_REPLY_TOKENS = 200, 160
+# Longer prompts are left out, because they slow training down without adding replies.
+_MAX_PROMPT_TOKENS = 800
+# Questions are sampled. Two thirds of the replies are greedy and the others sampled, so that the head learns
+# for all temperatures.
+_QUESTION_TEMPERATURE = 1.0
+_REPLY_TEMPERATURES = (0.0, 0.0, 0.8)
+# A text that no template contains. It marks where the user's message begins.
+_MARKER = "edgespec-7f3a"
+
+
+class ConversationWriter:
+    """Writes conversations in batches. A batch depends only on its number, the target and the prompts.
+
+    Args:
+        teacher: The target.
+        template: The target's chat template.
+        prompts: Prompts to answer first. After them, the target writes the questions itself.
+
+    Raises:
+        TemplateError: The template rejects a message.
+    """
+
+    def __init__(self, teacher: Teacher, template: ChatTemplate, prompts: Sequence[TrainingPrompt]) -> None:
+        self._teacher, self._prompts = teacher, prompts
+        self._builder = PromptBuilder(template, teacher.vocabulary)
+        before, marker, _ = template.render([Message("user", _MARKER)]).partition(_MARKER)
+        if not marker:
+            raise TemplateError(
+                "the model's chat template leaves out the user's message", "use another model"
+            )
+        bos = teacher.vocabulary.bos_text
+        start = not (bos and before.startswith(bos))
+        self.question_start = teacher.vocabulary.tokenize(before, special=True, start=start)
+        self._max_prompt_tokens = _MAX_PROMPT_TOKENS
+        if teacher.context_tokens:
+            self._max_prompt_tokens = min(_MAX_PROMPT_TOKENS, teacher.context_tokens - _MAX_REPLY_TOKENS)
+
+    def write(self, batch: int, progress: Progress) -> list[Conversation]:
+        """Write a batch of conversations.
+
+        Args:
+            batch: Number of the batch.
+            progress: Called repeatedly. Returning False cancels the call.
+
+        Raises:
+            CancelledError: `progress` returned False.
+            EdgespecError: The target wrote no usable question.
+        """
+        first = batch * BATCH_CONVERSATIONS
+        given = self._prompts[first : first + BATCH_CONVERSATIONS]
+        prompts = [
+            (self._builder.build(each.messages).tokens, each.kind)
+            for each in given or self._ask(batch, progress)
+        ]
+        prompts = [each for each in prompts if len(each[0]) <= self._max_prompt_tokens]
+        temperatures = [_REPLY_TEMPERATURES[i % len(_REPLY_TEMPERATURES)] for i in range(len(prompts))]
+        tokens = [tokens for tokens, _ in prompts]
+        replies = (
+            self._teacher.write(tokens, temperatures, _MAX_REPLY_TOKENS, 2 * batch + 1, progress)
+            if tokens
+            else []
+        )
+        written = [
+            Conversation(np.array([*prompt, *reply], np.int32), len(prompt), kind)
+            for (prompt, kind), reply in zip(prompts, replies, strict=True)
+        ]
+        if not written and not given:
+            raise EdgespecError(
+                "the model wrote no questions, so there is nothing to train with",
+                "pass questions with --prompts",
+            )
+        return written
+
+    def _ask(self, batch: int, progress: Progress) -> list[TrainingPrompt]:
+        """Let the target write questions: it continues the beginning of a user's message."""
+        count = BATCH_CONVERSATIONS
+        starts, temperatures = [self.question_start] * count, [_QUESTION_TEMPERATURE] * count
+        questions = self._teacher.write(starts, temperatures, _MAX_QUESTION_TOKENS, 2 * batch, progress)
+        texts = [self._text(tokens) for tokens in questions if self._teacher.vocabulary.is_end(tokens[-1])]
+        return [own_prompt([Message("user", text)]) for text in texts if text]
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return b"".join(map(self._teacher.vocabulary.piece, tokens)).decode("utf-8", "replace").strip()

@@ -1,0 +1,140 @@
+"""The trainer of EAGLE-3 heads: that it learns, and that its unrolled drafts are those of a drafting head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from edgespec.backends.head_training import TrainingBatch
+from edgespec.backends.mlx.eagle_net import EagleNet
+from edgespec.backends.mlx.teacher import MlxTeacher, load_teacher
+from edgespec.errors import CancelledError, CapabilityError
+from tests.backends.mlx.tiny_checkpoints import ROWS, TOKENS, write_checkpoint
+
+QUANTISED = ("affine", 8, 32)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("teachers")
+
+
+def teacher_of(folder: Path, kind: str = "llama", layers: int = 6, **settings: object) -> MlxTeacher:
+    config = {"num_hidden_layers": layers, **settings}
+    return load_teacher(str(write_checkpoint(folder, kind, config=config)), "tiny")
+
+
+def batch_of(conversations: int = 4, length: int = 24) -> TrainingBatch:
+    tokens = np.random.default_rng(0).integers(0, TOKENS, (conversations, length)).astype(np.int32)
+    replied = np.zeros(tokens.shape, np.bool_)
+    replied[:, 6:] = True
+    return TrainingBatch(tokens, replied)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2"])
+def test_a_head_learns_its_batch(folder: Path, kind: str) -> None:
+    teacher, batch = teacher_of(folder / kind, kind), batch_of()
+    trainer = teacher.head_trainer("eagle3", batch, np.ones(ROWS, np.int64))
+    before, _ = trainer.guesses(batch, 4)
+    losses = [trainer.step(batch, 0.5) for _ in range(40)]
+    after, owners = trainer.guesses(batch, 4)
+    assert losses[-1] < 0.7 * losses[0]
+    assert after.mean() > before.mean() + 0.2
+    # Four guesses fit into the reply from the token before it on.
+    assert np.bincount(owners).tolist() == [24 - 6 - 3] * 4
+
+
+def test_quantised_weights_give_the_same_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, the weights stay quantised."""
+    checkpoint = write_checkpoint(
+        folder / "quantised", "llama", quantisation=QUANTISED, config={"num_hidden_layers": 6}
+    )
+    dense = load_teacher(str(checkpoint), "tiny")
+    monkeypatch.setattr("edgespec.backends.mlx.teacher.runs_on_cpu", lambda: False)
+    quantised = load_teacher(str(checkpoint), "tiny")
+    rows = mx.array([3, 1, 200])
+    assert mx.allclose(dense.output_rows(rows), quantised.output_rows(rows), atol=1e-6)
+    batch, counts = batch_of(), np.ones(ROWS, np.int64)
+    losses = [each.head_trainer("eagle3", batch, counts).step(batch, 0.9) for each in (dense, quantised)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def test_only_the_most_frequent_tokens_are_drafted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgespec.backends.mlx.eagle_trainer._MAX_DRAFT_TOKENS", 50)
+    monkeypatch.setattr("edgespec.backends.mlx.eagle_trainer._CANDIDATES", 20)
+    teacher, batch = teacher_of(folder / "rare"), batch_of()
+    counts = np.zeros(ROWS, np.int64)
+    counts[100:150] = 1
+    trainer = teacher.head_trainer("eagle3", batch, counts)
+    assert np.isfinite(trainer.step(batch, 0.5))
+    (folder / "rare head").mkdir()
+    trainer.publish(folder / "rare head")
+    arrays = mx.load(str(folder / "rare head" / "model.safetensors"))
+    assert isinstance(arrays, dict)
+    assert arrays["d2t"].tolist() == [100] * 50
+    assert np.flatnonzero(np.array(arrays["t2d"])).tolist() == list(range(100, 150))
+    right, _ = teacher.published_head("eagle3", folder / "rare head").guesses(batch, 2)
+    assert np.mean(right == trainer.guesses(batch, 2)[0]) > 0.95
+
+
+def test_unrolled_steps_are_those_of_a_drafting_head() -> None:
+    """A draft of three tokens, computed one row at a time with a list of all rows seen before."""
+    config = {
+        "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 8, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    }  # fmt: skip
+    mx.random.seed(3)
+    net, length, start = EagleNet(config), 9, 4
+    embeddings, hidden = mx.random.normal((1, length, 32)), mx.random.normal((1, length, 96))
+    unrolled = [state[0, start] for state in net.unroll(embeddings, hidden, 3)]
+    # The rows up to `start` read the target's hidden states, and the later ones the row before.
+    states = net.fc(hidden)[0, : start + 1]
+    for depth in range(3):
+        rows = start + 1 + depth
+        outputs = _one_pass(net, embeddings[0, 1 : rows + 1], states)
+        assert mx.allclose(net.norm(outputs[-1]), unrolled[depth], atol=1e-4)
+        states = mx.concatenate([states, outputs[-1:]])
+
+
+def _one_pass(net: EagleNet, embeddings: mx.array, states: mx.array) -> mx.array:
+    """The head's outputs, before its norm, for a sequence of rows with causal attention."""
+    outputs: list[mx.array] = []
+
+    def keep(normed: mx.array) -> mx.array:
+        outputs.append(normed)
+        return normed
+
+    norm, net.norm = net.norm, keep  # type: ignore[assignment]
+    fc, net.fc = net.fc, lambda given: given  # type: ignore[assignment]
+    shifted = mx.concatenate([mx.zeros((1, embeddings.shape[-1])), embeddings])[None]
+    padded = mx.concatenate([states, mx.zeros((1, states.shape[-1]))])[None]
+    list(net.unroll(shifted, padded, 1))
+    net.norm, net.fc = norm, fc
+    return outputs[0][0, : len(embeddings)]
+
+
+def test_the_same_seed_writes_the_same_text(folder: Path) -> None:
+    teacher = teacher_of(folder / "writer")
+    prompts, temperatures = [[1, 2, 3], [4], [5, 6]], [0.0, 1.0, 1.0]
+
+    def write(seed: int) -> list[list[int]]:
+        return teacher.write(prompts, temperatures, 8, seed, lambda _text, _fraction: True)
+
+    assert write(1) == write(1)
+    assert write(1)[0] == write(2)[0]
+    assert write(1)[1:] != write(2)[1:]
+    assert [len(text) for text in write(1)] == [8, 8, 8]
+
+
+def test_writing_can_be_cancelled(folder: Path) -> None:
+    teacher = teacher_of(folder / "cancelled")
+    with pytest.raises(CancelledError):
+        teacher.write([[1]], [0.0], 8, 0, lambda _text, fraction: fraction < 0.5)
+
+
+def test_a_model_with_few_layers_is_refused(folder: Path) -> None:
+    with pytest.raises(CapabilityError, match="tiny has 5 layers, but EAGLE-3 heads"):
+        teacher_of(folder / "flat", layers=5)

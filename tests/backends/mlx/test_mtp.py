@@ -1,0 +1,118 @@
+"""MTP layers of MLX models follow the target through any history, and change no reply."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import edgespec
+from edgespec.assembly.loading import always_draft
+from edgespec.backends import mlx
+from edgespec.backends.base import Head, LoadOptions
+from edgespec.backends.mlx.eagle import EagleHead
+from edgespec.backends.mlx.mtp import estimate_mtp_head
+from edgespec.backends.mlx_metadata import read_mlx_info
+from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.heads.mtp_files import read_mtp
+from tests.backends.head_histories import ROUNDS, Round, check_history
+from tests.backends.mlx.mtp_layers import write_mtp_layer
+from tests.backends.mlx.tiny_checkpoints import write_checkpoint
+
+CONTEXT = 512
+
+
+def write_mtp(folder: Path, **options: Any) -> Path:
+    """A Qwen3-Next model with an MTP layer."""
+    return write_mtp_layer(write_checkpoint(folder, "qwen3_next"), **options)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_mtp(tmp_path_factory.mktemp("mtp") / "model")
+
+
+def load(folder: Path) -> Any:
+    return mlx.load(str(folder), "target", LoadOptions(context_tokens=CONTEXT))
+
+
+def head_of(target: Any) -> EagleHead:
+    head = target.self_draft(Head("mtp"))
+    assert isinstance(head, EagleHead)
+    return head
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rounds=st.lists(ROUNDS, min_size=1, max_size=8), seed=st.integers(0, 1 << 16))
+def test_a_draft_after_any_history_equals_that_of_a_fresh_head(
+    folder: Path, rounds: list[Round], seed: int
+) -> None:
+    check_history(lambda: load(folder), head_of, rounds, seed)
+
+
+def test_an_mtp_layer_changes_no_reply(folder: Path) -> None:
+    with (
+        always_draft(),
+        edgespec.load(str(folder), "none", method="none", context=256) as plain,
+        edgespec.load(str(folder), "none", method="mtp", context=256) as drafting,
+    ):
+        for temperature in (0.0, 0.8):
+            asked: dict[str, Any] = {"max_tokens": 24, "temperature": temperature, "seed": 3}
+            reply = drafting.generate("the file", **asked)
+            assert reply.tokens == plain.generate("the file", **asked).tokens
+            assert reply.stats.drafted_tokens
+
+
+def test_fused_experts_give_the_same_layer(folder: Path, tmp_path: Path) -> None:
+    def parameters(path: Path) -> dict[str, mx.array]:
+        from mlx.utils import tree_flatten
+
+        target = load(path)
+        head = head_of(target)
+        found: Any = tree_flatten(head._network.parameters())  # type: ignore[attr-defined]
+        return dict(found)
+
+    single, fused = parameters(folder), parameters(write_mtp(tmp_path / "fused", fused=True))
+    assert single.keys() == fused.keys()
+    experts = "layers.0.mlp.switch_mlp.up_proj.weight"
+    np.testing.assert_array_equal(np.array(single[experts]), np.array(fused[experts]))
+
+
+def test_the_layer_is_listed_and_its_memory_planned(folder: Path) -> None:
+    assert read_mlx_info(folder).heads == ("MTP",)
+    estimate = estimate_mtp_head(folder, CONTEXT)
+    target = load(folder)
+    head = head_of(target)
+    assert estimate.bytes_of("weights") == head.facts.weight_bytes
+    assert estimate.bytes_of("cache") == head.facts.kv_bytes
+    target.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"fc.weight": None}, r"it lacks mtp\.fc\.weight"),
+        ({"fc.weight": np.zeros((64, 64))}, "does not fit the model"),
+        ({"layers.0.mlp.gate.weight": None}, "does not fit the model"),
+        ({"norm.weight": np.full(64, np.nan)}, "not finite"),
+    ],
+)
+def test_a_damaged_layer_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    target = load(write_mtp(tmp_path / "model", **changes))
+    with pytest.raises(ModelFileError, match=message):
+        head_of(target)
+    target.close()
+
+
+def test_a_model_without_such_layers_is_refused(tmp_path: Path) -> None:
+    target = load(write_checkpoint(tmp_path / "llama", "llama"))
+    with pytest.raises(CapabilityError, match="MTP layers of its architecture"):
+        head_of(target)
+    target.close()
+    with pytest.raises(ModelFileError, match="it lacks mtp"):
+        read_mtp(write_checkpoint(tmp_path / "next", "qwen3_next"))

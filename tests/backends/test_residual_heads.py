@@ -1,0 +1,443 @@
+"""Medusa and Hydra heads follow the target through any history, and no head changes a reply."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
+
+import edgespec
+from edgespec.assembly.loading import always_draft
+from edgespec.backends import llamacpp, mlx
+from edgespec.backends.base import LanguageModel, LoadOptions
+from edgespec.backends.head_files import head_at
+from edgespec.backends.hidden_state_log import POST_NORM
+from edgespec.backends.llamacpp.file_matrix import FileMatrix
+from edgespec.backends.optional_features import HeadModel, HiddenStateSource
+from edgespec.backends.registry import format_at
+from edgespec.drafters.head_cache import HeadCache
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import CancelledError, CapabilityError, EdgespecError, MemoryBudgetError, ModelFileError
+from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
+from tests.backends.mlx.tiny_checkpoints import ROWS, write_checkpoint
+from tests.backends.tiny_models import WORDS, write_jamba, write_llama
+from tests.heads.residual_files import (
+    LAYOUTS,
+    Arrays,
+    Attention,
+    Layout,
+    plain_logits,
+    random_arrays,
+    write_heads,
+)
+from tests.heads.torch_files import Call, Named, pickled, write_archive
+
+CONTEXT = 512
+MEDUSA, HYDRA = Layout("medusa"), Layout("hydra", ".pt", grounded=True)
+PREFIX = Layout("hydra", grounded=True, prefix=True, dropouts=True)
+# Of the same depth, some with children: as heads must give the same row to some nodes, and others to others.
+TREE = TokenTree((20, 5, 9, 14, 5, 30), (-1, 0, 0, 1, 2, 2), (None,) * 6)
+
+
+class Target(ABC):
+    """A target of a backend, another one with recurrent layers, and heads for both."""
+
+    size: int
+    vocab: int
+    layers = 3
+    attention: Attention
+    # Embeddings and LM head of the first target.
+    table: NDArray[Any]
+    lm_head: NDArray[Any]
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.path = folder / "target"
+
+    @abstractmethod
+    def load(self, name: str = "target", **options: Any) -> LanguageModel: ...
+
+    def arrays(self, layout: Layout) -> Arrays:
+        return random_arrays(layout, self.size, self.vocab, self.attention)
+
+    def head(self, layout: Layout) -> Path:
+        folder = self.folder / "-".join(str(layout).split(", "))
+        return folder if folder.exists() else write_heads(folder, layout, self.arrays(layout))
+
+    def plain_logits(self, layout: Layout, states: NDArray[Any], path: list[int]) -> NDArray[np.float64]:
+        """What the heads of a layout say after a path that follows tokens with these hidden states."""
+        arrays, embed = self.arrays(layout), self.table.__getitem__
+        return plain_logits(layout, arrays, self.attention, states, embed, path, self.lm_head)
+
+
+class GgufTarget(Target):
+    size = 32
+    vocab = 259 + len(WORDS)
+    attention = Attention(heads=2, kv_heads=2)
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.path = write_llama(folder / "target.gguf", layers=self.layers)
+        write_jamba(folder / "recurrent.gguf")
+        tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(self.path).tensors}
+        self.table, self.lm_head = (np.array(tensors[f"{name}.weight"]) for name in ("token_embd", "output"))
+
+    def load(self, name: str = "target", **options: Any) -> LanguageModel:
+        options = {"context_tokens": CONTEXT} | options
+        return llamacpp.load(str(self.folder / f"{name}.gguf"), name, LoadOptions(**options))
+
+
+class MlxTarget(Target):
+    size = 64
+    vocab = ROWS
+    attention = Attention(heads=4, kv_heads=2)
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        write_checkpoint(self.path, "llama", config={"num_hidden_layers": self.layers})
+        write_checkpoint(folder / "recurrent", "lfm2")
+        tensors = load_file(self.path / "model.safetensors")
+        self.table, self.lm_head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
+
+    def load(self, name: str = "target", **options: Any) -> LanguageModel:
+        options = {"context_tokens": CONTEXT} | options
+        return mlx.load(str(self.folder / name), name, LoadOptions(**options))
+
+
+@pytest.fixture(scope="module", params=[GgufTarget, MlxTarget], ids=["llama.cpp", "MLX"])
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Target:
+    found: Target = request.param(tmp_path_factory.mktemp("residual"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def gguf_target(tmp_path_factory: pytest.TempPathFactory) -> GgufTarget:
+    return GgufTarget(tmp_path_factory.mktemp("residual"))
+
+
+@pytest.fixture
+def model(target: Target) -> Iterator[LanguageModel]:
+    model = target.load()
+    yield model
+    model.close()
+
+
+def view_of(model: LanguageModel, path: Path) -> HeadModel:
+    return cast(HeadModel, model.self_draft(head_at(path)))
+
+
+def catch_up(view: HeadModel, tokens: list[int]) -> HeadCache:
+    cache = HeadCache(view)
+    cache.begin(tokens)
+    cache.prefill()
+    assert cache.can_draft(8)
+    return cache
+
+
+def rows_of(view: HeadModel, tree: TokenTree, first: int = 0) -> NDArray[np.float64]:
+    logits = view.verify(tree, first)
+    return np.array([logits.at(row, np.arange(view.facts.vocab_size)) for row in range(len(logits))])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_node_of_a_tree_gets_the_logits_of_its_head(
+    target: Target, model: LanguageModel, layout: Layout
+) -> None:
+    tree = TREE.pruned(1 << 20, layout.count - 1)
+    source = cast(HiddenStateSource, model)
+    log = source.log_hidden_states([POST_NORM])
+    view = view_of(model, target.head(layout))
+    tokens = [*range(40, 60), tree.tokens[0]]
+    model.prefill(tokens[:-1])
+    catch_up(view, tokens)
+    rows = rows_of(view, tree)
+    # The first token has no hidden state before it. Its own is the first that a head reads.
+    states = log.rows(0, len(tokens) - 1)
+    for at in range(tree.width):
+        node = at
+        path = [tree.tokens[node]]
+        while (node := tree.parents[node]) >= 0:
+            path.insert(0, tree.tokens[node])
+        expected = target.plain_logits(layout, states, path)
+        np.testing.assert_allclose(rows[at], expected, rtol=0, atol=1e-3)
+    # Grown level by level, as drafters do.
+    sizes = [sum(depth <= limit for depth in tree.depths) for limit in range(max(tree.depths) + 1)]
+    for begin, end in zip([0, *sizes], sizes, strict=False):
+        part = tree.subtree(range(end))
+        np.testing.assert_allclose(rows_of(view, part, begin), rows[begin:end], rtol=0, atol=1e-5)
+    view.close()
+
+
+@pytest.mark.parametrize("offset", [1, 3])
+def test_heads_can_read_the_hidden_state_before_the_last_layers(
+    target: Target, model: LanguageModel, tmp_path: Path, offset: int
+) -> None:
+    if offset == 3:
+        with pytest.raises(CapabilityError, match="made for another target"):
+            view_of(model, write_heads(tmp_path, HYDRA, target.arrays(HYDRA), hidden_state_offset=3))
+        return
+    log = cast(HiddenStateSource, model).log_hidden_states([target.layers - offset])
+    view = view_of(model, write_heads(tmp_path, HYDRA, target.arrays(HYDRA), hidden_state_offset=offset))
+    model.prefill([*range(40, 60)])
+    rows = rows_of(view, TokenTree.chain(7))
+    expected = target.plain_logits(HYDRA, log.rows(0, 20), [7])
+    np.testing.assert_allclose(rows[0], expected, rtol=0, atol=1e-3)
+    view.close()
+
+
+@pytest.mark.parametrize("layout", [HYDRA, PREFIX], ids=str)
+@pytest.mark.parametrize("name", ["target", "recurrent"])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(ROUNDS, min_size=1, max_size=8), st.integers(0, 1 << 16))
+def test_a_draft_after_any_history_equals_that_of_a_fresh_head(
+    target: Target, name: str, layout: Layout, rounds: list[Round], seed: int
+) -> None:
+    head = target.head(layout)
+    check_history(lambda: target.load(name), lambda model: view_of(model, head), rounds, seed, depth=3)
+
+
+@pytest.mark.parametrize("layout", [MEDUSA, HYDRA, PREFIX], ids=str)
+def test_heads_wait_for_a_hidden_state_after_a_restored_prefix(
+    target: Target, model: LanguageModel, layout: Layout
+) -> None:
+    tokens = list(range(10, 40))
+    model.prefill(tokens)
+    snapshot = model.snapshot()
+    other = target.load()
+    view = view_of(other, target.head(layout))
+    cache = HeadCache(view)
+    other.restore(snapshot)
+    cache.begin([*tokens, 50])
+    cache.prefill()
+    assert not cache.can_draft(8)
+    other.verify(TokenTree.chain(50, [51]))
+    other.commit((1,))
+    assert np.isfinite(first_logits(view, cache, [*tokens, 50, 51, 52])).all()
+    view.close()
+    other.close()
+
+
+def test_a_draft_longer_than_the_number_of_heads_is_refused(target: Target, model: LanguageModel) -> None:
+    view = view_of(model, target.head(MEDUSA))
+    assert view.facts.capabilities.max_draft_length == 3
+    model.prefill([1, 2, 3])
+    view.verify(TokenTree.chain(4, [5, 6]))
+    with pytest.raises(CapabilityError, match="predicts only 3 tokens"):
+        view.verify(TokenTree.chain(4, [5, 6, 7]))
+    view.close()
+
+
+@pytest.mark.parametrize("layout", [MEDUSA, PREFIX], ids=str)
+def test_heads_can_be_interrupted_and_closed(target: Target, model: LanguageModel, layout: Layout) -> None:
+    view = view_of(model, target.head(layout))
+    tokens = list(range(10, 40))
+    model.prefill(tokens)
+    view.interrupt(True)
+    with pytest.raises(CancelledError):
+        view.verify(TokenTree.chain(4))
+    view.interrupt(False)
+    catch_up(view, [*tokens, 4])
+    assert rows_of(view, TokenTree.chain(4)).any()
+    view.close()
+    view.close()
+    model.prefill([1, 2, 3])
+    assert model.verify(TokenTree.chain(4)).at(0, np.arange(target.vocab)).any()
+
+
+def test_several_heads_can_be_open_at_once(target: Target, model: LanguageModel) -> None:
+    views = [view_of(model, target.head(layout)) for layout in (MEDUSA, HYDRA)]
+    model.prefill([7, 8, 9])
+    rows = [rows_of(view, TokenTree.chain(4)) for view in views]
+    views[0].close()
+    model.prefill([4])
+    assert not np.allclose(rows[0], rows[1])
+    assert rows_of(views[1], TokenTree.chain(5)).any()
+    views[1].close()
+
+
+@pytest.mark.parametrize(
+    ("size", "vocab", "message"), [(16, 0, "hidden states of size 16"), (0, 1, "vocabularies of size")]
+)
+def test_heads_for_another_target_are_refused(
+    target: Target, model: LanguageModel, tmp_path: Path, size: int, vocab: int, message: str
+) -> None:
+    arrays = random_arrays(MEDUSA, size or target.size, target.vocab + vocab)
+    with pytest.raises(CapabilityError, match="made for another target") as caught:
+        view_of(model, write_heads(tmp_path, MEDUSA, arrays))
+    assert message in caught.value.what
+    # The model keeps no hidden states for the head that was refused.
+    model.prefill([1, 2, 3])
+
+
+def test_hydra_heads_with_other_attention_heads_are_refused(
+    target: Target, model: LanguageModel, tmp_path: Path
+) -> None:
+    # The keys of a head are smaller than those of a head of the target.
+    arrays = random_arrays(PREFIX, target.size, target.vocab, Attention(heads=8, kv_heads=1))
+    with pytest.raises(CapabilityError, match="made for another target"):
+        view_of(model, write_heads(tmp_path, PREFIX, arrays))
+
+
+def test_damaged_heads_are_refused(target: Target, model: LanguageModel, tmp_path: Path) -> None:
+    arrays = target.arrays(MEDUSA)
+    arrays["1.1.weight"][7, 3] = np.nan
+    with pytest.raises(ModelFileError, match="not finite"):
+        view_of(model, write_heads(tmp_path, MEDUSA, arrays))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_plan_counts_what_heads_need(target: Target, model: LanguageModel, layout: Layout) -> None:
+    head = head_at(target.head(layout))
+    estimate = format_at(target.path).estimate_head
+    assert estimate
+    planned = estimate(head, target.path, CONTEXT)
+    view = view_of(model, target.head(layout))
+    assert planned.bytes_of("weights") == view.facts.weight_bytes
+    assert planned.bytes_of("cache") == view.facts.kv_bytes
+    model.resize(256)
+    assert 2 * view.facts.kv_bytes == planned.bytes_of("cache")
+    view.close()
+
+
+def test_heads_that_do_not_fit_in_memory_are_refused(target: Target, model: LanguageModel) -> None:
+    without = model.facts.weight_bytes + model.facts.max_kv_bytes
+    limited = target.load(memory_bytes=without + 10_000)
+    with pytest.raises(MemoryBudgetError, match="the weights of the head of target take"):
+        view_of(limited, target.head(MEDUSA))
+    limited.close()
+
+
+@pytest.mark.parametrize("layout", [MEDUSA, HYDRA, PREFIX], ids=str)
+def test_no_head_changes_a_reply(target: Target, layout: Layout) -> None:
+    head = target.head(layout)
+    methods = [layout.method, f"{layout.method}+suffix"]
+    # The last one may say only two tokens, so that random heads are right now and then.
+    asked: list[dict[str, Any]] = [
+        {"max_tokens": 24, "temperature": 0.0},
+        {"max_tokens": 24, "temperature": 0.8, "seed": 3},
+        {"max_tokens": 24, "temperature": 0.8, "seed": 4, "logit_bias": {70: 60.0, 80: 60.0}},
+    ]
+    with edgespec.load(str(target.path), "none", method="none", context=256) as plain:
+        expected = [plain.generate("the file", **ask).tokens for ask in asked]
+    for branches in ((), (2, 2), "auto"):
+        with (
+            always_draft(),
+            edgespec.load(
+                str(target.path), "none", methods=methods, method=layout.method, head=str(head),
+                draft_branches=branches, draft_length=8, context=256,
+            ) as drafting,
+        ):  # fmt: skip
+            for method in methods:
+                replies = [drafting.generate("the file", method=method, **ask) for ask in asked]
+                assert [reply.tokens for reply in replies] == expected
+                # Adaptive trees may not be drafted, because random heads are hardly ever right.
+                if branches != "auto":
+                    assert all(reply.stats.drafted_tokens for reply in replies)
+                    assert replies[-1].stats.accepted_tokens
+
+
+@pytest.mark.parametrize("value", [3e38, -1e30])
+def test_heads_with_huge_weights_change_no_reply(target: Target, tmp_path: Path, value: float) -> None:
+    arrays = {name: np.full_like(array, value) for name, array in target.arrays(HYDRA).items()}
+    head = write_heads(tmp_path, HYDRA, arrays)
+    with (
+        always_draft(),
+        edgespec.load(str(target.path), "none", method="none", context=256) as plain,
+        edgespec.load(str(target.path), "none", method="hydra", head=str(head), context=256) as drafting,
+    ):
+        for temperature in (0.0, 0.8):
+            asked: dict[str, Any] = {"max_tokens": 24, "temperature": temperature, "seed": 3}
+            assert drafting.generate("the file", **asked).tokens == plain.generate("the file", **asked).tokens
+
+
+def test_the_file_with_the_weights_can_be_named(target: Target) -> None:
+    file = target.head(HYDRA) / "hydra_lm_head.pt"
+    with edgespec.load(str(target.path), "none", method="hydra", head=str(file), context=256) as runtime:
+        assert runtime.generate("the file", max_tokens=8).stats.drafted_tokens
+
+
+def test_a_pickle_that_calls_functions_is_one_clear_error(target: Target, tmp_path: Path) -> None:
+    folder = write_heads(tmp_path / "head", HYDRA, target.arrays(HYDRA))
+    touched = tmp_path / "touched"
+    program = pickled({"hydra_mlp.0.0.linear.weight": Call(Named("os", "system"), f"touch {touched}")})
+    write_archive(folder / "hydra_lm_head.pt", program)
+    with pytest.raises(ModelFileError, match="more than tensors"):
+        edgespec.load(str(target.path), "none", method="hydra", head=str(folder), context=256)
+    assert not touched.exists()
+
+
+def test_heads_can_draft_in_another_thread(target: Target, model: LanguageModel) -> None:
+    """As in `edgespec chat`, which loads models in one thread and replies in another."""
+    view = view_of(model, target.head(PREFIX))
+    tokens = list(range(10, 40))
+    rows = []
+
+    def draft() -> None:
+        model.prefill(tokens[:-1])
+        catch_up(view, tokens)
+        rows.append(rows_of(view, TokenTree.chain(tokens[-1], [4, 5])))
+
+    thread = threading.Thread(target=draft)
+    thread.start()
+    thread.join()
+    assert np.isfinite(rows[0]).all()
+    view.close()
+
+
+def test_auto_drafts_with_the_head(target: Target) -> None:
+    with (
+        always_draft(),
+        edgespec.load(str(target.path), head=str(target.head(MEDUSA)), context=256) as runtime,
+    ):
+        assert "medusa" in runtime.method.effective
+        assert runtime.generate("the file", max_tokens=8).tokens
+
+
+def test_a_head_for_another_method_is_refused(target: Target) -> None:
+    with pytest.raises(EdgespecError, match="is a head for the method medusa"):
+        edgespec.load(str(target.path), "none", method="hydra", head=str(target.head(MEDUSA)), context=256)
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q4_0"])
+def test_matrices_are_read_from_the_file(gguf_target: GgufTarget, tmp_path: Path, kind: str) -> None:
+    of_kind = gguf.GGMLQuantizationType[kind]
+    table = np.tile(gguf_target.table, (5, 1))
+    quantised = gguf.quants.quantize(table, of_kind)
+    path = write_matrix(tmp_path / "model.gguf", "token_embd.weight", quantised, of_kind)
+    matrix = FileMatrix(path, "output.weight", "token_embd.weight")
+    expected = gguf.quants.dequantize(quantised, of_kind)
+    assert np.array_equal(matrix.rows([0, 7, len(table) - 1, 7]), expected[[0, 7, -1, 7]])
+    assert np.array_equal(matrix.all_rows(), expected)
+    np.testing.assert_allclose(expected, table, rtol=0, atol=1.0)
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 100)
+    with pytest.raises(ModelFileError, match="truncated"):
+        matrix.all_rows()
+
+
+def test_a_file_without_the_matrix_is_refused(tmp_path: Path) -> None:
+    path = write_matrix(tmp_path / "model.gguf", "output_norm.weight", np.ones(5, np.float32))
+    with pytest.raises(ModelFileError, match="contains no token_embd.weight"):
+        FileMatrix(path, "token_embd.weight")
+
+
+def write_matrix(
+    path: Path, name: str, data: NDArray[Any], kind: gguf.GGMLQuantizationType | None = None
+) -> Path:
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor(name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

@@ -1,0 +1,108 @@
+"""`edgespec train`: its results, its refusals, and that it can be interrupted and continued."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.backends.mlx.tiny_checkpoints import write_checkpoint
+from tests.backends.tiny_models import write_llama
+from tests.cli.conftest import Run, Start, json_of, one_line_error
+
+PROMPTS = "".join(json.dumps({"prompt": f"list {n} files", "category": "talk"}) + "\n" for n in range(12))
+# Says when the training has begun, and waits, so that an interrupt arrives before the last step.
+SLOW_STEPS = """
+import sys, time
+from edgespec.backends.mlx.eagle_trainer import EagleTrainer
+from edgespec.cli.program import program
+
+step = EagleTrainer.step
+
+def slow_step(*args):
+    loss = step(*args)
+    print("step", file=sys.stderr, flush=True)
+    time.sleep(0.2)
+    return loss
+
+EagleTrainer.step = slow_step
+program()
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("m") / "tiny", "llama", config={"num_hidden_layers": 6})
+
+
+@pytest.fixture
+def arguments(model: Path, tmp_path: Path) -> list[str]:
+    """The arguments of the smallest training."""
+    (tmp_path / "prompts.jsonl").write_text(PROMPTS)
+    asked = ("--prompts", str(tmp_path / "prompts.jsonl"), "--tokens", "1000")
+    return ["train", "eagle3", str(model), *asked]
+
+
+def test_an_interrupt_and_its_continuation(
+    start: Start, run: Run, arguments: list[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "head"
+    process = start(*arguments, "--to", str(folder), code=SLOW_STEPS)
+    assert process.stderr is not None
+    # The first step is the trial from which the time is estimated.
+    for _ in range(4):
+        while (line := process.stderr.readline()) != b"step\n":
+            assert line
+    process.send_signal(signal.SIGINT)
+    rest = process.stderr.read().decode()
+    assert process.wait() == 130
+    assert rest.splitlines()[-1] == (
+        "interrupted: the training is not finished, but everything done so far is saved; run the same command"
+        " again to continue"
+    )
+    assert list((folder / "training").glob("state-*.safetensors"))
+    facts = json_of(run(*arguments, "--to", str(folder), "--json"))
+    assert facts["kept"]
+    assert facts["tokens"] >= 1_000
+    assert facts["tokens_per_pass_by_kind"].keys() == {"talk"}
+    assert not (folder / "training").exists()
+    assert {file.name for file in folder.iterdir()} == {"config.json", "model.safetensors", "training.png"}
+
+
+def test_a_gguf_model_needs_its_other_form(run: Run, tmp_path: Path) -> None:
+    gguf = write_llama(tmp_path / "model.gguf", layers=6)
+    error = one_line_error(run("train", "eagle3", str(gguf), "--to", str(tmp_path / "head")), 2)
+    assert "is a GGUF model, and training needs its MLX or Hugging Face form" in error
+    assert "pass the folder of that form with --weights" in error
+    assert not (tmp_path / "head").exists()
+
+
+def test_weights_of_another_model_are_refused(run: Run, model: Path, tmp_path: Path) -> None:
+    gguf = write_llama(tmp_path / "model.gguf", layers=6)
+    to = ("--to", str(tmp_path / "head"))
+    error = one_line_error(run("train", "eagle3", str(gguf), "--weights", str(model), *to), 2)
+    assert "their vocabularies differ" in error
+    error = one_line_error(run("train", "eagle3", str(gguf), "--weights", str(tmp_path / "none"), *to), 2)
+    assert "is not a folder with an MLX or Hugging Face model" in error
+    error = one_line_error(run("train", "eagle3", str(model), "--weights", str(model), *to), 2)
+    assert "--weights is only for GGUF models" in error
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (("--tokens", "999"), "--tokens"),
+        (("--prompts", "missing.jsonl"), "cannot read prompts from missing.jsonl"),
+        (("--chats",), "there are no saved chats to train with"),
+    ],
+)
+def test_wrong_usage(run: Run, model: Path, tmp_path: Path, more: tuple[str, ...], expected: str) -> None:
+    result = run("train", "eagle3", str(model), "--to", str(tmp_path / "head"), *more)
+    assert expected in one_line_error(result, 2)
+
+
+def test_the_folder_is_no_file(run: Run, model: Path) -> None:
+    result = run("train", "eagle3", str(model), "--to", str(model / "config.json"))
+    assert "config.json" in one_line_error(result, 2)

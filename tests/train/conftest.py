@@ -1,0 +1,83 @@
+"""A tiny model with random weights, and a quick way to train a head for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from edgespec.chat.message import Message
+from edgespec.train import (
+    TrainingPrompt,
+    TrainingResult,
+    TrainingSettings,
+    TrainingTarget,
+    load_target,
+    train_head,
+)
+from tests.backends.mlx.tiny_checkpoints import write_checkpoint
+
+LAYERS = 6
+PROMPTS = [
+    TrainingPrompt((Message("user", f"list the file {number} the list"),), ("code", "talk")[number % 2])
+    for number in range(12)
+]
+
+
+class Stops:
+    """A progress callback that stops the training at the n-th report of training steps."""
+
+    def __init__(self, after: int | None = None) -> None:
+        self.left = after
+        self.seen: list[str] = []
+
+    def __call__(self, description: str, _fraction: float) -> bool:
+        self.seen.append(description)
+        if self.left is None or not description.startswith("training"):
+            return True
+        self.left -= 1
+        return self.left >= 0
+
+
+Train = Callable[..., TrainingResult]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(
+        tmp_path_factory.mktemp("target") / "tiny", "llama", config={"num_hidden_layers": LAYERS}
+    )
+
+
+@pytest.fixture(scope="session")
+def target(model: Path) -> Iterator[TrainingTarget]:
+    with load_target(model, "tiny", None, lambda _text, _fraction: True) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="session")
+def train(target: TrainingTarget) -> Iterator[Train]:
+    """Train a head on short replies to 12 prompts, which takes a few seconds."""
+
+    def train(folder: Path, progress: Any = None, tokens: int = 500) -> TrainingResult:
+        settings = TrainingSettings("eagle3", target.identity, tokens, "test")
+        return train_head(target, settings, PROMPTS, folder, progress or Stops(), lambda _seconds: None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("edgespec.train.writing._MAX_REPLY_TOKENS", 40)
+        yield train
+
+
+@pytest.fixture(scope="session")
+def finished(train: Train, tmp_path_factory: pytest.TempPathFactory) -> TrainingResult:
+    """A training without interruption."""
+    return train(tmp_path_factory.mktemp("finished") / "head")
+
+
+def arrays_of(folder: Path) -> dict[str, Any]:
+    """The tensors of a published head."""
+    arrays: Any = mx.load(str(folder / "model.safetensors"))
+    return dict(arrays)

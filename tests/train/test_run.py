@@ -1,0 +1,131 @@
+"""Training a head: interrupts, what is kept, what is written, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from edgespec.backends.llamacpp.eagle_conversion import convert_eagle_head
+from edgespec.errors import CancelledError, ModelFileError, OptionError
+from edgespec.files import file_state
+from edgespec.train import TrainingResult, TrainingTarget
+from tests.backends.mlx.tiny_checkpoints import ROWS
+from tests.train.conftest import LAYERS, Stops, Train, arrays_of
+
+
+def stopped(train: Train, folder: Path, after: int) -> None:
+    with pytest.raises(CancelledError, match="run the same command again to continue"):
+        train(folder, Stops(after))
+
+
+def test_an_interrupted_training_gives_the_same_head(
+    finished: TrainingResult, train: Train, tmp_path: Path
+) -> None:
+    for after in (0, 2, 3):
+        stopped(train, tmp_path, after)
+    result = train(tmp_path)
+    expected = arrays_of(finished.folder)
+    assert arrays_of(tmp_path).keys() == expected.keys()
+    assert all(mx.array_equal(array, expected[name]) for name, array in arrays_of(tmp_path).items())
+    assert result.curve == finished.curve
+    assert result.figures == finished.figures
+    assert not (tmp_path / "training").exists()
+
+
+def test_the_head_is_measured_in_conversations_that_it_was_not_trained_with(finished: TrainingResult) -> None:
+    assert finished.kept
+    assert finished.earlier is None
+    assert finished.figures.tokens_per_pass >= 1.0
+    assert len(finished.figures.acceptance_per_depth) == 4
+    # One conversation of the twelve, about the first prompt.
+    assert finished.figures.tokens_per_pass_by_kind.keys() == {"code"}
+
+
+def test_a_head_is_only_replaced_by_a_better_one(
+    finished: TrainingResult, train: Train, tmp_path: Path
+) -> None:
+    shutil.copytree(finished.folder, tmp_path / "head")
+    before = file_state(tmp_path / "head" / "model.safetensors")
+    again = train(tmp_path / "head")
+    assert not again.kept
+    assert again.plot is None
+    assert again.earlier is not None
+    # The published weights have 16 bits, so that single guesses can differ.
+    assert again.earlier.tokens_per_pass == pytest.approx(again.figures.tokens_per_pass, abs=0.05)
+    assert file_state(tmp_path / "head" / "model.safetensors") == before
+
+
+def test_the_published_layout(finished: TrainingResult, tmp_path: Path) -> None:
+    config = json.loads((finished.folder / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 3, 3]
+    shapes = {name: array.shape for name, array in arrays_of(finished.folder).items()}
+    layer = {
+        "input_layernorm": (64,), "hidden_norm": (64,), "post_attention_layernorm": (64,),
+        "self_attn.q_proj": (64, 128), "self_attn.k_proj": (32, 128), "self_attn.v_proj": (32, 128),
+        "self_attn.o_proj": (64, 64), "mlp.gate_proj": (128, 64), "mlp.up_proj": (128, 64),
+        "mlp.down_proj": (64, 128),
+    }  # fmt: skip
+    assert shapes == {
+        "fc.weight": (64, 192), "norm.weight": (64,), "lm_head.weight": (ROWS, 64), "d2t": (ROWS,),
+        "t2d": (ROWS,), **{f"midlayer.{name}.weight": shape for name, shape in layer.items()},
+    }  # fmt: skip
+    convert_eagle_head(finished.folder, LAYERS, tmp_path / "head.gguf")
+    assert (tmp_path / "head.gguf").stat().st_size
+
+
+def test_an_unfinished_training_is_not_mixed_with_another(train: Train, tmp_path: Path) -> None:
+    stopped(train, tmp_path, 0)
+    with pytest.raises(OptionError, match="an unfinished training with another --tokens"):
+        train(tmp_path, tokens=600)
+
+
+def test_other_files_are_not_deleted(train: Train, tmp_path: Path) -> None:
+    (tmp_path / "training").mkdir()
+    (tmp_path / "training" / "mine.txt").write_text("mine")
+    with pytest.raises(OptionError, match="contains other files"):
+        train(tmp_path)
+    assert (tmp_path / "training" / "mine.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "name", ["settings.json", "progress.json", "state-*.safetensors", "conversations-*.npz"]
+)
+def test_a_damaged_training_is_reported(train: Train, tmp_path: Path, name: str) -> None:
+    stopped(train, tmp_path, 2)
+    (file,) = (tmp_path / "training").glob(name)
+    file.write_bytes(file.read_bytes()[:40])
+    with pytest.raises(ModelFileError, match=r"training.*(damaged|cannot be read).*train again"):
+        train(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"hidden_size": 32}, {"vocab_size": 99}, {"rope_theta": None}, {"num_attention_heads": 3}]
+)
+def test_another_head_is_not_overwritten(
+    finished: TrainingResult, train: Train, tmp_path: Path, changes: dict[str, object]
+) -> None:
+    shutil.copytree(finished.folder, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ModelFileError, match="contains no EAGLE-3 head for tiny that could be compared"):
+        train(tmp_path)
+    assert (tmp_path / "model.safetensors").exists()
+
+
+def test_figures_as_json(finished: TrainingResult) -> None:
+    facts = json.loads(json.dumps(finished.to_json()))
+    assert facts["kept"]
+    assert facts["conversations"] == 12
+    assert facts["earlier"] is None
+    assert facts["curve"][-1]["steps"] == facts["curve"][0]["steps"] * len(facts["curve"])
+    assert Path(facts["plot"]).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_target_is_named(target: TrainingTarget) -> None:
+    assert target.name == "tiny"
+    assert target.converts_to is None
