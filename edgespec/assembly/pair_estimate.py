@@ -85,10 +85,10 @@ class PairEstimator:
 
     def load_options(self, choice: PlanChoice) -> LoadOptions:
         """Return the target's load options with the values from `choice`."""
-        own_head = Head("mtp") in (option.head for option in self._pair.heads[: choice.heads])
+        heads = [option.head for option in self._pair.heads[: choice.heads]]
         return replace(
             self._options,
-            mtp=own_head,
+            mtp=Head("mtp") in heads,
             context_tokens=choice.context_tokens,
             kv_type=choice.kv_type,
             gpu_layers=choice.gpu_layers,

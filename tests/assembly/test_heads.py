@@ -17,7 +17,7 @@ from edgespec.assembly.loading import always_draft
 from edgespec.assembly.pairing import ModelPair, find_pair
 from edgespec.assembly.planning import LoadPlan, PlanRequest, check_fits, plan_pair
 from edgespec.backends.base import Head, LoadOptions
-from edgespec.catalog import resolve
+from edgespec.catalog import mlx_installed, resolve
 from edgespec.catalog.heads import HeadOption
 from edgespec.errors import CapabilityError, MemoryBudgetError, ModelFileError, OptionError
 from edgespec.memory import Budget
@@ -28,7 +28,7 @@ from tests.backends.tiny_models import write_eagle, write_gemma2, write_llama
 from tests.catalog.conftest import own_home as own_home
 from tests.catalog.fake_stores import add_to_hub, add_to_lmstudio
 
-OPTIONS: dict[str, Any] = {"context": 256, "threads": 1}
+OPTIONS: dict[str, Any] = {"context": 256}
 
 
 @pytest.fixture
@@ -270,3 +270,14 @@ def test_a_published_head_is_suggested_but_not_downloaded(tmp_path: Path) -> Non
         "its publisher measured 1.7x on a server GPU with 16-bit weights)",
     ):
         assert expected in pair.why_no_draft
+
+
+@pytest.mark.parametrize("reference", ["demo", "demo-mlx"])
+def test_every_head_that_a_model_supports_is_declared_by_its_format(reference: str) -> None:
+    if reference == "demo-mlx" and not mlx_installed():
+        pytest.skip("MLX is not installed")
+    declared = resolve(reference).file_format.head_formats.keys()
+    with edgespec.load(reference, "none", method="none", **OPTIONS) as runtime:
+        supported = runtime.target.capabilities.self_draft_methods.intersection(HEADS)
+    assert supported <= declared
+    assert declared <= {*HEADS}

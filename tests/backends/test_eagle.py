@@ -34,8 +34,8 @@ from edgespec.errors import (
 )
 from edgespec.prepare.head import prepare_head
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
+from tests.backends.published_heads import VOCAB, write_published
 from tests.backends.tiny_models import (
-    WORDS,
     write_eagle,
     write_gemma2,
     write_jamba,
@@ -43,10 +43,9 @@ from tests.backends.tiny_models import (
     write_llama,
     write_mamba,
 )
-from tests.heads.published import Layout, write_head
+from tests.heads.published import Layout
 
 CONTEXT = 512
-VOCAB = 259 + len(WORDS)
 
 
 class Files:
@@ -294,12 +293,6 @@ def test_a_head_with_huge_weights_changes_no_reply(files: Files, tmp_path: Path,
         edgespec.load(str(files.target), "none", method="eagle", head=head, context=256) as drafting,
     ):
         assert drafting.generate("the file", **asked).tokens == plain.generate("the file", **asked).tokens
-
-
-def write_published(folder: Path, layout: Layout = "SafeAILab", **changes: Any) -> Path:
-    """A random head for the tiny target in the layout of published heads."""
-    layers = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
-    return write_head(folder, layout, **{"vocab": VOCAB, "draft_vocab": 100, **layers, **changes})
 
 
 @pytest.mark.parametrize("pickled", [False, True])

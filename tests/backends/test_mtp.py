@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import gguf
@@ -33,6 +34,8 @@ from tests.backends.tiny_models import write_llama
 from tests.backends.tiny_mtp_models import SHAPES, write_mtp_model, write_mtp_sidecar
 
 CONTEXT = 512
+# The metadata before the vocabulary, and the names and shapes of the tensors, lie within this many bytes.
+_HEADER_BYTES = 12_000
 
 
 class Files:
@@ -349,6 +352,28 @@ def test_several_layers_change_no_reply(
         reply = runtime.generate("the file", method="mtp", **asked)
         assert reply.tokens == runtime.generate("the file", method="none", **asked).tokens
         assert 0 < reply.stats.accepted_tokens < reply.stats.drafted_tokens
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 255)), min_size=1, max_size=4))
+def test_random_bytes_in_a_file_give_an_error_or_the_same_reply(
+    glm: Files, changes: list[tuple[int, int]]
+) -> None:
+    """Damaged layers may crash llama.cpp, but only in the process that tries them first."""
+    data = bytearray(glm.sidecar.read_bytes())
+    for position, value in changes:
+        data[position % _HEADER_BYTES] = value
+    asked: dict[str, Any] = {"max_tokens": 12, "temperature": 0.0}
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "head.gguf"
+        path.write_bytes(data)
+        options: dict[str, Any] = {"methods": ["none", "mtp"], "head": path, "context": 256}
+        try:
+            with always_draft(), edgespec.load(str(glm.target), "none", **options) as runtime:
+                reply = runtime.generate("the file", method="mtp", **asked)
+                assert reply.tokens == runtime.generate("the file", method="none", **asked).tokens
+        except EdgespecError:
+            pass
 
 
 def test_more_layers_than_llama_cpp_can_run_are_refused(tmp_path: Path) -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from edgespec.assembly.drafting_options import DraftingOptions
 from edgespec.assembly.pairing import find_pair
 from edgespec.backends.base import Head
+from edgespec.backends.head_files import head_info, why_not_made_for
 from edgespec.catalog import MetadataCache, Resolved, head_options, load_catalogue, published_heads, resolve
 from edgespec.catalog.head_reference import resolve_head
 from edgespec.catalog.heads import HeadOption, named_head
@@ -273,6 +277,34 @@ def test_expectations_are_honest() -> None:
     assert "publisher" not in dflash.expectation
     assert 1.0 < estimate_head_speedup(0.5, one_pass=True) < estimate_head_speedup(0.1, one_pass=True)
     assert estimate_head_speedup(0.1, one_pass=False) < estimate_head_speedup(0.1, one_pass=True)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=6,
+)
+SETTINGS = (
+    "architectures", "model_type", "hidden_size", "target_hidden_size", "vocab_size", "num_hidden_layers",
+    "num_attention_heads", "head_dim", "eagle_config", "dflash_config", "transformer_layer_config",
+    "eagle_aux_hidden_state_layer_ids", "target_layer_ids", "torch_dtype", "_name_or_path",
+)  # fmt: skip
+
+
+@given(st.dictionaries(st.sampled_from(SETTINGS), VALUES))
+def test_any_configuration_is_read_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, config: dict[str, object]
+) -> None:
+    target = MetadataCache().model_info(resolve("demo").path, "gguf")
+    folder = tmp_path_factory.getbasetemp() / "any"
+    folder.mkdir(exist_ok=True)
+    (folder / "model.safetensors").write_bytes(b"")
+    (folder / "config.json").write_text(
+        json.dumps({"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"} | config)
+    )
+    with suppress(EdgespecError):
+        assert isinstance(why_not_made_for(head_info(folder), target), str)
+        named_head(resolve_head(str(folder)), resolve("demo"), MetadataCache())
 
 
 def test_a_damaged_configuration_is_an_error(tmp_path: Path) -> None:

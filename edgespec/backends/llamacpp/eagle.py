@@ -20,7 +20,7 @@ from edgespec.backends.llamacpp.loading import check_file, threads_for
 from edgespec.backends.llamacpp.metadata import architecture_metadata
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.memory_estimate import MemoryEstimate
-from edgespec.backends.mlx_metadata import read_mlx_info
+from edgespec.backends.mlx_metadata import read_head_info
 from edgespec.errors import ModelFileError
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def estimate_eagle_head(path: Path, context_tokens: int) -> MemoryEstimate:
 
 def estimate_unconverted_head(folder: Path, context_tokens: int) -> MemoryEstimate:
     """Estimate the memory that a head will use once it is converted to GGUF. Raises ModelFileError."""
-    info = read_mlx_info(folder)
+    info = read_head_info(folder)
     return estimate_head(
         context_tokens,
         weight_bytes=info.size_bytes,
