@@ -43,6 +43,8 @@ class AcceptanceStats:
     _MODEL_PRIOR = np.array([[0.85, 0.1, 0.05]])
     # Measurements outweigh the assumed acceptance probabilities after this many drafted tokens.
     _PRIOR_WEIGHT = 4.0
+    # The same for long-term rates. It is higher, so that a drafter is not ruled out by a few rejected tokens.
+    _LONG_TERM_PRIOR_WEIGHT = 12.0
     # After a long pause in drafting, all earlier results count only as much as this many drafted tokens.
     _WEIGHT_AFTER_PAUSE = 2.0
 
@@ -59,10 +61,15 @@ class AcceptanceStats:
     def _streak_class(self) -> int:
         return bisect_right(self._STREAKS, self._streak) if self._has_streaks else 0
 
-    def _probs(self) -> NDArray[np.float64]:
-        at = self._streak_class
-        probs: NDArray[np.float64] = self._counts.accepted[at] / self._counts.drafted[at]
-        return probs
+    def _probs(self, *, long_term: bool = False) -> NDArray[np.float64]:
+        counts = self._counts
+        probs = (
+            counts.long_term_rates(self._LONG_TERM_PRIOR_WEIGHT)
+            if long_term
+            else counts.accepted / counts.drafted
+        )
+        at_streak: NDArray[np.float64] = probs[self._streak_class]
+        return at_streak
 
     def record_draft(self, tree: TokenTree, seconds: float) -> None:
         self.was_empty = not tree.drafted
@@ -84,9 +91,12 @@ class AcceptanceStats:
     def level_rows(self) -> float:
         return self.rows.value / max(self.levels.value, 1.0)
 
-    def reach_probs(self, levels: int) -> list[float]:
-        """Return, for each level of the next draft, the probability that any of its tokens is accepted."""
-        probs = self._probs()
+    def reach_probs(self, levels: int, *, long_term: bool = False) -> list[float]:
+        """Return, for each level of the next draft, the probability that any of its tokens is accepted.
+
+        If `long_term` is set, the result depends less on the last drafts.
+        """
+        probs = self._probs(long_term=long_term)
         is_chain = self.rows.value <= self.levels.value
         level_probs = probs[:, 0] if is_chain else np.minimum(probs.sum(axis=1), MAX_PROB_SUM)
         return list(accumulate((float(level_probs[min(level, 1)]) for level in range(levels)), mul))

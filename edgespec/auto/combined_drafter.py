@@ -33,9 +33,11 @@ _MIN_PREFILL_TOKENS = 32
 _DRAFT_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 # Retry unsuccessful drafters only while other drafters contribute no more accepted tokens than this.
 _MAX_TOKENS_AT_RISK = 0.5
-# While a draft model saves time, measuring another one for the first time may use at most this share of the
-# time that `exploration_seconds` allows. A heuristic.
-_MEASURING_SHARE = 0.25
+# Number of rounds for which a draft model runs instead of a better one, to measure it. A heuristic.
+_CHALLENGE_ROUNDS = 4
+# Minimum expected gain of a draft model that runs while a better one waits for its prefill. Lower gains are
+# often caused by chance. A heuristic.
+_MIN_INTERIM_GAIN = 1.15
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,9 @@ class CombinedDrafter(Drafter):
         self._proposed_at: float | None = None
         self._proposals: dict[DrafterStats, _Proposal] = {}
         self._last_token = 0
+        # A drafter that runs instead of a better one, and for how many more rounds.
+        self._challenger: DrafterStats | None = None
+        self._challenge_rounds = 0
 
     @property
     def memory_use(self) -> MemoryUse:
@@ -206,20 +211,41 @@ class CombinedDrafter(Drafter):
     def _choose_model(self, lengths: Mapping[str, int]) -> DrafterStats | None:
         """Choose the drafter whose model runs in this round, and prefill it. Return None if none should."""
         levels = {stats: lengths[name] for name, stats in self._models.items() if lengths[name]}
-        gains = {stats: self._expected_gain(stats, levels[stats]) for stats in levels}
-        known = [stats for stats, gain in gains.items() if gain < inf]
-        best = max(known, key=gains.__getitem__, default=None)
-        if best is None or gains[best] <= 1.0:
-            ranked = sorted(gains, key=gains.__getitem__, reverse=True)
-            return next(
-                (stats for stats in ranked if self._prepare(stats, levels[stats], gains[stats])), None
-            )
-        for stats, gain in gains.items():
-            if stats is not best and self._should_challenge(stats, gain / gains[best]):
-                stats.force_draft()
-                if self._prefill(stats):
-                    return stats
-        return best if self._prepare(best, levels[best], gains[best]) else None
+        is_waiting = False
+        for stats in self._ranked(levels):
+            gain = self._expected_gain(stats, levels[stats])
+            # While a better drafter waits until there is time for its prefill, run this one only if it is
+            # likely to gain that time.
+            if is_waiting and gain < _MIN_INTERIM_GAIN:
+                return None
+            is_challenger = stats is self._challenger
+            if self._prefill(stats) if is_challenger else self._prepare(stats, levels[stats], gain):
+                return stats
+            is_waiting |= 1.0 < gain < inf and not is_challenger
+        return None
+
+    def _ranked(self, levels: Mapping[DrafterStats, int]) -> list[DrafterStats]:
+        """Return drafters that run a model, the best first.
+
+        They are compared by their long-term acceptance rates, because the recent rates of drafters that are
+        not in use do not change, and would be those of lucky or unlucky drafts.
+        """
+        if len(levels) < 2:
+            return list(levels)
+        gains = {stats: self._expected_gain(stats, levels[stats], long_term=True) for stats in levels}
+        ranked = sorted(gains, key=gains.__getitem__, reverse=True)
+        best_gain = gains[ranked[0]]
+        self._challenge_rounds = max(self._challenge_rounds - 1, 0)
+        if not self._challenge_rounds:
+            self._challenger = None
+            for stats in ranked[1:] if 1.0 < best_gain < inf else ():
+                if self._should_challenge(stats, gains[stats] / best_gain):
+                    self._challenger, self._challenge_rounds = stats, _CHALLENGE_ROUNDS
+                    break
+        if self._challenger in gains:
+            self._challenger.force_draft()
+            ranked.sort(key=lambda stats: stats is not self._challenger)
+        return ranked
 
     def _prepare(self, stats: DrafterStats, levels: int, gain: float) -> bool:
         if gain > 1.0:
@@ -235,20 +261,17 @@ class CombinedDrafter(Drafter):
         return self._prefill(stats)
 
     def _should_challenge(self, stats: DrafterStats, relative_gain: float) -> bool:
-        """Return whether to run a drafter instead of the best one, to measure it.
+        """Return whether to run a drafter instead of a better one, to notice whether it has become the best.
 
-        `relative_gain` is its expected speed divided by that of the best drafter.
+        `relative_gain` is its expected speed divided by the best expected speed.
         """
-        step = self._target_step_seconds.value
-        catch_up = self._prefill_tokens(stats) * stats.prefill_token_seconds(step) / step
-        if relative_gain == inf:
-            return catch_up * step <= _MEASURING_SHARE * self._exploration_seconds()
-        rows = round(stats.acceptance.rows.value)
+        step, rows = self._target_step_seconds.value, round(stats.acceptance.rows.value)
         cost = max(1.0 - relative_gain, 0.0) * (self._draft_cost(stats) + self._v(1 + rows))
-        if not stats.retries.is_affordable(catch_up + cost):
-            return False
-        stats.acceptance.limit_weight()
-        return True
+        cost = (
+            _CHALLENGE_ROUNDS * cost + self._prefill_tokens(stats) * stats.prefill_token_seconds(step) / step
+        )
+        has_time = cost * step <= self._exploration_seconds()
+        return stats.retries.is_affordable(cost if has_time else inf)
 
     def _should_retry(self, stats: DrafterStats, gain: float) -> bool:
         if sum(self._estimate().reach_probs) > _MAX_TOKENS_AT_RISK:
@@ -333,17 +356,22 @@ class CombinedDrafter(Drafter):
             estimate = estimate.with_draft(*proposal.levels, self._draft_cost(stats))
         return estimate
 
-    def _expected_gain(self, stats: DrafterStats, draft_length: int) -> float:
+    def _expected_gain(self, stats: DrafterStats, draft_length: int, *, long_term: bool = False) -> float:
         """Return the expected decoding speed with a drafter divided by the speed without it.
 
         The result is infinite if the drafter's speed is unknown and must be measured.
+
+        Args:
+            stats: The drafter.
+            draft_length: Maximum length of the draft.
+            long_term: Whether to expect the long-term acceptance rates, and not those of the last drafts.
         """
         acceptance = stats.acceptance
         if not self._is_measured(stats):
             can_draft_more = 0 < stats.empty_draft_levels < draft_length
             return inf if can_draft_more or not acceptance.was_empty else 0.0
         estimate = self._estimate()
-        reach_probs = acceptance.reach_probs(draft_length)
+        reach_probs = acceptance.reach_probs(draft_length, long_term=long_term)
         usual = max(1, min(draft_length, round(acceptance.levels.value)))
         speed = max(
             estimate.speed_with(

@@ -72,6 +72,16 @@ class AcceptanceCounts:
         self._long_drafted[category] = self._long_drafted[category] * self._LONG_DECAY + 1.0
         self._long_accepted[category] = self._long_accepted[category] * self._LONG_DECAY + accepted
 
+    def long_term_rates(self, prior_weight: float) -> NDArray[np.float64]:
+        """Return the long-term acceptance rate per category.
+
+        The initial rates count as much as `prior_weight` drafted tokens.
+        """
+        accepted, drafted = self._prior
+        sums = self._long_accepted + prior_weight * accepted / drafted
+        rates: NDArray[np.float64] = sums / (self._long_drafted + prior_weight)
+        return rates
+
     def saved(self) -> NDArray[np.float64]:
         """Return the recent and the long-term counts as a float64 array, to save for a later run."""
         return np.stack([self.accepted, self.drafted, self._long_accepted, self._long_drafted])

@@ -235,6 +235,21 @@ def test_targets_without_layer_taps_reply_the_same_with_a_head(tmp_path: Path, t
         assert reply.stats.drafted_tokens
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_auto_with_a_head_and_a_draft_model_changes_no_reply(
+    files: Files, tmp_path: Path, temperature: float
+) -> None:
+    draft = write_llama(tmp_path / "draft.gguf", seed=1)
+    asked: dict[str, Any] = {"max_tokens": 60, "temperature": temperature, "seed": 3}
+    with (
+        edgespec.load(str(files.target), "none", method="none", context=256) as plain,
+        edgespec.load(str(files.target), str(draft), head=files.head, context=256) as drafting,
+    ):
+        reply = drafting.generate("the file", **asked)
+        assert reply.tokens == plain.generate("the file", **asked).tokens
+        assert drafting._session.drafters.choose("auto")[1].effective == "eagle+model+suffix"
+
+
 @pytest.mark.parametrize("kind", ["mamba", "lfm2", "gemma2"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_recurrent_and_windowed_targets_reply_the_same_with_a_head(
