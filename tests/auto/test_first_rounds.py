@@ -11,15 +11,7 @@ from edgespec.drafters.tree_growth import TreeGrowth
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
-from scripts.simulation import (
-    MACHINES,
-    SimulatedMachine,
-    SimulatedModel,
-    Text,
-    Trace,
-    World,
-    make_controller,
-)
+from scripts.simulation import MACHINES, SimulatedMachine, SimulatedModel, Text, Trace, World, make_controller
 
 
 def widths_of_failing_rounds(machine: SimulatedMachine) -> tuple[list[int], list[float]]:
