@@ -19,6 +19,7 @@ from edgespec.backends.base import (
     SkippedLayers,
 )
 from edgespec.backends.optional_features import HeadModel, Skippable, Trainable
+from edgespec.backends.registry import all_files
 from edgespec.corpus import suffix_drafter
 from edgespec.costs.curve import CostCurve, assumed_cost
 from edgespec.costs.pass_limits import PassLimits
@@ -31,6 +32,7 @@ from edgespec.drafters.lookahead import LookaheadDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.tree_growth import TreeGrowth
 from edgespec.errors import CapabilityError, EdgespecError, OptionError
+from edgespec.files import file_state
 from edgespec.method_names import HEADS
 from edgespec.methods import DrafterSet, MissingDrafter
 from edgespec.prepare.calibration import calibration_prompt, greedy_reply
@@ -161,8 +163,11 @@ class _DrafterFactory:
 
         curve, threads = self._curve, self._model.threads
 
+        paths = [option.head.path for option in self._pair.heads if option.head and option.head.path]
+        heads = [file_state(file) for path in paths for file in all_files(path)]
+
         def saved_statistics(names: str) -> SavedArrays:
-            settings = f"{self._costs.settings_key} {threads}"
+            settings = f"{self._costs.settings_key} {threads} {heads}"
             return SavedArrays("policy", f"{models_fingerprint(*models)} {settings} {names}")
 
         return AutoConfig(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import edgespec
 from edgespec.catalog import resolve
+from edgespec.catalog.catalogue import models_folder
 from edgespec.catalog.heads import head_options
 from edgespec.catalog.metadata_cache import MetadataCache
 from edgespec.losslessness import read_prompts
@@ -36,3 +39,16 @@ def test_the_head_of_a_demo_model_is_listed_but_must_be_named(target: str) -> No
     assert option.head is not None
     assert not option.is_usable
     assert option.problem == f"select it with --head {HEADS[target]}"
+
+
+def test_the_statistics_of_each_head_are_saved_separately(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path / "data"))
+    other = tmp_path / "other.gguf"
+    shutil.copyfile(models_folder() / "demo-head-q8_0.gguf", other)
+    for count, head in enumerate(["demo-head", "demo-head", other]):
+        with edgespec.load("demo", "none", head=head, context=256) as runtime:
+            runtime.generate("How do I list files?", max_tokens=4)
+        saved = len(list((tmp_path / "data").rglob("policy-*")))
+        assert saved == max(1, count)
