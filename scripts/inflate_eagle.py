@@ -3,7 +3,7 @@
 
 The enlarged head drafts the same tokens, and costs as much as the head of a large model. It is in F16.
 
-    scripts/inflate_eagle.py eagle3-demo.gguf big-eagle3.gguf --dim 2048 --ffn 5632 --step 2
+    scripts/inflate_eagle.py models/demo-head-q8_0.gguf big-eagle3.gguf --dim 2048 --ffn 5632 --step 2
 
 --step is the number of layers of the enlarged target for each layer of the original one.
 """
@@ -15,6 +15,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+from gguf.quants import dequantize
 from numpy.typing import NDArray
 
 _Array = NDArray[Any]
@@ -61,11 +62,18 @@ def main() -> None:
                 sub_type=kinds[1] if len(kinds) > 1 else None,
             )
     for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, _enlarged(tensor.name, np.asarray(tensor.data), old, args))
+        writer.add_tensor(tensor.name, _enlarged(tensor.name, _values(tensor), old, args))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _values(tensor: gguf.ReaderTensor) -> _Array:
+    """Return the values of a tensor in any format. Token ids stay integers."""
+    if tensor.tensor_type == gguf.GGMLQuantizationType.I64:
+        return np.asarray(tensor.data)
+    return dequantize(tensor.data, tensor.tensor_type)
 
 
 def _enlarged(name: str, weights: _Array, old: int, args: argparse.Namespace) -> _Array:
