@@ -141,10 +141,8 @@ def _train(
     prompts: Sequence[TrainingPrompt],
 ) -> tuple[TrainingResult, Path | None]:
     """Train the head. Return the result, and the head as GGUF if it was converted."""
-    from edgespec.backends.head_files import head_at
-    from edgespec.backends.registry import format_at
     from edgespec.catalog import resolve
-    from edgespec.prepare.head import prepare_head
+    from edgespec.prepare.head import needs_conversion, prepare_head
     from edgespec.train import TrainingSettings, load_target, train_head
 
     def announce(seconds: float) -> None:
@@ -158,7 +156,7 @@ def _train(
             settings = TrainingSettings(kind, target.identity, tokens, asked)
             result = train_head(target, settings, prompts, folder, progress, announce)
             gguf = target.gguf
-        if not (gguf and result.kept and head_at(folder).method in format_at(gguf).converted_heads):
+        if not (gguf and result.kept and needs_conversion(folder, gguf)):
             return result, None
         prepare_head(folder, gguf, folder / _GGUF_NAME)
         return result, folder / _GGUF_NAME

@@ -1,4 +1,4 @@
-"""Training Medusa and Hydra heads: that they learn, and that the published heads draft as they were trained."""
+"""Training Medusa and Hydra heads: that they learn, and that published heads draft as they were trained."""
 
 from __future__ import annotations
 
