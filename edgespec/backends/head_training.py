@@ -110,9 +110,9 @@ class Teacher(Protocol):
             CapabilityError: The target does not support heads of this kind.
         """
 
-    def published_head(self, method: str, folder: Path) -> Guesser:
-        """Load a published head, to count its guesses.
+    def published_head(self, method: str, folder: Path) -> Guesser | None:
+        """Load a published head, to count its guesses, or return None if the folder contains no head.
 
         Raises:
-            ModelFileError: The folder contains no head of this kind, or one for another target.
+            ModelFileError: The folder contains a head of another kind, or one for another target.
         """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
@@ -38,89 +38,111 @@ def command() -> None:
     """
 
 
-@command.command(
-    "eagle3",
-    short_help="Train an EAGLE-3 head.",
-    examples=(
-        "edgespec train eagle3 demo-mlx --to my-head",
-        "edgespec train eagle3 demo --weights ./demo-hf --to my-head",
-        "edgespec train eagle3 ./Qwen3-4B-MLX-4bit --prompts my-prompts.jsonl --to qwen3-4b-head",
-    ),
-)
-@model_reference("reference")
-@click.option(
-    "--to",
-    "folder",
-    metavar="DIR",
-    required=True,
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Folder in which to save the head. A head that is already there is only replaced by a better one.",
-)
-@click.option(
-    "--weights",
-    metavar="DIR",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Folder with the MLX or Hugging Face form of REF, if REF is a GGUF model.",
-)
-@click.option(
-    "--tokens",
-    type=KindType(Integer(_MIN_TOKENS)),
-    metavar="N",
-    default=1_000_000,
-    show_default=True,
-    help="Number of tokens of conversations to train with. More take longer and make a better head.",
-)
-@prompts_option(
-    help="JSON Lines file with a `prompt` or `messages` on each line. The model answers these first, and then"
-    " writes questions itself."
-)
-@click.option("--chats", is_flag=True, help="Also let the model answer the messages of your saved chats.")
-@json_option
-def eagle3(
-    reference: str,
-    folder: Path,
-    weights: Path | None,
-    tokens: int,
-    prompts: Path | None,
-    chats: bool,
-    as_json: bool,
-) -> None:
-    """Train an EAGLE-3 head for REF, for `--method eagle`.
+class _Kind(NamedTuple):
+    """A kind of head: its command, what it is called, and the method that drafts with it."""
 
-    No data is needed: REF writes conversations, with questions of its own, and the head learns to guess its
-    replies. This takes hours for a model of several billion parameters. Ctrl-C stops, and the same command
-    continues.
+    name: str
+    title: str
+    method: str
 
-    If REF is a GGUF model, training needs its MLX or Hugging Face form (--weights), and the finished head is
-    also converted to GGUF.
-    """
-    from edgespec.train import chat_prompts, file_prompts
 
-    given: list[TrainingPrompt] = file_prompts(prompts) if prompts else []
-    given += chat_prompts() if chats else []
-    result, converted = interruptible(lambda stop: _train(stop, reference, folder, weights, tokens, given))
-    if as_json:
-        file = converted and str(converted)
-        print_json({"kind": "head", "method": "eagle3", **result.to_json(), "gguf": file})
-        return
-    _print(result)
-    if converted:
-        note(printable(f"Use it with: edgespec chat --target {reference} --head {converted}"))
-    elif result.kept:
-        note(printable(f"The head is in {folder}"))
+def _add_command(kind: _Kind) -> None:
+    """Add the command that trains a kind of head."""
+
+    @command.command(
+        kind.name,
+        short_help=f"Train {kind.title}.",
+        help=f"""Train {kind.title} for REF, for `--method {kind.method}`.
+
+        No data is needed: REF writes conversations, with questions of its own, and the head learns to guess
+        its replies. This takes hours for a model of several billion parameters. Ctrl-C stops, and the same
+        command continues.
+
+        If REF is a GGUF model, training needs its MLX or Hugging Face form (--weights). EAGLE-3 heads are
+        then also converted to GGUF.
+        """,
+        examples=(
+            f"edgespec train {kind.name} demo-mlx --to my-head",
+            f"edgespec train {kind.name} demo --weights ./demo-hf --to my-head",
+            f"edgespec train {kind.name} ./Qwen3-4B-MLX-4bit --prompts my-prompts.jsonl --to qwen3-4b-head",
+        ),
+    )
+    @model_reference("reference")
+    @click.option(
+        "--to",
+        "folder",
+        metavar="DIR",
+        required=True,
+        type=click.Path(path_type=Path, file_okay=False),
+        help="Folder in which to save the head. A head that is already there is only replaced by a better"
+        " one.",
+    )
+    @click.option(
+        "--weights",
+        metavar="DIR",
+        type=click.Path(path_type=Path, file_okay=False),
+        help="Folder with the MLX or Hugging Face form of REF, if REF is a GGUF model.",
+    )
+    @click.option(
+        "--tokens",
+        type=KindType(Integer(_MIN_TOKENS)),
+        metavar="N",
+        default=1_000_000,
+        show_default=True,
+        help="Number of tokens of conversations to train with. More take longer and make a better head.",
+    )
+    @prompts_option(
+        help="JSON Lines file with a `prompt` or `messages` on each line. The model answers these first, and"
+        " then writes questions itself."
+    )
+    @click.option("--chats", is_flag=True, help="Also let the model answer the messages of your saved chats.")
+    @json_option
+    def train(
+        reference: str,
+        folder: Path,
+        weights: Path | None,
+        tokens: int,
+        prompts: Path | None,
+        chats: bool,
+        as_json: bool,
+    ) -> None:
+        from edgespec.train import chat_prompts, file_prompts
+
+        given: list[TrainingPrompt] = file_prompts(prompts) if prompts else []
+        given += chat_prompts() if chats else []
+        result, converted = interruptible(
+            lambda stop: _train(stop, kind.name, reference, folder, weights, tokens, given)
+        )
+        if as_json:
+            file = converted and str(converted)
+            print_json({"kind": "head", "method": kind.name, **result.to_json(), "gguf": file})
+            return
+        _print(result)
+        if result.kept:
+            used = converted or folder
+            note(printable(f"Use it with: edgespec chat --target {reference} --head {used}"))
+
+
+for _kind in (
+    _Kind("eagle3", "an EAGLE-3 head", "eagle"),
+    _Kind("medusa", "Medusa heads", "medusa"),
+    _Kind("hydra", "Hydra heads", "hydra"),
+):
+    _add_command(_kind)
 
 
 def _train(
     stop: Stop,
+    kind: str,
     reference: str,
     folder: Path,
     weights: Path | None,
     tokens: int,
     prompts: Sequence[TrainingPrompt],
 ) -> tuple[TrainingResult, Path | None]:
-    """Train the head. Return the result, and the head as GGUF if the model is a GGUF model."""
+    """Train the head. Return the result, and the head as GGUF if it was converted."""
     from edgespec.catalog import resolve
-    from edgespec.prepare.head import prepare_head
+    from edgespec.prepare.head import needs_conversion, prepare_head
     from edgespec.train import TrainingSettings, load_target, train_head
 
     def announce(seconds: float) -> None:
@@ -131,11 +153,12 @@ def _train(
         path = resolve(reference, progress=progress).path
         with load_target(path, reference, weights, progress) as target:
             asked = hashlib.sha256(repr(prompts).encode()).hexdigest() if prompts else ""
-            settings = TrainingSettings("eagle3", target.identity, tokens, asked)
+            settings = TrainingSettings(kind, target.identity, tokens, asked)
             result = train_head(target, settings, prompts, folder, progress, announce)
-            if target.converts_to is None or not result.kept:
-                return result, None
-        prepare_head(folder, target.converts_to, folder / _GGUF_NAME)
+            gguf = target.gguf
+        if not (gguf and result.kept and needs_conversion(folder, gguf)):
+            return result, None
+        prepare_head(folder, gguf, folder / _GGUF_NAME)
         return result, folder / _GGUF_NAME
 
 

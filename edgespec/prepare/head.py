@@ -6,11 +6,12 @@ import hashlib
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from edgespec.backends.head_files import head_at
 from edgespec.backends.registry import format_at
 from edgespec.errors import EdgespecError, ModelFileError, OptionError
 from edgespec.files import cache_folder, error_reason
 
-__all__ = ["convert_once", "converted_path", "prepare_head"]
+__all__ = ["convert_once", "converted_path", "needs_conversion", "prepare_head"]
 
 
 def converted_path(folder: Path, target: Path) -> Path:
@@ -28,6 +29,11 @@ def converted_path(folder: Path, target: Path) -> Path:
         raise ModelFileError(f"{folder} cannot be read: {error_reason(error)}", "check the path") from error
     key = f"{folder.resolve()} {stamps} {_layer_count(target)}"
     return cache_folder() / "heads" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.gguf"
+
+
+def needs_conversion(folder: Path, target: Path) -> bool:
+    """Return whether a head must be converted for a target. Raises ModelFileError if it is damaged."""
+    return head_at(folder).method in format_at(target).converted_heads
 
 
 def convert_once(folder: Path, target: Path) -> Path:

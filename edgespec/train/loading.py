@@ -27,15 +27,14 @@ class TrainingTarget:
         teacher: The loaded model.
         template: Its chat template.
         identity: A hash of the files of the loaded model.
-        converts_to: The GGUF model for which the finished head is also converted. None if the target is an
-            MLX model.
+        gguf: The GGUF model that the finished head drafts for. None if the target is an MLX model.
     """
 
     name: str
     teacher: Teacher
     template: ChatTemplate
     identity: str
-    converts_to: Path | None
+    gguf: Path | None
 
 
 @contextmanager

@@ -105,8 +105,7 @@ def train_head(
         OSError: The folder cannot be written.
     """
     teacher = target.teacher
-    published = (folder / "model.safetensors").exists()
-    earlier = teacher.published_head(settings.method, folder) if published else None
+    earlier = teacher.published_head(settings.method, folder)
     saved = TrainingFolder(folder / "training", settings)
     writer = ConversationWriter(teacher, target.template, prompts)
     try:

@@ -16,10 +16,10 @@ PROMPTS = "".join(json.dumps({"prompt": f"list {n} files", "category": "talk"}) 
 # Says when the training has begun, and waits, so that an interrupt arrives before the last step.
 SLOW_STEPS = """
 import sys, time
-from edgespec.backends.mlx.eagle_trainer import EagleTrainer
+from edgespec.backends.mlx.head_trainer import MlxHeadTrainer
 from edgespec.cli.program import program
 
-step = EagleTrainer.step
+step = MlxHeadTrainer.step
 
 def slow_step(*args):
     loss = step(*args)
@@ -27,7 +27,7 @@ def slow_step(*args):
     time.sleep(0.2)
     return loss
 
-EagleTrainer.step = slow_step
+MlxHeadTrainer.step = slow_step
 program()
 """
 
@@ -69,6 +69,17 @@ def test_an_interrupt_and_its_continuation(
     assert facts["tokens_per_pass_by_kind"].keys() == {"talk"}
     assert not (folder / "training").exists()
     assert {file.name for file in folder.iterdir()} == {"config.json", "model.safetensors", "training.png"}
+
+
+def test_medusa_heads_are_trained_and_used(
+    run: Run, arguments: list[str], model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "head"
+    facts = json_of(run("train", "medusa", *arguments[2:], "--to", str(folder), "--json"))
+    assert (facts["method"], facts["kept"], facts["gguf"]) == ("medusa", True, None)
+    shown = run("generate", "--target", str(model), "--head", str(folder), "list files", "--max-tokens", "12")
+    plain = run("generate", "--target", str(model), "list files", "--max-tokens", "12", "--method", "none")
+    assert shown.stdout == plain.stdout
 
 
 def test_a_gguf_model_needs_its_other_form(run: Run, tmp_path: Path) -> None:

@@ -62,8 +62,10 @@ def target(model: Path) -> Iterator[TrainingTarget]:
 def train(target: TrainingTarget) -> Iterator[Train]:
     """Train a head on short replies to 12 prompts, which takes a few seconds."""
 
-    def train(folder: Path, progress: Any = None, tokens: int = 500) -> TrainingResult:
-        settings = TrainingSettings("eagle3", target.identity, tokens, "test")
+    def train(
+        folder: Path, progress: Any = None, tokens: int = 500, method: str = "eagle3"
+    ) -> TrainingResult:
+        settings = TrainingSettings(method, target.identity, tokens, "test")
         return train_head(target, settings, PROMPTS, folder, progress or Stops(), lambda _seconds: None)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -77,7 +79,7 @@ def finished(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Training
     return train(tmp_path_factory.mktemp("finished") / "head")
 
 
-def arrays_of(folder: Path) -> dict[str, Any]:
+def arrays_of(folder: Path, file: str = "model.safetensors") -> dict[str, Any]:
     """The tensors of a published head."""
-    arrays: Any = mx.load(str(folder / "model.safetensors"))
+    arrays: Any = mx.load(str(folder / file))
     return dict(arrays)

@@ -11,7 +11,7 @@ from edgespec.backends.base import Head, LoadOptions
 from edgespec.backends.head_training import TrainingBatch
 from edgespec.backends.llamacpp import load
 from edgespec.backends.llamacpp.eagle import EagleHead
-from edgespec.backends.mlx.eagle_trainer import EagleTrainer
+from edgespec.backends.mlx.head_trainer import MlxHeadTrainer
 from edgespec.backends.mlx.teacher import load_teacher
 from edgespec.catalog.catalogue import models_folder
 from edgespec.engine.tree import TokenTree
@@ -31,16 +31,16 @@ def test_a_converted_head_guesses_the_same_tokens(tmp_path: Path) -> None:
     replied[0, 2:] = True
     batch = TrainingBatch(np.array([tokens], np.int32), replied)
     trainer = teacher.head_trainer("eagle3", batch, np.ones(teacher.vocabulary.size, np.int64))
-    assert isinstance(trainer, EagleTrainer)
+    assert isinstance(trainer, MlxHeadTrainer)
     for _ in range(3):
         trainer.step(batch, 0.1)
     trainer.publish(tmp_path)
     prepare_head(tmp_path, demo, tmp_path / "head.gguf")
 
-    states = teacher.states(batch.tokens)
+    states = teacher.states(batch.tokens, trainer.head.states)
     embeddings = teacher.embed(mx.array(batch.tokens))
-    (drafted,) = trainer.net.unroll(embeddings, states.hidden, 1)
-    expected = np.array((drafted[0] @ trainer.output.T).argmax(axis=-1))[:-1]
+    (drafted,) = trainer.head.unroll(embeddings, states.hidden, 1)
+    expected = np.array(trainer.head.logits(drafted[0]).argmax(axis=-1))[:-1]
     target = load(str(demo), "demo", LoadOptions(context_tokens=256))
     try:
         head = target.self_draft(Head("eagle", tmp_path / "head.gguf"))

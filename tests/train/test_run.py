@@ -36,6 +36,26 @@ def test_an_interrupted_training_gives_the_same_head(
     assert not (tmp_path / "training").exists()
 
 
+@pytest.mark.parametrize("method", ["medusa", "hydra"])
+def test_an_interrupted_training_of_other_heads_gives_the_same_heads(
+    train: Train, tmp_path: Path, method: str
+) -> None:
+    whole = train(tmp_path / "whole", method=method)
+    with pytest.raises(CancelledError):
+        train(tmp_path / "parts", Stops(3), method=method)
+    with pytest.raises(OptionError, match="another kind of head"):
+        train(tmp_path / "parts")
+    result = train(tmp_path / "parts", method=method)
+    expected, found = (
+        arrays_of(tmp_path / name, f"{method}_lm_head.safetensors") for name in ("whole", "parts")
+    )
+    assert found.keys() == expected.keys()
+    assert all(mx.array_equal(array, expected[name]) for name, array in found.items())
+    assert (result.curve, result.figures) == (whole.curve, whole.figures)
+    again = train(tmp_path / "parts", method=method)
+    assert again.earlier is not None
+
+
 def test_the_head_is_measured_in_conversations_that_it_was_not_trained_with(finished: TrainingResult) -> None:
     assert finished.kept
     assert finished.earlier is None
@@ -128,4 +148,4 @@ def test_figures_as_json(finished: TrainingResult) -> None:
 
 def test_the_target_is_named(target: TrainingTarget) -> None:
     assert target.name == "tiny"
-    assert target.converts_to is None
+    assert target.gguf is None

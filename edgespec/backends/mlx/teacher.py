@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,34 +18,38 @@ from numpy.typing import NDArray
 
 from edgespec.backends.base import LoadOptions, Progress, Vocabulary
 from edgespec.backends.head_training import Guesser, HeadTrainer, TrainingBatch
+from edgespec.backends.hidden_state_log import POST_NORM
 from edgespec.backends.mlx.build_info import runs_on_cpu
 from edgespec.backends.mlx.evaluation import evaluate, translate_errors
-from edgespec.backends.mlx.layers import HiddenStateHooks
+from edgespec.backends.mlx.head_trainer import MlxHeadTrainer, load_published_head
+from edgespec.backends.mlx.layers import Body, HiddenStateHooks
 from edgespec.backends.mlx.loading import LoadedModel, load_model
 from edgespec.backends.mlx.model_skeleton import named_arrays, translate_load_errors
+from edgespec.backends.mlx.target_ends import TargetLmHead
+from edgespec.backends.mlx.trainable_eagle import TrainableEagle
+from edgespec.backends.mlx.trainable_head import TrainableHead
+from edgespec.backends.mlx.trainable_residual import TrainableHydra, TrainableMedusa
 from edgespec.backends.mlx.vocabulary import MlxVocabulary
 from edgespec.errors import CancelledError, CapabilityError
 
 __all__ = ["MlxTeacher", "TargetStates", "load_teacher"]
 
-# EAGLE-3 heads read three different layers, the last of which is followed by three more.
-_MIN_LAYERS = 6
-# Keys of a model's `config.json` from which a head's layer takes its sizes.
-_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads")
+_HEADS: dict[str, type[TrainableHead]] = {
+    "eagle3": TrainableEagle,
+    "medusa": TrainableMedusa,
+    "hydra": TrainableHydra,
+}
 
 
 class TargetStates(NamedTuple):
     """What a target computes for a batch of conversations.
 
     Attributes:
-        hidden: Hidden states of the layers that a head reads, side by side, float32 [conversations, tokens,
-            layers x size].
-        last: Hidden states after the last layer, float32 [conversations, tokens, size].
+        hidden: The requested hidden states side by side, float32 [conversations, tokens, states x size].
         logits: float32 [conversations, tokens, vocabulary].
     """
 
     hidden: mx.array
-    last: mx.array
     logits: mx.array
 
 
@@ -79,7 +84,8 @@ class MlxTeacher:
 
     Attributes:
         config: The model's `config.json`, or the part of it that describes its text layers.
-        hidden_layers: The layers whose inputs EAGLE-3 heads read.
+        layers: Number of layers.
+        size: Number of values in a hidden state.
         final_norm: Weights of the norm before the output matrix, float32 [size].
     """
 
@@ -91,19 +97,7 @@ class MlxTeacher:
         self.config: dict[str, Any] = config.get("text_config") or config
         self.context_tokens = loaded.skeleton.sizes.trained_context_tokens
         self._hooks = HiddenStateHooks(self._net)
-        layers = self._hooks.count
-        if layers < _MIN_LAYERS:
-            raise CapabilityError(
-                f"{name} has {layers} layers, but EAGLE-3 heads read hidden states of at least {_MIN_LAYERS}",
-                "choose a larger model",
-            )
-        self.hidden_layers = (2, layers // 2, layers - 3)
-        missing = [key for key in _SIZES if not isinstance(self.config.get(key), int)]
-        if missing:
-            raise CapabilityError(
-                f"a head for {name} cannot be trained: its config.json has no {missing[0]}",
-                "choose another model",
-            )
+        self.layers = self._hooks.count
         self._find_matrices()
 
     def _find_matrices(self) -> None:
@@ -121,6 +115,7 @@ class MlxTeacher:
         self._table, self._output = tables[0], heads[0] if heads else tables[0]
         # The norm of ones, because some architectures add 1 to the stored weights.
         self.final_norm = norms[0](mx.ones(norms[0]["weight"].shape)).astype(mx.float32)
+        self.size: int = self.final_norm.shape[0]
         evaluate(self.final_norm)
 
     def embed(self, tokens: mx.array) -> mx.array:
@@ -143,31 +138,30 @@ class MlxTeacher:
             mode=self._output.mode,
         ).astype(mx.float32)
 
-    @property
-    def head_layer(self) -> dict[str, Any]:
-        """The sizes of a head's layer, which are those of the target's layers, as in a `config.json`."""
-        config = self.config
-        heads = config["num_attention_heads"]
-        return {
-            "hidden_size": config["hidden_size"],
-            "intermediate_size": config["intermediate_size"],
-            "num_attention_heads": heads,
-            "num_key_value_heads": config.get("num_key_value_heads") or heads,
-            "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
-            "rms_norm_eps": config.get("rms_norm_eps", 1e-5),
-            "rope_theta": float(config.get("rope_theta") or 10_000.0),
-            "max_position_embeddings": self.context_tokens,
-        }
+    def lm_head(self) -> TargetLmHead:
+        """Return the LM head. Raises CapabilityError if it is not separate from the layers."""
+        return TargetLmHead(self._net)
 
-    def states(self, tokens: NDArray[np.int32]) -> TargetStates:
-        """Run the target over a batch of conversations."""
-        last = self._hooks.count - 1
+    def states(self, tokens: NDArray[np.int32], states: Sequence[int]) -> TargetStates:
+        """Run the target over a batch of conversations.
+
+        Args:
+            tokens: int32 [conversations, tokens].
+            states: The hidden states to return, numbered as in `HiddenStateSource`.
+        """
+        hooks, body = self._hooks, Body(self._net) if POST_NORM in states else None
         with translate_errors(f"{self.name} could not be run"):
-            with self._hooks.on({*self.hidden_layers, last}):
+            # The output of the last layer is recorded together with its input.
+            layers = {min(state, self.layers - 1) for state in states if state != POST_NORM}
+            with hooks.on(layers), body.recorded() if body else nullcontext():
                 logits = self._net(mx.array(tokens)).astype(mx.float32)
-            inputs = [self._hooks.inputs[layer] for layer in self.hidden_layers]
-            hidden = mx.concatenate(inputs, axis=-1).astype(mx.float32)
-            return TargetStates(hidden, self._hooks.outputs[last].astype(mx.float32), logits)
+            known = dict(hooks.inputs)
+            if self.layers in states:
+                known[self.layers] = hooks.outputs[self.layers - 1]
+            if body and body.output is not None:
+                known[POST_NORM] = body.output
+            hidden = mx.concatenate([known[state] for state in states], axis=-1)
+            return TargetStates(hidden.astype(mx.float32), logits)
 
     def write(
         self,
@@ -211,17 +205,12 @@ class MlxTeacher:
 
     def head_trainer(self, method: str, examples: TrainingBatch, counts: NDArray[np.int64]) -> HeadTrainer:
         """See `Teacher`."""
-        from edgespec.backends.mlx.eagle_trainer import EagleTrainer
+        mx.random.seed(0)
+        return MlxHeadTrainer(self, _HEADS[method].create(self, examples, counts))
 
-        assert method == "eagle3"
-        return EagleTrainer(self, examples, counts)
-
-    def published_head(self, method: str, folder: Path) -> Guesser:
+    def published_head(self, method: str, folder: Path) -> Guesser | None:
         """See `Teacher`."""
-        from edgespec.backends.mlx.eagle_trainer import load_published_head
-
-        assert method == "eagle3"
-        return load_published_head(self, folder)
+        return load_published_head(self, _HEADS[method], folder)
 
 
 def _sampler(temperature: float) -> Callable[[mx.array], mx.array]:

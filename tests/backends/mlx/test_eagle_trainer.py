@@ -63,8 +63,8 @@ def test_quantised_weights_give_the_same_head(folder: Path, monkeypatch: pytest.
 
 
 def test_only_the_most_frequent_tokens_are_drafted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgespec.backends.mlx.eagle_trainer._MAX_DRAFT_TOKENS", 50)
-    monkeypatch.setattr("edgespec.backends.mlx.eagle_trainer._CANDIDATES", 20)
+    monkeypatch.setattr("edgespec.backends.mlx.trainable_eagle._MAX_DRAFT_TOKENS", 50)
+    monkeypatch.setattr("edgespec.backends.mlx.head_trainer._CANDIDATES", 20)
     teacher, batch = teacher_of(folder / "rare"), batch_of()
     counts = np.zeros(ROWS, np.int64)
     counts[100:150] = 1
@@ -76,7 +76,9 @@ def test_only_the_most_frequent_tokens_are_drafted(folder: Path, monkeypatch: py
     assert isinstance(arrays, dict)
     assert arrays["d2t"].tolist() == [100] * 50
     assert np.flatnonzero(np.array(arrays["t2d"])).tolist() == list(range(100, 150))
-    right, _ = teacher.published_head("eagle3", folder / "rare head").guesses(batch, 2)
+    published = teacher.published_head("eagle3", folder / "rare head")
+    assert published is not None
+    right, _ = published.guesses(batch, 2)
     assert np.mean(right == trainer.guesses(batch, 2)[0]) > 0.95
 
 
@@ -137,4 +139,4 @@ def test_writing_can_be_cancelled(folder: Path) -> None:
 
 def test_a_model_with_few_layers_is_refused(folder: Path) -> None:
     with pytest.raises(CapabilityError, match="tiny has 5 layers, but EAGLE-3 heads"):
-        teacher_of(folder / "flat", layers=5)
+        teacher_of(folder / "flat", layers=5).head_trainer("eagle3", batch_of(), np.ones(ROWS, np.int64))

@@ -1,0 +1,177 @@
+"""Train EAGLE-3 heads (arXiv 2503.01840)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Self
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.backends.head_training import TrainingBatch
+from edgespec.backends.mlx.eagle_net import EagleNet
+from edgespec.backends.mlx.evaluation import evaluate
+from edgespec.backends.mlx.trainable_head import Arrays, TrainableHead, least_squares
+from edgespec.errors import CapabilityError
+
+if TYPE_CHECKING:
+    from edgespec.backends.mlx.teacher import MlxTeacher
+
+__all__ = ["TrainableEagle"]
+
+# EAGLE-3 heads read three different layers, the last of which is followed by three more.
+_MIN_LAYERS = 6
+# Keys of a model's `config.json` from which the head's layer takes its sizes.
+_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads")
+# Largest draft vocabulary, as in most published heads. Larger output matrices make drafting slow.
+_MAX_DRAFT_TOKENS = 32_768
+# The head learns to guess one more token ahead from each of these fractions of the training on. Further
+# guesses depend on the first, and cost as much time.
+_UNROLL_FROM = (0.0, 0.1, 0.25, 0.45)
+
+
+class TrainableEagle(TrainableHead):
+    """`TrainableHead` for EAGLE-3 heads, in the layout of SafeAILab and SpecForge.
+
+    Args:
+        teacher: The target.
+        config: The head's `config.json`.
+        draft_tokens: See `TrainableHead`.
+        output: The output matrix, float32 [draft tokens, size].
+
+    Attributes:
+        output: The output matrix.
+    """
+
+    title = "EAGLE-3 head"
+    weights_file = "model.safetensors"
+
+    def __init__(
+        self,
+        teacher: MlxTeacher,
+        config: Mapping[str, Any],
+        draft_tokens: NDArray[np.int64],
+        output: mx.array,
+    ) -> None:
+        self._layer = EagleNet(config)
+        super().__init__(self._layer, config)
+        self.states = _hidden_layers(teacher)
+        self.draft_tokens, self.output = draft_tokens, output
+
+    @classmethod
+    def create(cls, teacher: MlxTeacher, examples: TrainingBatch, counts: NDArray[np.int64]) -> Self:
+        """See `TrainableHead`."""
+        draft_tokens = np.sort(np.argsort(-counts, kind="stable")[:_MAX_DRAFT_TOKENS])
+        config = {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+            **_layer_config(teacher),
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "mlp_bias": False,
+            "rope_scaling": None,
+            "tie_word_embeddings": False,
+            "vocab_size": len(counts),
+            "draft_vocab_size": len(draft_tokens),
+            "eagle_aux_hidden_state_layer_ids": list(_hidden_layers(teacher)),
+            "torch_dtype": "float16",
+        }
+        head = cls(teacher, config, draft_tokens, teacher.output_rows(mx.array(draft_tokens)))
+        head._choose_initial_weights(teacher, examples)
+        return head
+
+    def _choose_initial_weights(self, teacher: MlxTeacher, examples: TrainingBatch) -> None:
+        """Let `fc` give the target's next last state as well as a linear layer can."""
+        states = np.array(teacher.states(examples.tokens, [*self.states, teacher.layers]).hidden)
+        size = teacher.size
+        hidden = states[:, :-1, : 3 * size].reshape(-1, 3 * size)
+        last = _unit_rows(states[:, 1:, 3 * size :].reshape(-1, size))
+        embeddings = np.array(teacher.embed(mx.array(examples.tokens[:, 1:])))
+        next_tokens = _unit_rows(embeddings.reshape(-1, size))
+        layer_sizes = np.sqrt((hidden.reshape(-1, 3, size) ** 2).mean(axis=(0, 2)) + 1e-6)
+        scales = np.repeat(layer_sizes, size)
+        solution = least_squares(np.concatenate([hidden / scales, next_tokens], axis=1), last)
+        weights = self.weights
+        weights["fc.weight"] = mx.array((solution[: 3 * size].T / scales).astype(np.float32))
+        weights["norm.weight"] = 0.7 * teacher.final_norm
+        # The layer begins with a small effect, so that it does not drown the fit.
+        weights["midlayer.mlp.down_proj.weight"] *= 0.2
+        weights["midlayer.self_attn.o_proj.weight"] *= 0.5
+        self.weights = weights
+        evaluate(*weights.values())
+
+    @classmethod
+    def read(cls, teacher: MlxTeacher, config: Mapping[str, Any], arrays: Arrays) -> Self:
+        """See `TrainableHead`."""
+        output = arrays.pop("lm_head.weight").astype(mx.float32)
+        offsets = np.array(arrays.pop("d2t"), np.int64)
+        arrays.pop("t2d", None)
+        head = cls(teacher, config, offsets + np.arange(len(offsets)), output)
+        head.net.load_weights([(name, array.astype(mx.float32)) for name, array in arrays.items()])
+        if config["hidden_size"] != teacher.size or config["vocab_size"] != teacher.vocabulary.size:
+            raise ValueError("it was made for another target")
+        evaluate(output)
+        return head
+
+    def steps(self, done: float) -> int:
+        """See `TrainableHead`."""
+        return sum(done >= first for first in _UNROLL_FROM)
+
+    def unroll(self, embeddings: mx.array, hidden: mx.array, steps: int) -> Iterator[mx.array]:
+        """See `TrainableHead`."""
+        return self._layer.unroll(embeddings, hidden, steps)
+
+    def logits(self, states: mx.array) -> mx.array:
+        """See `TrainableHead`."""
+        return states @ self.output.T
+
+    def published(self) -> Arrays:
+        """See `TrainableHead`."""
+        ids = self.draft_tokens
+        arrays = {name: array.astype(mx.float16) for name, array in self.weights.items()}
+        arrays["lm_head.weight"] = self.output.astype(mx.float16)
+        # `d2t` holds the difference between the ids of a token in the two vocabularies.
+        arrays["d2t"] = mx.array(ids - np.arange(len(ids)), mx.int64)
+        arrays["t2d"] = mx.array(np.isin(np.arange(self.config["vocab_size"]), ids))
+        return arrays
+
+
+def _hidden_layers(teacher: MlxTeacher) -> tuple[int, ...]:
+    """Return the layers whose inputs the head reads."""
+    layers = teacher.layers
+    if layers < _MIN_LAYERS:
+        raise CapabilityError(
+            f"{teacher.name} has {layers} layers, but EAGLE-3 heads read hidden states of at least"
+            f" {_MIN_LAYERS}",
+            "choose a larger model, or train Medusa heads",
+        )
+    return (2, layers // 2, layers - 3)
+
+
+def _layer_config(teacher: MlxTeacher) -> dict[str, Any]:
+    """Return the sizes of the head's layer, which are those of the target's layers."""
+    config = teacher.config
+    missing = [key for key in _SIZES if not isinstance(config.get(key), int)]
+    if missing:
+        raise CapabilityError(
+            f"an EAGLE-3 head for {teacher.name} cannot be trained: its config.json has no {missing[0]}",
+            "choose another model",
+        )
+    heads = config["num_attention_heads"]
+    return {
+        "hidden_size": config["hidden_size"],
+        "intermediate_size": config["intermediate_size"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+        "rms_norm_eps": config.get("rms_norm_eps", 1e-5),
+        "rope_theta": float(config.get("rope_theta") or 10_000.0),
+        "max_position_embeddings": teacher.context_tokens,
+    }
+
+
+def _unit_rows(states: NDArray[np.float32]) -> NDArray[np.float32]:
+    rows: NDArray[np.float32] = states / np.sqrt((states**2).mean(axis=-1, keepdims=True) + 1e-6)
+    return rows

@@ -1,0 +1,187 @@
+"""Train Medusa heads (arXiv 2401.10774) and Hydra heads (arXiv 2402.05109)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import mlx.core as mx
+import numpy as np
+from mlx.nn.layers.activations import silu
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.linear import Linear
+from numpy.typing import NDArray
+
+from edgespec.backends.head_training import TrainingBatch
+from edgespec.backends.hidden_state_log import POST_NORM
+from edgespec.backends.mlx.evaluation import evaluate
+from edgespec.backends.mlx.trainable_head import Arrays, TrainableHead, least_squares
+
+if TYPE_CHECKING:
+    from edgespec.backends.mlx.teacher import MlxTeacher
+
+__all__ = ["TrainableHydra", "TrainableMedusa"]
+
+# Number of heads, each of which guesses one more token ahead, and of residual blocks per head, as in most
+# published heads.
+_HEADS, _BLOCKS = 4, 1
+
+
+class _Block(Module):
+    """A residual block that adds nothing to its input, or to a linear map of it, before it is trained."""
+
+    def __init__(self, inputs: int, size: int) -> None:
+        super().__init__()
+        self.linear = Linear(inputs, size)
+        self.linear.update({name: mx.zeros_like(array) for name, array in self.linear.parameters().items()})
+        if inputs > size:
+            self.res_connection = Linear(inputs, size)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        shortcut = self.res_connection(x) if "res_connection" in self else x
+        return shortcut + silu(self.linear(x))
+
+
+class _Heads(Module):
+    """The residual blocks of all heads. `blocks[i]` are those of head i."""
+
+    def __init__(self, size: int, reads_tokens: bool) -> None:
+        super().__init__()
+        inputs = [size * (head + 2 if reads_tokens else 1) for head in range(_HEADS)]
+        more = _BLOCKS - 1
+        self.blocks = [[_Block(each, size), *(_Block(size, size) for _ in range(more))] for each in inputs]
+
+
+class _TrainableHeads(TrainableHead):
+    """Heads that read the target's final hidden state, and share its LM head."""
+
+    method: ClassVar[str]
+    reads_tokens: ClassVar[bool]
+    # What the published names of the residual blocks begin with.
+    prefix: ClassVar[str]
+
+    def __init__(self, teacher: MlxTeacher, config: Mapping[str, Any]) -> None:
+        self._heads = _Heads(teacher.size, self.reads_tokens)
+        super().__init__(self._heads, config)
+        self.states = (POST_NORM,)
+        self.draft_tokens = np.arange(teacher.vocabulary.size)
+        self._teacher, self._lm_head = teacher, teacher.lm_head()
+
+    @classmethod
+    def create(cls, teacher: MlxTeacher, examples: TrainingBatch, counts: NDArray[np.int64]) -> Self:  # noqa: ARG003
+        """See `TrainableHead`."""
+        return cls(
+            teacher,
+            {
+                f"{cls.method}_num_heads": _HEADS,
+                f"{cls.method}_num_layers": _BLOCKS,
+                "base_model_name_or_path": Path(teacher.name).name,
+            },
+        )
+
+    @classmethod
+    def read(cls, teacher: MlxTeacher, config: Mapping[str, Any], arrays: Arrays) -> Self:
+        """See `TrainableHead`."""
+        head = cls(teacher, config)
+        blocks = {
+            f"blocks.{name.removeprefix(cls.prefix)}": array.astype(mx.float32)
+            for name, array in arrays.items()
+        }
+        head.net.load_weights(list(blocks.items()))
+        return head
+
+    def steps(self, done: float) -> int:  # noqa: ARG002 - all heads are trained from the beginning
+        """See `TrainableHead`."""
+        return _HEADS
+
+    def unroll(self, embeddings: mx.array, hidden: mx.array, steps: int) -> Iterator[mx.array]:
+        """See `TrainableHead`."""
+        inputs = hidden
+        for blocks in self._heads.blocks[:steps]:
+            if self.reads_tokens:
+                embeddings = mx.concatenate([embeddings[:, 1:], mx.zeros_like(embeddings[:, :1])], axis=1)
+                inputs = mx.concatenate([inputs, embeddings], axis=-1)
+            state = inputs
+            for block in blocks:
+                state = block(state)
+            yield state
+
+    def logits(self, states: mx.array) -> mx.array:
+        """See `TrainableHead`."""
+        return self._lm_head(states)
+
+    def published(self) -> Arrays:
+        """See `TrainableHead`."""
+        return {
+            self.prefix + name.removeprefix("blocks."): array.astype(mx.float16)
+            for name, array in self.weights.items()
+        }
+
+
+class TrainableMedusa(_TrainableHeads):
+    """Medusa heads without output matrices, as Medusa's current training script writes them."""
+
+    title, method = "Medusa heads", "medusa"
+    weights_file = "medusa_lm_head.safetensors"
+    reads_tokens, prefix = False, ""
+
+
+class TrainableHydra(_TrainableHeads):
+    """Hydra heads, whose published layout has an output matrix for each head: copies of the target's."""
+
+    title, method = "Hydra heads", "hydra"
+    weights_file = "hydra_lm_head.safetensors"
+    reads_tokens, prefix = True, "hydra_mlp."
+
+    @classmethod
+    def create(cls, teacher: MlxTeacher, examples: TrainingBatch, counts: NDArray[np.int64]) -> Self:
+        """See `TrainableHead`."""
+        head = super().create(teacher, examples, counts)
+        head.config = {
+            **head.config, "hydra_head_arch": "mlp", "grounded_heads": True, "hidden_state_offset": 0,
+        }  # fmt: skip
+        head._choose_initial_weights(examples)
+        return head
+
+    def _choose_initial_weights(self, examples: TrainingBatch) -> None:
+        """Let each head guess the target's later hidden state as well as a linear layer can.
+
+        A Medusa head cannot begin like this, because its residual blocks have no linear part.
+        """
+        teacher, tokens = self._teacher, examples.tokens
+        embeddings = np.array(teacher.embed(mx.array(tokens)))
+        states = np.array(teacher.states(tokens, self.states).hidden)
+        # Both are scaled to about one, because the fit suppresses small inputs.
+        state_scale, token_scale = (1.0 / np.sqrt((each**2).mean() + 1e-6) for each in (states, embeddings))
+        weights = self.weights
+        for head in range(_HEADS):
+            count = max(0, tokens.shape[1] - 1 - head)
+            following = [embeddings[:, n : n + count] * token_scale for n in range(1, head + 2)]
+            inputs = np.concatenate([states[:, :count] * state_scale, *following], axis=-1)
+            goals = states[:, 1 + head : 1 + head + count]
+            solution = least_squares(inputs.reshape(-1, inputs.shape[-1]), goals.reshape(-1, teacher.size))
+            scales = np.repeat([state_scale, *[token_scale] * (head + 1)], teacher.size)
+            shortcut = f"blocks.{head}.0.res_connection"
+            weights[f"{shortcut}.weight"] = mx.array((solution.T * scales).astype(np.float32))
+            weights[f"{shortcut}.bias"] = mx.zeros_like(weights[f"{shortcut}.bias"])
+        self.weights = weights
+        evaluate(*weights.values())
+
+    @classmethod
+    def read(cls, teacher: MlxTeacher, config: Mapping[str, Any], arrays: Arrays) -> Self:
+        """See `TrainableHead`."""
+        outputs = [arrays.pop(f"hydra_lm_head.{head}.weight") for head in range(_HEADS)]
+        own = cls._output(teacher)
+        if not all(mx.array_equal(output, own).item() for output in outputs):
+            raise ValueError("their output matrices are not those of the target")
+        return super().read(teacher, config, arrays)
+
+    def published(self) -> Arrays:
+        """See `TrainableHead`."""
+        output = self._output(self._teacher)
+        return {**super().published(), **{f"hydra_lm_head.{head}.weight": output for head in range(_HEADS)}}
+
+    @staticmethod
+    def _output(teacher: MlxTeacher) -> mx.array:
+        return teacher.output_rows(mx.arange(teacher.vocabulary.size)).astype(mx.float16)

@@ -1,0 +1,138 @@
+"""Training Medusa and Hydra heads: that they learn, and that published heads draft as they were trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import edgespec
+from edgespec.backends import mlx
+from edgespec.backends.base import LoadOptions
+from edgespec.backends.head_files import head_at
+from edgespec.backends.mlx.head_trainer import MlxHeadTrainer
+from edgespec.backends.mlx.teacher import MlxTeacher, load_teacher
+from edgespec.drafters.head_cache import HeadCache
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import ModelFileError
+from edgespec.heads.residual_layout import read_residual_heads
+from tests.backends.mlx.test_eagle_trainer import batch_of
+from tests.backends.mlx.tiny_checkpoints import ROWS, write_checkpoint
+
+KINDS = ("medusa", "hydra")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three layers, which are too few for an EAGLE-3 head."""
+    return write_checkpoint(
+        tmp_path_factory.mktemp("target") / "tiny", "llama", config={"num_hidden_layers": 3}
+    )
+
+
+@pytest.fixture(scope="module")
+def teacher(model: Path) -> MlxTeacher:
+    return load_teacher(str(model), "some/tiny")
+
+
+def trainer_of(teacher: MlxTeacher, method: str) -> MlxHeadTrainer:
+    # The examples are not the batch, of which the initial weights would know everything.
+    trainer = teacher.head_trainer(method, batch_of(3, 30), np.ones(ROWS, np.int64))
+    assert isinstance(trainer, MlxHeadTrainer)
+    return trainer
+
+
+def published(trainer: MlxHeadTrainer, folder: Path) -> Path:
+    folder.mkdir()
+    trainer.publish(folder)
+    return folder
+
+
+@pytest.mark.parametrize("method", KINDS)
+def test_heads_learn_their_batch(teacher: MlxTeacher, method: str, tmp_path: Path) -> None:
+    trainer, batch = trainer_of(teacher, method), batch_of()
+    before, _ = trainer.guesses(batch, 4)
+    losses = [trainer.step(batch, 0.5) for _ in range(160)]
+    after, _ = trainer.guesses(batch, 4)
+    assert losses[-1] < 0.9 * losses[0]
+    assert after.mean() > before.mean() + 0.1
+    again = teacher.published_head(method, published(trainer, tmp_path / "head"))
+    assert again is not None
+    assert np.mean(again.guesses(batch, 4)[0] == after) > 0.95
+
+
+def test_new_medusa_heads_are_the_lm_head(teacher: MlxTeacher) -> None:
+    head, batch = trainer_of(teacher, "medusa").head, batch_of()
+    states = teacher.states(batch.tokens, head.states)
+    embeddings = teacher.embed(mx.array(batch.tokens))
+    for drafted in head.unroll(embeddings, states.hidden, 4):
+        logits = head.logits(drafted.reshape(-1, teacher.size))
+        assert mx.allclose(logits, states.logits.reshape(logits.shape), atol=1e-4)
+
+
+@pytest.mark.parametrize("method", KINDS)
+def test_published_heads_draft_what_the_trainer_computes(
+    teacher: MlxTeacher, model: Path, method: str, tmp_path: Path
+) -> None:
+    trainer, batch = trainer_of(teacher, method), batch_of(1)
+    for _ in range(5):
+        trainer.step(batch, 0.1)
+    folder = published(trainer, tmp_path / "head")
+    config = json.loads((folder / "config.json").read_text())
+    assert (config[f"{method}_num_heads"], config["base_model_name_or_path"]) == (4, "tiny")
+    assert len(read_residual_heads(folder).heads) == 4
+    tokens = batch.tokens[0].tolist()
+    states = teacher.states(batch.tokens, trainer.head.states).hidden
+    unrolled = trainer.head.unroll(teacher.embed(mx.array(batch.tokens)), states, 4)
+    row = len(tokens) - 6
+    expected = np.array(trainer.head.logits(mx.stack([state[0, row] for state in unrolled])))
+    target = mlx.load(str(model), "tiny", LoadOptions(context_tokens=256))
+    try:
+        view = target.self_draft(head_at(folder))
+        target.prefill(tokens[: row + 1])
+        cache = HeadCache(view)  # type: ignore[arg-type]
+        cache.begin(tokens[: row + 1])
+        cache.prefill()
+        drafted = view.verify(TokenTree.chain(tokens[row + 1], tokens[row + 2 : row + 5]))
+        own = np.array([drafted.at(depth, np.arange(ROWS)) for depth in range(4)])
+    finally:
+        target.close()
+    # The published weights have 16 bits.
+    assert np.allclose(own, expected, atol=0.02 * np.abs(expected).max())
+    assert np.abs(expected - expected[0]).max() > 0.1
+
+
+@pytest.mark.parametrize("method", KINDS)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_replies_are_those_of_plain_decoding(
+    teacher: MlxTeacher, model: Path, tmp_path: Path, method: str, temperature: float
+) -> None:
+    trainer = trainer_of(teacher, method)
+    for _ in range(10):
+        trainer.step(batch_of(), 0.1)
+    folder = published(trainer, tmp_path / "head")
+    with (
+        edgespec.load(str(model), "none", method="none", context=256) as plain,
+        edgespec.load(str(model), "none", method=method, head=str(folder), context=256) as drafting,
+    ):
+        asked: dict[str, Any] = {"max_tokens": 24, "temperature": temperature, "seed": 3}
+        reply = drafting.generate("list the files", **asked)
+        assert reply.tokens == plain.generate("list the files", **asked).tokens
+        assert reply.stats.drafted_tokens
+
+
+def test_other_heads_are_not_overwritten(teacher: MlxTeacher, tmp_path: Path) -> None:
+    assert teacher.published_head("medusa", tmp_path) is None
+    folder = published(trainer_of(teacher, "hydra"), tmp_path / "head")
+    with pytest.raises(ModelFileError, match="contains no Medusa heads for some/tiny"):
+        teacher.published_head("medusa", folder)
+    arrays = mx.load(str(folder / "hydra_lm_head.safetensors"))
+    assert isinstance(arrays, dict)
+    arrays["hydra_lm_head.2.weight"] *= 2
+    mx.save_safetensors(str(folder / "hydra_lm_head.safetensors"), arrays)
+    with pytest.raises(ModelFileError, match="output matrices are not those of the target"):
+        teacher.published_head("hydra", folder)
