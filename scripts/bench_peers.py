@@ -226,7 +226,7 @@ def _edgespec_contestants(args: argparse.Namespace, target: str, draft: str | No
         # too.
         drafters = {*method.split("+")}
         used_draft = draft if drafters & {"auto", "model"} else None
-        head = args.head if drafters & {"auto", *HEADS} else None
+        head = args.head or "none" if drafters & {"auto", *HEADS} else "auto"
         branches: Literal["auto"] | tuple[()] = "auto" if name.endswith(TREES) else ()
         kv_type = args.kv_type or "auto"
         program = EdgespecProgram(

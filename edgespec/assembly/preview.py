@@ -82,6 +82,9 @@ def plan(
     """
     request = LoadRequest.read(target, draft, options)
     check_room_to_plan()
+    if address_space_is_limited():
+        # Import the modules that `load` uses, because they take up part of the address space.
+        import_module("edgespec.assembly.loading")
     with tempfile.TemporaryDirectory(prefix="edgespec-") as folder:
 
         def find(reference: str) -> Resolved:
@@ -96,9 +99,6 @@ def plan(
         if not request.trust:
             # With a limit of 0 bytes, the trial reads only the metadata.
             try_pair(pair, replace(request.options, memory_bytes=0), progress)
-        if address_space_is_limited():
-            # Import the modules that `load` uses before measuring the free address space.
-            import_module("edgespec.assembly.loading")
         budget = budget_for(pair.backends, request.drafting.arguments)
         planned = plan_pair(pair, request.drafting, request.options, budget, request.plan)
         return Preview(planned, predict_pair(planned.pair))

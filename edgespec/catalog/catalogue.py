@@ -100,14 +100,15 @@ class ModelEntry:
 
 @dataclass(frozen=True)
 class HeadEntry:
-    """A published head in the catalogue.
+    """A head in the catalogue: published, or included in edgespec.
 
     Attributes:
         name: The head's name.
         kind: What kind of head it is, as in `ModelInfo.heads`.
         targets: Names of the models that it drafts for.
-        repository: Hugging Face repository of its files.
         approximate_file_bytes: Approximate size on disk.
+        repository: Hugging Face repository of its files. Empty if edgespec includes the head.
+        embedded_file: Path of its file or folder in the models folder, if edgespec includes the head.
         published_speedup: The speed-up that its publisher measured. 0 if there is none.
         published_on: The machine on which it was measured.
     """
@@ -115,10 +116,16 @@ class HeadEntry:
     name: str
     kind: str
     targets: tuple[str, ...]
-    repository: str
     approximate_file_bytes: int
+    repository: str = ""
+    embedded_file: str = ""
     published_speedup: float = 0.0
     published_on: str = ""
+
+    @property
+    def embedded_path(self) -> Path | None:
+        """Path of the head if edgespec includes it, or None."""
+        return models_folder() / self.embedded_file if self.embedded_file else None
 
 
 class Catalogue:
@@ -154,12 +161,16 @@ class Catalogue:
         """Return the head with this name or in this Hugging Face repository, or None."""
         if head := self._heads_by_name.get(name.lower()):
             return head
-        return next((head for head in self.heads if head.repository.lower() == name.lower()), None)
+        return next((head for head in self.heads if name and head.repository.lower() == name.lower()), None)
 
     def heads_for(self, entry: ModelEntry | None) -> tuple[HeadEntry, ...]:
-        """Return the published heads for a model. The GGUF and MLX versions of a model share them."""
-        name = entry.name.removesuffix(_MLX_SUFFIX) if entry else ""
-        return tuple(head for head in self.heads if name in head.targets)
+        """Return the heads for a model. Its GGUF and MLX versions share the published ones."""
+        name = entry.name if entry else ""
+        return tuple(
+            head
+            for head in self.heads
+            if (name if head.embedded_file else name.removesuffix(_MLX_SUFFIX)) in head.targets
+        )
 
     def embedded_at(self, path: Path) -> ModelEntry | None:
         """Return the entry of the model at `path` if edgespec includes that model, or None."""
@@ -236,7 +247,8 @@ def _entry(table: dict[str, Any]) -> ModelEntry:
 
 
 def _head_entry(table: dict[str, Any]) -> HeadEntry:
-    values = {**table, "targets": tuple(table["targets"])}
+    values = {_ATTRIBUTES.get(key, key): value for key, value in table.items()}
+    values["targets"] = tuple(table["targets"])
     values["approximate_file_bytes"] = round(values.pop("gigabytes") * 1e9)
     return HeadEntry(**values)
 

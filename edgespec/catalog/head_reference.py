@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -55,6 +56,8 @@ def resolve_head_with(reference: str, download: Download) -> Resolved:
         case NameReference():
             name = parsed.full_name
             if head := catalogue.find_head(name):
+                if head.embedded_path is not None:
+                    return replace(_resolve_head_path(head.embedded_path), name=head.name)
                 return _resolve_hub(typed, head.repository, None, download)
             if Path(name).exists():
                 return _resolve_head_path(Path(name))
@@ -89,5 +92,5 @@ def refused_model(name: str) -> ModelFileError:
 
 
 def cached_head(head: HeadEntry) -> Path | None:
-    """Return a published head in the Hugging Face cache, or None if it is not there."""
-    return cached_model(head.repository, None, missing_from_head)
+    """Return where a head of the catalogue is on this machine, or None if it must be downloaded."""
+    return head.embedded_path or cached_model(head.repository, None, missing_from_head)

@@ -197,6 +197,9 @@ def _published(entry: HeadEntry, target: Resolved, target_info: ModelInfo) -> He
     option = _installed(path, entry.name, "catalogue", target, target_info) if path else None
     if option is None:
         return _not_downloaded(entry, target.file_format, target_info.pass_bytes)
+    if entry.embedded_file and not option.problem:
+        # The demo must start quickly, and has its own draft model.
+        option = replace(option, problem=f"select it with --head {entry.name}")
     return replace(option, published=_published_speedup(entry))
 
 

@@ -214,7 +214,7 @@ def _head_json(head: HeadOption) -> dict[str, Any]:
 
 def _head_line(head: HeadOption) -> str:
     if head.problem:
-        use = f"cannot be used: {head.problem}"
+        use = f"not used: {head.problem}"
     elif head.head is None:
         use = f"not on this machine; download it with --head {head.reference}"
     else:

@@ -32,7 +32,7 @@ class EdgespecProgram:
 
     target: str
     draft: str
-    head: str | None
+    head: str
     method: str
     draft_length: int | None
     draft_branches: Literal["auto"] | tuple[()]

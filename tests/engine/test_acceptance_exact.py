@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from edgespec.auto.combined_drafter import CombinedDrafter
+from edgespec.auto.merging import merge_trees
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engine.acceptance import Acceptance, RandomDraws, Rejection
@@ -46,6 +47,7 @@ class FixedGuess(Drafter):
     """A drafter without probabilities, like an n-gram lookup."""
 
     name = "fixed"
+    is_lookup = True
 
     def __init__(self, guess: Sequence[int]) -> None:
         self._guess = guess
@@ -332,8 +334,8 @@ class TestWrongRulesAreDetected:
         draft = random_table(100, 3, zeros=0)
 
         def propose(sampler: ExactSampler, acceptance: Any) -> TokenTree:
-            drafters: list[Any] = [model_drafter(draft), FixedGuess((1, 1))]
-            tree = proposal(lambda: CombinedDrafter(drafters, can_branch=True), 2)(sampler, acceptance)
+            drafted = proposal(lambda: model_drafter(draft), 2)(sampler, acceptance)
+            tree = merge_trees([drafted, TokenTree.chain(drafted.tokens[0], (1, 1))]).tree
             if not tree.is_chain:
                 return tree
             return TokenTree.chain(tree.tokens[0], tree.tokens[1:], tree.draft_probs[1:])

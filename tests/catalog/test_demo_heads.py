@@ -1,0 +1,38 @@
+"""The heads of the demo models draft well, and change no reply."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import edgespec
+from edgespec.catalog import resolve
+from edgespec.catalog.heads import head_options
+from edgespec.catalog.metadata_cache import MetadataCache
+from edgespec.losslessness import read_prompts
+
+HEADS = {"demo": "demo-head", "demo-mlx": "demo-mlx-head"}
+
+
+@pytest.mark.parametrize("target", HEADS)
+def test_the_head_of_a_demo_model_drafts_well_and_changes_no_reply(target: str) -> None:
+    questions = [each.messages[0].content for each in read_prompts(None) if len(each.messages) == 1][::8]
+    with edgespec.load(target, "none", method="eagle", head=HEADS[target], context=1024) as runtime:
+        tokens = passes = 0
+        for question in questions:
+            asked: dict[str, Any] = {"max_tokens": 48, "temperature": 0.0, "draft_length": 4}
+            reply = runtime.generate(question, method="eagle", **asked)
+            assert reply.tokens == runtime.generate(question, method="none", **asked).tokens
+            tokens += reply.stats.generated_tokens
+            passes += reply.stats.target_passes
+    assert tokens / passes > 2.5
+
+
+@pytest.mark.parametrize("target", HEADS)
+def test_the_head_of_a_demo_model_is_listed_but_must_be_named(target: str) -> None:
+    (option,) = head_options(resolve(target), MetadataCache())
+    assert option.name == HEADS[target]
+    assert option.head is not None
+    assert not option.is_usable
+    assert option.problem == f"select it with --head {HEADS[target]}"
