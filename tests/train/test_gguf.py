@@ -1,21 +1,26 @@
-"""A head that was trained with MLX drafts the same once it is converted to GGUF."""
+"""A head that was trained with MLX drafts the same for the GGUF form of its target."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import mlx.core as mx
 import numpy as np
+import pytest
 
 from edgespec.backends.base import Head, LoadOptions
+from edgespec.backends.head_files import head_at
 from edgespec.backends.head_training import TrainingBatch
 from edgespec.backends.llamacpp import load
 from edgespec.backends.llamacpp.eagle import EagleHead
 from edgespec.backends.mlx.head_trainer import MlxHeadTrainer
 from edgespec.backends.mlx.teacher import load_teacher
+from edgespec.backends.optional_features import HeadModel
 from edgespec.catalog.catalogue import models_folder
+from edgespec.drafters.head_cache import HeadCache
 from edgespec.engine.tree import TokenTree
-from edgespec.prepare.head import prepare_head
+from edgespec.prepare.head import needs_conversion, prepare_head
 
 TEXT = (
     "<|im_start|>user\nHow do I list files by size?<|im_end|>\n<|im_start|>assistant\n"
@@ -55,3 +60,36 @@ def test_a_converted_head_guesses_the_same_tokens(tmp_path: Path) -> None:
     assert np.mean(expected == own) > 0.9
     # Agreement is no coincidence, because the guesses differ from each other.
     assert len(set(own)) > 5
+
+
+# The initial weights of Hydra heads already differ from head to head.
+@pytest.mark.parametrize(("method", "steps"), [("medusa", 3), ("hydra", 0)])
+def test_heads_without_a_cache_are_used_unchanged(tmp_path: Path, method: str, steps: int) -> None:
+    demo = models_folder() / "demo-target-q8_0.gguf"
+    teacher = load_teacher(str(models_folder() / "demo-mlx"), "demo-mlx")
+    tokens = teacher.vocabulary.tokenize(TEXT, special=True, start=True)
+    batch = TrainingBatch(np.array([tokens], np.int32), np.ones((1, len(tokens)), np.bool_))
+    trainer = teacher.head_trainer(method, batch, np.ones(teacher.vocabulary.size, np.int64))
+    assert isinstance(trainer, MlxHeadTrainer)
+    for _ in range(steps):
+        trainer.step(batch, 0.1)
+    trainer.publish(tmp_path)
+    assert not needs_conversion(tmp_path, demo)
+    states = teacher.states(batch.tokens, trainer.head.states).hidden
+    row = len(tokens) - 6
+    unrolled = trainer.head.unroll(teacher.embed(mx.array(batch.tokens)), states, 4)
+    expected = np.array(trainer.head.logits(mx.stack([state[0, row] for state in unrolled])))
+    target = load(str(demo), "demo", LoadOptions(context_tokens=256))
+    try:
+        head = target.self_draft(head_at(tmp_path))
+        target.prefill(tokens[: row + 1])
+        cache = HeadCache(cast(HeadModel, head))
+        cache.begin(tokens[: row + 1])
+        cache.prefill()
+        logits = head.verify(TokenTree.chain(tokens[row + 1], tokens[row + 2 : row + 5]))
+        own = np.array([logits.at(depth, np.arange(expected.shape[1])) for depth in range(4)])
+    finally:
+        target.close()
+    # The weights of the two targets are rounded differently.
+    agreement = np.corrcoef(own, expected)[:4, 4:]
+    assert agreement.diagonal().min() > 0.99

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -16,6 +16,7 @@ from edgespec.backends.base import LoadOptions
 from edgespec.backends.head_files import head_at
 from edgespec.backends.mlx.head_trainer import MlxHeadTrainer
 from edgespec.backends.mlx.teacher import MlxTeacher, load_teacher
+from edgespec.backends.optional_features import HeadModel
 from edgespec.drafters.head_cache import HeadCache
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import ModelFileError
@@ -94,7 +95,7 @@ def test_published_heads_draft_what_the_trainer_computes(
     try:
         view = target.self_draft(head_at(folder))
         target.prefill(tokens[: row + 1])
-        cache = HeadCache(view)  # type: ignore[arg-type]
+        cache = HeadCache(cast(HeadModel, view))
         cache.begin(tokens[: row + 1])
         cache.prefill()
         drafted = view.verify(TokenTree.chain(tokens[row + 1], tokens[row + 2 : row + 5]))
