@@ -47,7 +47,8 @@ def test_the_statistics_of_each_head_are_saved_separately(
     monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path / "data"))
     other = tmp_path / "other.gguf"
     shutil.copyfile(models_folder() / "demo-head-q8_0.gguf", other)
-    for count, head in enumerate(["demo-head", "demo-head", other]):
+    heads: list[str | Path] = ["demo-head", "demo-head", other]
+    for count, head in enumerate(heads):
         with edgespec.load("demo", "none", head=head, context=256) as runtime:
             runtime.generate("How do I list files?", max_tokens=4)
         saved = len(list((tmp_path / "data").rglob("policy-*")))
