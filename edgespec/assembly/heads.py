@@ -1,4 +1,4 @@
-"""Find the heads to load for a target."""
+"""Choose the heads to load for a target."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class FoundHeads(NamedTuple):
 
     Attributes:
         chosen: The heads to draft with.
-        why_none: The reason why there are none.
-        notice: Notice for the user about the choice.
-        suggestion: The end of a sentence that suggests a published head. Empty if there is none.
+        why_none: Why no head was chosen. Empty if `chosen` is not empty.
+        notice: Message that tells the user which heads were chosen. Empty if there is nothing to report.
+        suggestion: Clause that suggests a published head, to append to a message. Empty if there is none.
     """
 
     chosen: tuple[HeadOption, ...] = ()
@@ -46,14 +46,14 @@ def find_heads(
     find_head: FindHead | None,
     progress: Progress | None,
 ) -> FoundHeads:
-    """Find the heads for a target: the one that the user named, or those in its files and beside it.
+    """Find the heads to draft with: the head that the user named, or heads in and beside the target's files.
 
     Args:
         target: The target.
-        drafting: The methods that replies can use, and `--head`.
-        metadata: Used to read the metadata of heads.
-        find_head: Finds a head by reference. The default downloads missing files, and converts them to the
-            target's format.
+        drafting: The methods that replies can use, and the value of `--head`.
+        metadata: Cache through which model metadata is read.
+        find_head: Resolves a reference to a head. By default, missing heads are downloaded and converted to
+            the target's format.
         progress: Called during downloads. Returning False cancels them.
 
     Raises:
@@ -71,7 +71,7 @@ def find_heads(
             )
         if find_head is not None:
             return FoundHeads((named_head(find_head(drafting.head), target, metadata, convert=False),))
-        # Check the metadata first, because a head for another target need not be downloaded.
+        # Check the metadata first, to avoid downloading the weights of a head for another target.
         with TemporaryDirectory(prefix="edgespec-") as folder:
             header = resolve_head_metadata(drafting.head, Path(folder), progress)
             named_head(header, target, metadata, convert=False)
@@ -89,11 +89,11 @@ def find_heads(
 
 
 def without_heads(found: FoundHeads, why: str) -> FoundHeads:
-    """Return the result without the heads. Raises OptionError if the user named one.
+    """Return a result without heads. Raises OptionError if the user named a head.
 
     Args:
-        found: The heads.
-        why: Why they cannot be used.
+        found: The result with the heads.
+        why: Why the heads cannot be used.
     """
     if any(head.source == "named" for head in found.chosen):
         raise OptionError(f"a head cannot be used: {why}", "omit --head, or the method layerskip")
@@ -103,12 +103,12 @@ def without_heads(found: FoundHeads, why: str) -> FoundHeads:
 def choose_heads(
     options: Sequence[HeadOption], named_methods: Collection[str], *, automatic: bool
 ) -> tuple[HeadOption, ...]:
-    """Return the heads to load: the first one for each method that the user named, or that `auto` can use.
+    """Return the first usable head for each drafting method.
 
     Args:
-        options: The heads for the target, the ones to prefer first.
-        named_methods: The methods that the user named.
-        automatic: Whether `auto` can be used, which chooses among the heads of all methods.
+        options: The heads for the target, most preferred first.
+        named_methods: The methods that the user named. Heads for other methods are skipped.
+        automatic: Whether the user allowed `auto`, which can use the heads of all methods.
     """
     chosen: dict[str, HeadOption] = {}
     for option in options:
@@ -118,7 +118,7 @@ def choose_heads(
 
 
 def describe_choice(chosen: Sequence[HeadOption], options: Sequence[HeadOption]) -> str:
-    """Return a line that tells the user which heads were chosen, or an empty string if there are none."""
+    """Return a one-line message about the chosen heads, or about an unusable head beside the target."""
     if not chosen:
         blocked = next((each for each in options if each.source == "beside" and each.problem), None)
         return f"not drafting with the head {blocked.name}: {blocked.problem}" if blocked else ""
@@ -132,7 +132,7 @@ def describe_choice(chosen: Sequence[HeadOption], options: Sequence[HeadOption])
 
 
 def _checked_estimate(option: HeadOption, target: Resolved) -> HeadOption:
-    """Return the head, marked as unusable if its memory cannot be estimated because it is damaged."""
+    """Return the head, marked as unusable if estimating its memory fails, for example if it is damaged."""
     estimate = target.file_format.estimate_head
     if estimate is not None and option.head is not None and option.is_usable:
         try:

@@ -1,4 +1,4 @@
-"""Find out from its files which method drafts with a head, and which targets it could have been made for."""
+"""Identify heads from their files, and check whether a head was made for a target."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from edgespec.heads.residual_layout import residual_head_method
 
 __all__ = ["drafts_in_one_pass", "head_at", "head_info", "method_of", "why_not_made_for"]
 
-# The methods by the first word of the names in `ModelInfo.heads`.
+# Maps the first word of a head's kind in `ModelInfo.heads` to the drafting method.
 _METHODS = {"MTP": "mtp", "EAGLE": "eagle", "DFlash": "dflash", "Medusa": "medusa", "Hydra": "hydra"}
-# The same for heads that draft several tokens in one pass.
+# First words of the kinds of heads that draft several tokens in one pass.
 _ONE_PASS = ("DFlash", "Medusa")
 
 
 def method_of(kind: str) -> str:
-    """Return the method that drafts with a kind of head, such as `EAGLE-3`. Empty if there is none."""
+    """Return the drafting method for a kind of head, such as "eagle" for "EAGLE-3", or "" if unknown."""
     return _METHODS.get(_first_word(kind), "")
 
 
 def drafts_in_one_pass(kind: str) -> bool:
-    """Return whether a kind of head drafts several tokens in one pass, instead of one token in each."""
+    """Return whether heads of this kind draft several tokens per pass, rather than one."""
     return _first_word(kind) in _ONE_PASS
 
 
@@ -34,7 +34,7 @@ def _first_word(kind: str) -> str:
 
 
 def head_info(path: Path) -> ModelInfo:
-    """Return the metadata of a head: a GGUF file, or a folder in the layout of Hugging Face.
+    """Return the metadata of a head in a GGUF file, or in a folder in the Hugging Face layout.
 
     Raises ModelFileError if the files are missing or damaged.
     """
@@ -42,7 +42,7 @@ def head_info(path: Path) -> ModelInfo:
 
 
 def head_at(path: Path) -> Head:
-    """Return the head at a path. Raises ModelFileError if it contains no head, or is damaged."""
+    """Return the head at a path. Raises ModelFileError if there is no head, or its files are damaged."""
     if method := residual_head_method(path):
         return Head(method, path)
     info = head_info(path)
@@ -58,14 +58,14 @@ def head_at(path: Path) -> Head:
 def why_not_made_for(head: ModelInfo, target: ModelInfo) -> str:
     """Return why a head was not made for a target, or an empty string if their metadata match.
 
-    Sizes that the files do not state are not compared.
+    Sizes that are missing from the metadata are not compared.
     """
     for what, needed, own in (
         ("hidden states", head.hidden_size, target.hidden_size),
-        ("vocabularies", head.vocab_size, target.vocab_size),
+        ("a vocabulary", head.vocab_size, target.vocab_size),
     ):
         if needed and own and needed != own:
-            return f"it needs {what} of size {needed:,}, but those of the target have {own:,}"
+            return f"it needs {what} of size {needed:,}, not {own:,} as in the target"
     if head.read_layers and target.layers and max(head.read_layers) > target.layers:
-        return f"it reads the layers {[*head.read_layers]}, but the target has {target.layers}"
+        return f"it reads the layers {[*head.read_layers]}, but the target has only {target.layers} layers"
     return ""

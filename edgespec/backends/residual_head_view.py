@@ -22,22 +22,28 @@ from edgespec.heads.residual_network import ResidualNetwork
 
 __all__ = ["PrefixHeadView", "ResidualHeadView"]
 
-# Maximum number of tokens whose hidden states the layer of Hydra++ heads reads at once.
+# Maximum number of tokens that the attention layer of Hydra++ heads processes at once during prefill.
 _BATCH_TOKENS = 256
 
 
 class _Node(NamedTuple):
-    """A node of a draft tree: the head that predicts the token after it, and the input of the head."""
+    """A node of a draft tree.
+
+    Attributes:
+        head: Index of the head that predicts the token after the node.
+        inputs: The head's input.
+    """
 
     head: int
     inputs: Array
 
 
 class ResidualHeadView(SelfDraftView[BaseModel]):
-    """A draft model without a KV cache, which predicts from the target's last known hidden state.
+    """Medusa or Hydra heads as a draft model, which predicts from the target's last known hidden state.
 
-    The first head predicts the token after the root of a tree, and each further head the token after nodes
-    that are one level deeper. Heads that read tokens also see those on the path from the root to the node.
+    The draft model has no KV cache. The first head predicts the token after the root of a draft tree, and each
+    further head predicts the tokens one level deeper. Hydra heads also read the embeddings of the tokens on
+    the path from the root to the node.
     """
 
     def __init__(
@@ -53,11 +59,11 @@ class ResidualHeadView(SelfDraftView[BaseModel]):
 
         Args:
             target: The target.
-            log: Its hidden states.
-            stop_logging: Called when the view is closed.
+            log: The target's hidden states.
+            stop_logging: Stops the log. Called when the view is closed.
             facts: Properties of the heads.
             network: The heads.
-            embed: Returns the embeddings of tokens. None if the heads do not read tokens.
+            embed: Returns the embeddings of token ids. None if the heads do not read tokens.
         """
         super().__init__(target)
         self.facts = facts
@@ -69,7 +75,8 @@ class ResidualHeadView(SelfDraftView[BaseModel]):
 
     @property
     def length(self) -> int:
-        # A recurrent target can be rewound, and runs some of the logged tokens again in its next pass.
+        # A recurrent target may have been rewound, which makes it shorter than the text until its next pass.
+        # The log still covers the whole text.
         return max(self._target.length, self._log.end)
 
     @property
@@ -78,12 +85,12 @@ class ResidualHeadView(SelfDraftView[BaseModel]):
 
     @property
     def first_position(self) -> int:
-        """The first position at which a token can be run with a hidden state of the target."""
+        """The first position whose preceding hidden state is in the log."""
         return self._log.start + 1
 
     @property
     def last_position(self) -> int:
-        """The last position at which a token can be run with a hidden state of the target."""
+        """The last position whose preceding hidden state is in the log."""
         return self._log.end
 
     def start_at(self, position: int) -> None:  # noqa: ARG002
@@ -105,7 +112,7 @@ class ResidualHeadView(SelfDraftView[BaseModel]):
         return HostLogits(rows)
 
     def _add_nodes(self, tree: TokenTree, first: int) -> None:
-        """Find the head and the input of each node from `first` on."""
+        """Append the nodes of the tree from `first` on to `_nodes`, each with its head and the head's input."""
         states = self._known_states(tree) if first == 0 else ()
         embeddings = self._embed(tree.tokens[first:]) if self._embed else None
         for i, parent in enumerate(tree.parents[first:]):
@@ -126,21 +133,21 @@ class ResidualHeadView(SelfDraftView[BaseModel]):
             )
 
     def _known_states(self, tree: TokenTree) -> Array:
-        """Return the inputs of the heads for those nodes of a tree before which the target ran all tokens.
+        """Return the head inputs for the tree's nodes whose preceding hidden state is known.
 
-        The root is one of them, even if the target has not run any tokens yet, to warm up.
+        The root is always included, so that a warm-up pass works before the target has run any tokens.
         """
         last = max(self._log.end - self.length, 0)
         return self._states_before(sum(depth <= last for depth in tree.depths))
 
     def _states_before(self, count: int) -> Array:
-        """Return the inputs of the heads for the next `count` tokens: the hidden states before them."""
+        """Return the head inputs for the next `count` tokens: the hidden state before each token."""
         return self._log.rows(self.length - 1, self.length - 1 + count)
 
     def _predict(self, head: int, nodes: Sequence[_Node], rows: Array) -> None:
-        """Compute the rows of logits of the nodes whose next token this head predicts."""
+        """Fill in the logits of all nodes that belong to this head."""
         at = [i for i, node in enumerate(nodes) if node.head == head]
-        # Nodes of a Medusa tree have the same input as their parent, and so as all nodes of the same depth.
+        # Run each distinct input once, because all nodes of a Medusa tree at the same depth share one input.
         inputs = {id(nodes[i].inputs): nodes[i].inputs for i in at}
         logits = dict(zip(inputs, self._network.logits(head, np.array([*inputs.values()])), strict=True))
         for i in at:
@@ -160,10 +167,10 @@ class ResidualHeadView(SelfDraftView[BaseModel]):
 
 
 class PrefixHeadView(ResidualHeadView):
-    """Hydra++ heads. Instead of a hidden state, they read what a layer with a KV cache makes of it.
+    """Hydra++ heads, which read the output of an attention layer instead of the target's hidden states.
 
-    The entry of the token at position p in that KV cache comes from the hidden state at position p - 1, so
-    drafted tokens have none.
+    The attention layer has a KV cache. The entry for position p is computed from the target's hidden state at
+    position p - 1, so there are no entries for drafted tokens, whose hidden states are not known yet.
     """
 
     def __init__(
@@ -185,7 +192,7 @@ class PrefixHeadView(ResidualHeadView):
         return self._length
 
     def start_at(self, position: int) -> None:
-        """Empty the KV cache, and let it begin at a position. Tokens before it are never run."""
+        """Empty the KV cache, and let it begin at `position`. Tokens before `position` are never run."""
         self._check()
         self._prefix.restart(position)
         self._length = position
@@ -204,7 +211,7 @@ class PrefixHeadView(ResidualHeadView):
         return self._prefix.run(super()._states_before(count))
 
     def commit(self, path: tuple[int, ...]) -> None:
-        """Keep the tokens that were run with hidden states of the target."""
+        """Keep the KV cache entries of the last pass, all of which come from the target's hidden states."""
         super().commit(path)
         self._length = self._prefix.end
 

@@ -1,4 +1,4 @@
-"""Load Medusa heads (arXiv 2401.10774) and Hydra heads (arXiv 2402.05109) for a target of any backend."""
+"""Load Medusa heads (arXiv 2401.10774) and Hydra heads (arXiv 2402.05109), for all backends."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from edgespec.heads.residual_network import ResidualNetwork
 
 __all__ = ["ResidualHeadTarget", "WeightBytes", "estimate_residual_heads", "load_residual_heads"]
 
-# Function that returns the memory in bytes of heads' weights, given the target's vocabulary size.
+# Returns the memory in bytes that the heads' weights take, given the heads and the target's vocabulary size.
 WeightBytes: TypeAlias = Callable[[ResidualHeads, int], int]
 
 _FLOAT32_BYTES = 4
-# Number of rows of logits to reserve memory for: those of one level of a large draft tree.
+# Number of rows of logits to reserve memory for. Enough for one level of a large draft tree.
 _MAX_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class ResidualHeadTarget:
-    """What Medusa and Hydra heads need from their target.
+    """The parts of a target that Medusa and Hydra heads use.
 
     Attributes:
         model: The target.
-        states: The same model, as the source of hidden states.
+        states: The target as a source of hidden states. The same object as `model`.
         memory_bytes: Memory limit of the target, its KV cache and its heads. None if there is no limit.
-        layers: Number of its layers.
-        attention: The settings of its attention layers.
-        embed: Returns the token embeddings [tokens, size] of token ids.
-        make_product: Returns the product with one of the heads' matrices.
-        output: Returns the product with the target's LM head, for heads without output matrices.
-        weight_bytes: Returns the memory that the weights of heads take, given the target's vocabulary size.
+        layers: Number of layers in the target.
+        attention: Settings of the target's attention layers, which Hydra++ heads use too.
+        embed: Returns the token embeddings [tokens, size] for token ids.
+        make_product: Returns a function that multiplies by one of the heads' matrices.
+        output: Returns a function that multiplies by the target's LM head, for heads without output matrices.
+        weight_bytes: Returns the memory in bytes that the heads' weights take. See `WeightBytes`.
     """
 
     model: BaseModel
@@ -58,8 +58,8 @@ class ResidualHeadTarget:
 
     def made_for_another(self, path: Path, what: str, needed: int, own: int) -> CapabilityError:
         return CapabilityError(
-            f"the head {path} was made for another target: it needs {what} of size {needed:,}, but those of"
-            f" {self.model.facts.name} have {own:,}",
+            f"the head {path} was made for another target: it needs {what} of size {needed:,}, not"
+            f" {own:,} as in {self.model.facts.name}",
             "choose the head that was published for this target",
         )
 
@@ -74,11 +74,11 @@ def load_residual_heads(target: ResidualHeadTarget, path: Path) -> ResidualHeadV
     """
     heads, model = read_residual_heads(path), target.model.facts
     if heads.vocab_size not in (0, model.vocab_size):
-        raise target.made_for_another(path, "vocabularies", heads.vocab_size, model.vocab_size)
+        raise target.made_for_another(path, "a vocabulary", heads.vocab_size, model.vocab_size)
     if heads.layers_before_last >= target.layers:
         raise CapabilityError(
             f"the head {path} was made for another target: it reads the hidden states before the last"
-            f" {heads.layers_before_last} layers, but {model.name} has {target.layers}",
+            f" {heads.layers_before_last} layers, but {model.name} has only {target.layers} layers",
             "choose the head that was published for this target",
         )
     facts = _facts(target, heads, path)
@@ -103,7 +103,7 @@ def _view(
     loader = WeightLoader(heads.file, target.make_product)
     embed = target.embed if heads.reads_tokens else None
     if embed:
-        embed([0])  # Report a target whose embeddings cannot be read now, rather than during a reply.
+        embed([0])  # Report unreadable embeddings now, rather than during a reply.
     network = ResidualNetwork(heads, loader, None if heads.vocab_size else target.output())
     parts = target.model, log, lambda: target.states.stop_logging(log), facts, network, embed
     if not heads.prefix:
@@ -115,7 +115,7 @@ def _view(
 def _check_attention(
     target: ResidualHeadTarget, heads: ResidualHeads, prefix: AttentionLayer, path: Path
 ) -> None:
-    """Raise CapabilityError if the layer of Hydra++ heads does not have attention heads like the target's."""
+    """Raise CapabilityError if the attention layer of Hydra++ heads does not fit the target's head size."""
     size, heads_of_target, keys = heads.state_size, target.attention.heads, prefix.k_proj.shape[0]
     head_size = size // heads_of_target if heads_of_target else 0
     if not head_size or head_size % 2 or size % head_size or keys % head_size or size % keys:
@@ -150,20 +150,20 @@ def _facts(target: ResidualHeadTarget, heads: ResidualHeads, path: Path) -> Mode
 
 
 def _token_bytes(heads: ResidualHeads) -> int:
-    """Return the size of a token in the KV cache of the heads."""
+    """Return the heads' KV cache size in bytes per token."""
     return 2 * heads.prefix.k_proj.shape[0] * _FLOAT32_BYTES if heads.prefix else 0
 
 
 def estimate_residual_heads(
     path: Path, context_tokens: int, vocab_size: int, weight_bytes: WeightBytes
 ) -> MemoryEstimate:
-    """Return the memory used by Medusa or Hydra heads and by the hidden states that are kept for them.
+    """Estimate the memory for Medusa or Hydra heads, including the log of hidden states that they read.
 
     Args:
-        path: The folder or file of the heads.
-        context_tokens: Context size of the target.
-        vocab_size: Vocabulary size of the target.
-        weight_bytes: See `ResidualHeadTarget`.
+        path: The heads' folder or file.
+        context_tokens: The target's context size.
+        vocab_size: The target's vocabulary size.
+        weight_bytes: See `WeightBytes`.
 
     Raises:
         CapabilityError: The heads are of a kind that edgespec cannot run.

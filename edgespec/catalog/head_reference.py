@@ -42,7 +42,7 @@ def resolve_head(
 
 
 def resolve_head_with(reference: str, download: Download) -> Resolved:
-    """Return the head that a reference names. Call `download` if it is not on this machine."""
+    """Resolve a reference to a head, calling `download` if the head is not on this machine."""
     typed, catalogue = reference.strip(), load_catalogue()
     match parsed := follow_aliases(typed):
         case PathReference(path):
@@ -72,7 +72,7 @@ def resolve_head_with(reference: str, download: Download) -> Resolved:
 
 
 def _resolve_head_path(path: Path) -> Resolved:
-    """Return the head at a path. Medusa and Hydra heads can be named by the file with their weights."""
+    """Return the head at a path. For Medusa and Hydra heads, the path of the weight file works too."""
     is_weights = path.is_file() and residual_head_method(path) is not None
     return resolve_path(path.parent if is_weights else path, missing_from_head)
 
@@ -84,7 +84,7 @@ def _resolve_hub(typed: str, repository: str, quantisation: str | None, download
 
 
 def refused_model(name: str) -> ModelFileError:
-    """Return the error for a model that was passed as a head."""
+    """Return the error to raise if the user passed a model as a head."""
     return ModelFileError(
         f"{name} is a model, not a head",
         f"pass draft models with --draft, for example --draft {name}",
@@ -92,5 +92,5 @@ def refused_model(name: str) -> ModelFileError:
 
 
 def cached_head(head: HeadEntry) -> Path | None:
-    """Return where a head of the catalogue is on this machine, or None if it must be downloaded."""
+    """Return the local path of a head from the catalogue, or None if it must be downloaded."""
     return head.embedded_path or cached_model(head.repository, None, missing_from_head)

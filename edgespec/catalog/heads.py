@@ -1,7 +1,7 @@
-"""Find the heads that can draft for a target: in its files, beside them, and in the catalogue.
+"""Find heads for a target in its own files, beside them, and in the catalogue.
 
-Nothing is downloaded or loaded. Whether a head was made for the target is judged by the sizes in their
-metadata.
+This only reads metadata. It downloads nothing and loads no weights. A head is assumed to fit the target if
+the sizes in their metadata match.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ __all__ = ["HeadOption", "head_options", "named_head", "published_heads"]
 
 Source: TypeAlias = Literal["named", "beside", "catalogue", "target"]
 
-# Names of the files and folders beside a model that can be heads.
+# Matches the names of files and folders beside a model that may be heads.
 _SIDECAR = re.compile(r"^(?:mtp|eagle\d?|dflash|dspark|medusa|hydra)(?:[-_.]|$)", re.IGNORECASE)
-# Maximum number of entries of a model's folder to read while looking for heads.
+# Maximum number of entries to read from a model's folder while looking for heads.
 _MAX_ENTRIES = 10_000
-# Where to take a head from first. One that was put beside the model is meant to be used.
+# Where to find heads, most preferred first. A head beside the model comes before the catalogue, because
+# the user probably put it there to use it.
 _SOURCES: tuple[Source, ...] = ("named", "beside", "catalogue", "target")
 
 
@@ -48,14 +49,14 @@ class HeadOption:
 
     Attributes:
         reference: A reference to the head. Empty for a head in the target's own files.
-        kind: What kind of head it is, such as `EAGLE-3`.
-        head: The head to load. None if it is not on this machine.
-        source: Where it was found: `named` by the user, `beside` the target, in the `catalogue`, or in the
+        kind: The kind of head, such as `EAGLE-3`.
+        head: The head to load. None if it must be downloaded first.
+        source: Where the head was found: `named` by the user, `beside` the target, in the `catalogue`, or in the
             files of the `target`.
-        size_bytes: Size of its files. 0 for a head in the target's own files.
-        speedup: Expected speed-up over plain decoding, estimated from its size. 0 if unknown.
-        problem: Why edgespec cannot draft with it. Empty if it can.
-        published: The speed-up that its publisher measured, as text for messages. Empty if there is none.
+        size_bytes: Size of the head's files. 0 for a head in the target's own files.
+        speedup: Expected speed-up over plain decoding, estimated from the head's size. 0 if unknown.
+        problem: Why edgespec cannot draft with the head. Empty if it can.
+        published: Text about the speed-up that the head's publisher measured. Empty if unknown.
     """
 
     reference: str
@@ -69,7 +70,7 @@ class HeadOption:
 
     @property
     def method(self) -> str:
-        """The method that drafts with the head. Empty if there is none."""
+        """The drafting method for this kind of head. Empty if there is none."""
         return method_of(self.kind)
 
     @property
@@ -79,7 +80,7 @@ class HeadOption:
 
     @property
     def name(self) -> str:
-        """The head's name for messages."""
+        """The name of the head to show in messages."""
         return self.reference or f"in the model's own files ({self.kind})"
 
     @property
@@ -94,10 +95,10 @@ class HeadOption:
 
 
 def head_options(target: Resolved, metadata: MetadataCache) -> list[HeadOption]:
-    """Return the heads that could draft for a target, the ones to prefer first.
+    """Return the heads for a target, most preferred first.
 
-    Heads that edgespec cannot use come last, with the reason. Heads beside the target that were made for
-    another model are left out.
+    Heads that edgespec cannot use come last, with the reason in `problem`. Heads beside the target that were
+    made for another model are left out.
     """
     info = model_info_or_none(target, metadata)
     metadata.save()
@@ -116,7 +117,7 @@ def head_options(target: Resolved, metadata: MetadataCache) -> list[HeadOption]:
 
 
 def published_heads(entry: ModelEntry) -> list[HeadOption]:
-    """Return the published heads for a catalogue model, without looking for them on this machine."""
+    """Return the published heads for a model from the catalogue, whether or not they are on this machine."""
     return [
         _not_downloaded(head, entry.file_format, entry.approximate_file_bytes)
         for head in load_catalogue().heads_for(entry)
@@ -129,10 +130,10 @@ def named_head(
     """Return the head that the user named, after checking that it can draft for the target.
 
     Args:
-        found: The head, or the target itself, for the head in its own files.
+        found: The head that the user named. If it is the target itself, use the head in the target's files.
         target: The target.
-        metadata: Used to read the metadata of the target.
-        convert: Whether to convert a head in the layout of Hugging Face to the target's format.
+        metadata: Cache through which the target's metadata is read.
+        convert: Whether to convert a head in the Hugging Face layout to the target's format.
 
     Raises:
         ModelFileError: The files are damaged, contain a model instead of a head, or cannot be converted.
@@ -160,7 +161,7 @@ def named_head(
 
 
 def _sidecars(target: Path) -> Iterator[Path]:
-    """Yield the files and folders beside a model, or in its folder, that are named like heads."""
+    """Yield files and folders in or beside a model's folder whose names look like heads."""
     for folder in (target, target.parent) if target.is_dir() else (target.parent,):
         files = files_below(folder, 0, EntryBudget(_MAX_ENTRIES))
         yield from (path for path in files if path.suffix == ".gguf" and _SIDECAR.match(path.name))
@@ -171,7 +172,7 @@ def _sidecars(target: Path) -> Iterator[Path]:
 def _installed(
     path: Path, reference: str, source: Source, target: Resolved, target_info: ModelInfo
 ) -> HeadOption | None:
-    """Return the head at a path, or None if it is damaged, no head, or was made for another target."""
+    """Return the head at a path, or None if it is damaged, not a head, or made for another target."""
     try:
         info = head_info(path)
     except EdgespecError:
@@ -192,13 +193,13 @@ def _installed(
 
 
 def _published(entry: HeadEntry, target: Resolved, target_info: ModelInfo) -> HeadOption:
-    """Return a head of the catalogue, with details from its files if it is on this machine."""
+    """Return a head from the catalogue, with details from its files if it is on this machine."""
     path = cached_head(entry)
     option = _installed(path, entry.name, "catalogue", target, target_info) if path else None
     if option is None:
         return _not_downloaded(entry, target.file_format, target_info.pass_bytes)
     if entry.embedded_file and not option.problem:
-        # The demo must start quickly, and has its own draft model.
+        # Do not choose it automatically, because the demo must start quickly and has its own draft model.
         option = replace(option, problem=f"select it with --head {entry.name}")
     return replace(option, published=_published_speedup(entry))
 
@@ -224,7 +225,7 @@ def _published_speedup(entry: HeadEntry) -> str:
 
 
 def _kind(info: ModelInfo) -> str:
-    """Return what kind of head the files contain. Empty if there is none that edgespec knows."""
+    """Return the kind of head in the files, such as `EAGLE-3`, or "" if edgespec knows no such head."""
     return next(filter(method_of, info.heads), "")
 
 
@@ -235,7 +236,7 @@ def _speedup(kind: str, head_bytes: int, target_bytes: int) -> float:
 
 
 def _why_not_yet(kind: str, form: FileFormat) -> str:
-    """Return why edgespec cannot draft with a kind of head for targets in a format, or an empty string."""
+    """Return why edgespec cannot use this kind of head with targets in this format, or an empty string."""
     method = method_of(kind)
     if method in HEADS and method in form.head_formats:
         return ""
@@ -244,12 +245,12 @@ def _why_not_yet(kind: str, form: FileFormat) -> str:
 
 
 def _is_readable(kind: str, path: Path, target: Resolved) -> bool:
-    """Return whether the target's backend can read the files of a head."""
+    """Return whether the target's backend can read the head's files."""
     return format_at(path).name in target.file_format.head_formats[method_of(kind)]
 
 
 def _is_convertible(kind: str, path: Path, target: Resolved) -> bool:
-    """Return whether edgespec can convert a head to the format of the target."""
+    """Return whether edgespec can convert the head to the target's format."""
     return path.is_dir() and method_of(kind) in target.file_format.converted_heads
 
 
@@ -260,11 +261,11 @@ def _unreadable(target: Resolved) -> str:
 
 
 def _preference(option: HeadOption, own_words: set[str]) -> tuple[bool, int, int, int, int, str]:
-    """Return the sort key of a head, which is smaller for the ones to prefer.
+    """Return a sort key that puts preferred heads first.
 
     Args:
         option: The head.
-        own_words: The words in the names of the target. Heads whose names share more of them are preferred.
+        own_words: The words in the target's names. Heads that share more words with the target come first.
     """
     return (
         not option.is_usable,

@@ -1,4 +1,4 @@
-"""Run a block-diffusion head, which drafts a block of tokens in one pass, in a llama.cpp context."""
+"""Run block-diffusion heads, which draft a block of tokens per pass, in a llama.cpp context."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from edgespec.backends.llamacpp.native import library
 
 __all__ = ["BlockContext"]
 
-# Positions per hidden state of a head for a target with M-RoPE: time, height, width, and one that is unused.
+# Number of positions that M-RoPE needs per hidden state: time, height, width, and an unused one.
 _MROPE_POSITIONS = 4
 
 
 class _MRopeBatch(Batch):
-    """A batch of hidden states for a head with M-RoPE, which reads several positions of each."""
+    """A batch of hidden states for a head with M-RoPE, which needs several positions per hidden state."""
 
     def __init__(self, size: int, sequences: int, embd_size: int) -> None:
         super().__init__(size * _MROPE_POSITIONS, sequences, embd_size)
@@ -29,7 +29,7 @@ class _MRopeBatch(Batch):
         self, inputs: Inputs, positions: Sequence[int], sequences: Sequence[Sequence[int]], logits: bool
     ) -> None:
         super().put(inputs, positions, sequences, logits)
-        # The three positions of a token of text are the same.
+        # Time, height and width are equal for text tokens.
         rows = self._position[: len(inputs) * _MROPE_POSITIONS].reshape(_MROPE_POSITIONS, -1)
         rows[:-1], rows[-1] = positions, 0
 
@@ -37,11 +37,11 @@ class _MRopeBatch(Batch):
 class BlockContext(LlamaContext):
     """A context that runs a block-diffusion head.
 
-    Its KV cache holds keys and values that the head computes from the target's hidden states.
+    The KV cache holds keys and values that the head computes from the target's hidden states.
 
     Args:
         row_size: Number of values per token in the target's hidden states.
-        causal: Whether the tokens of a block only attend to those before them.
+        causal: Whether each token of a block attends only to earlier tokens, rather than to the whole block.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class BlockContext(LlamaContext):
         library().llama_set_causal_attn(self._context, self._causal)
 
     def add_states(self, states: NDArray[np.float32], position: int) -> None:
-        """Append the keys and values of at most one batch of hidden states to the KV cache."""
+        """Append keys and values, computed from at most `batch_tokens` hidden states, to the KV cache."""
         count = len(states)
         self._states.put(states, range(position, position + count), [(0,)] * count, logits=False)
         self._decode(self._states)
 
     def run_block(self, tokens: Sequence[int], position: int) -> NDArray[np.float32]:
-        """Return the logits of a block's tokens, and leave the KV cache unchanged. See `run`."""
+        """Return one row of logits per token of a block, without changing the KV cache. See `run`."""
         count = len(tokens)
         logits = self.run(tokens, range(position, position + count), [(0,)] * count)
         self.drop(0, position)

@@ -1,4 +1,4 @@
-"""Read the shape of a block-diffusion head's drafts from its metadata, and check the metadata."""
+"""Read and check the metadata that describes the blocks of a block-diffusion head."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from edgespec.errors import CapabilityError, ModelFileError
 
 __all__ = ["MAX_BLOCK_TOKENS", "BlockShape", "read_block_shape"]
 
-# The largest supported block. Published heads have blocks of 7 to 16 tokens. Larger blocks could exceed the
-# size of llama.cpp's computation graph, which ends the process.
+# Maximum block size in tokens. Published heads use 7 to 16. Larger blocks could exceed the maximum size of
+# llama.cpp's computation graph, which would end the process.
 MAX_BLOCK_TOKENS = 32
-# The block size of heads without this metadata, as in llama.cpp.
+# Block size that llama.cpp assumes if the metadata does not contain one.
 _DEFAULT_BLOCK_TOKENS = 16
-# Metadata that llama.cpp reads as one value for all layers of a head.
+# Metadata keys for which llama.cpp expects a single value rather than one per layer.
 _SAME_IN_ALL_LAYERS = (
     "feed_forward_length", "attention.head_count", "attention.head_count_kv",
     "attention.key_length", "attention.value_length", "rope.dimension_count",
@@ -27,19 +27,19 @@ _SAME_IN_ALL_LAYERS = (
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """The blocks that a head drafts.
+    """The layout of the blocks that a head drafts.
 
-    A block consists of the last emitted token and mask tokens. A pass over it gives a row of logits for each
-    of its tokens.
+    A block consists of the last emitted token, followed by mask tokens. A pass over a block returns one row of
+    logits per token.
 
     Attributes:
         tokens: Number of tokens in a block.
         mask_token: Id of the mask token.
-        first_row: The row that predicts the token after the last emitted one. In blocks of DFlash heads, each
-            mask token predicts the token in its own place, so this is row 1. In those of most DSpark heads,
-            each token predicts the next one.
-        causal: Whether the tokens of a block only attend to those before them.
-        has_markov: Whether the logits also depend on the drafted token before, as in DSpark heads.
+        first_row: Index of the row that predicts the first draft token. It is 1 for DFlash heads, in which
+            each mask token predicts the token at its own position. It is 0 for most DSpark heads, in which
+            each token of the block predicts the next one.
+        causal: Whether each token of a block attends only to earlier tokens, rather than to the whole block.
+        has_markov: Whether the logits also depend on the previous draft token, as in DSpark heads.
     """
 
     tokens: int
@@ -50,20 +50,20 @@ class BlockShape:
 
     @property
     def draft_length(self) -> int:
-        """Number of tokens that a pass predicts."""
+        """Number of draft tokens per pass."""
         return self.tokens - self.first_row
 
 
 def read_block_shape(path: Path, vocab_size: int) -> BlockShape:
-    """Return the shape of a head's blocks.
+    """Read the layout of a head's blocks from its GGUF file.
 
     Args:
         path: The head's GGUF file.
         vocab_size: Number of tokens in the target's vocabulary.
 
     Raises:
-        ModelFileError: The metadata is damaged. llama.cpp might end the process when it runs the head.
-        CapabilityError: The head is of a kind that is not supported.
+        ModelFileError: The metadata is damaged, so running the head could make llama.cpp end the process.
+        CapabilityError: edgespec does not support this kind of head.
     """
     header = read_header(path)
     names = {tensor.name for tensor in header.tensors}
@@ -104,11 +104,11 @@ def _attention_problem(header: GgufHeader) -> str:
     heads, size = value("attention.head_count", 0), value("embedding_length", 0)
     kv_heads = value("attention.head_count_kv", heads)
     if not (heads > 0 and kv_heads > 0 and heads % kv_heads == 0):
-        return f"its {heads:,} attention heads cannot share the keys and values of {kv_heads:,}"
+        return f"its {heads:,} attention heads cannot share {kv_heads:,} key-value heads"
     keys = value("attention.key_length", size // heads)
     values = value("attention.value_length", size // heads)
     if keys != values:
-        return f"its keys have the length {keys:,}, but its values {values:,}"
+        return f"its keys have the length {keys:,}, but its values have the length {values:,}"
     rotated = value("rope.dimension_count", keys)
     if rotated % 2 or not 0 < rotated <= keys:
         return (
@@ -117,7 +117,7 @@ def _attention_problem(header: GgufHeader) -> str:
         )
     sections = np.atleast_1d(value("rope.dimension_sections", 0))
     if sections.dtype.kind not in "iu" or not all(0 <= int(section) <= keys for section in sections):
-        return "its rope.dimension_sections are impossible"
+        return f"its rope.dimension_sections are not whole numbers from 0 to {keys:,}"
     return ""
 
 

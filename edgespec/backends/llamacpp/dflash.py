@@ -35,23 +35,23 @@ if TYPE_CHECKING:
 
 __all__ = ["DFlashHead", "estimate_dflash_head", "load_dflash_head"]
 
-# Maximum number of tokens per pass. The head's buffers grow with this number and with the vocabulary.
+# Maximum number of tokens per pass. Kept small because compute buffers grow with it and the vocabulary size.
 _BATCH_TOKENS = MAX_BLOCK_TOKENS
-# Approximate size of the compute buffer in bytes, per token of a batch and per token of the vocabulary. Heads
-# need more if they draft only some of the tokens, or have a Markov head and large blocks.
+# Approximate size of the compute buffer in bytes, per token of a batch and per token of the vocabulary: for most
+# heads, for heads with a reduced draft vocabulary, and for heads with a Markov head and large blocks.
 _COMPUTE_BYTES, _REDUCED_COMPUTE_BYTES, _MARKOV_COMPUTE_BYTES = 4, 8, 17
 
 
 class DFlashHead(CachedHead):
     """A draft model with its own KV cache, which predicts a block of tokens from the target's hidden states.
 
-    The entry at position p of the cache is computed from the target's hidden states at p, not from the token
-    there. A pass runs a block: the last emitted token, and mask tokens in the places of those to draft. The
-    block leaves no entries in the cache.
+    The cache entry for position p is computed from the target's hidden states at p rather than from the token
+    at p. A pass runs a block, which consists of the last emitted token and a mask token for each token to
+    draft. The block itself leaves no entries in the cache.
 
-    The logits after a drafted token depend only on its place in the block, and with a Markov head, also on
-    the token itself. So one pass serves a whole draft tree: `verify` runs it for the tree's root, and returns
-    its further rows for deeper nodes.
+    The logits after a draft token depend only on the token's position in the block, and on the token itself if
+    there is a Markov head. One pass is therefore enough for a whole draft tree: `verify` runs the pass for the
+    root, and looks up the logits of deeper nodes in its result.
     """
 
     _context: BlockContext
@@ -87,20 +87,20 @@ class DFlashHead(CachedHead):
         )
         super().__init__(target, weights, path, options, name, context, log, max_plan, capabilities)
         self._markov = MarkovHead(Path(path), self.vocabulary.size) if shape.has_markov else None
-        # The token for which llama.cpp computed the Markov head's logits in each row of the block.
+        # For each row, the previous token that llama.cpp assumed when it added the Markov head's logits.
         self._assumed: list[int] = []
         self._end_round()
 
     def _end_round(self) -> None:
         super()._end_round()
-        # The logits of the last block, from the row on that predicts the token after the block's first.
+        # The logits of the last block, one row per draft token.
         self._rows: NDArray[np.float32] = np.empty((0, self.vocabulary.size), np.float32)
-        # Number of the tree's nodes before the block, whose hidden states are known.
+        # Number of tree nodes before the block, whose hidden states the target has already computed.
         self._known_nodes = 0
 
     @property
     def free_tokens(self) -> int:
-        # A block needs room for one more token than it predicts if its first row is not used.
+        # If the first row of a block is unused, the block takes one more position than it drafts tokens.
         return max(0, super().free_tokens - self._shape.first_row)
 
     @property
@@ -125,7 +125,7 @@ class DFlashHead(CachedHead):
             self._cells.length += len(batch)
 
     def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
-        """See `LanguageModel.verify`. Rows of tokens before the block are those of its first token."""
+        """See `LanguageModel.verify`. Nodes before the block get the logits of the block's first token."""
         self._check()
         try:
             check_tokens_fit(self, tree.width)
@@ -143,7 +143,7 @@ class DFlashHead(CachedHead):
             raise
 
     def _run_block(self, tree: TokenTree) -> None:
-        """Run a block after the tokens of the tree whose hidden states are known."""
+        """Add the known hidden states of the tree's first nodes to the cache, and run a block after them."""
         self._end_round()
         known = self._known_nodes = min(max(self._log.end - self.length, 0), tree.width - 1)
         begin = self.length + known
@@ -156,17 +156,17 @@ class DFlashHead(CachedHead):
             self._assumed = [block[0], *self._rows[:-1].argmax(axis=1).tolist()]
 
     def _rows_after(self, tokens: Sequence[int], depths: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return the logits after tokens at these depths of the draft."""
+        """Return one row of logits per token, given each token's depth below the first token of the block."""
         if self._markov:
             return np.stack([self._corrected(*node) for node in zip(tokens, depths, strict=True)])
         if (depths == depths[0]).all():
-            # Do not copy the row for each token, which is slow for large vocabularies.
+            # Avoid a copy of the row per token, which would be slow for large vocabularies.
             return np.broadcast_to(self._rows[depths[0]], (len(depths), self._rows.shape[1]))
         rows: NDArray[np.float32] = self._rows[depths]
         return rows
 
     def _corrected(self, token: int, depth: int) -> NDArray[np.float32]:
-        """Return the logits after a token with the Markov head's logits for this token."""
+        """Return the logits after `token`, replacing the Markov logits of the token that llama.cpp assumed."""
         assert self._markov is not None
         row: NDArray[np.float32] = self._rows[depth]
         assumed = self._assumed[depth]
@@ -175,7 +175,7 @@ class DFlashHead(CachedHead):
         return row + (self._markov.logits(token) - self._markov.logits(assumed))
 
     def commit(self, path: tuple[int, ...]) -> None:  # noqa: ARG002
-        """Keep the entries of tokens whose hidden states were known."""
+        """Keep the cache entries of tokens whose hidden states came from the target."""
         self._check()
         self._cells.length += self._known_nodes
         self._end_round()
@@ -190,7 +190,7 @@ def load_dflash_head(target: LlamaCppModel, path: Path) -> DFlashHead:
     def make(weights: Any, options: LoadOptions, name: str) -> DFlashHead:
         layers = target_layers(target, weights, path, library().llama_model_n_embd(weights))
         shape = read_block_shape(path, target.facts.vocab_size)
-        # Trees need no branches in the cache.
+        # One sequence is enough, because a draft tree needs only one pass over a single block.
         options = replace(options, max_branches=1, batch_tokens=_BATCH_TOKENS, max_logit_rows=shape.tokens)
         return DFlashHead(target, weights, str(path), options, name, layers, shape)
 
@@ -198,10 +198,10 @@ def load_dflash_head(target: LlamaCppModel, path: Path) -> DFlashHead:
 
 
 def estimate_dflash_head(path: Path, context_tokens: int) -> MemoryEstimate:
-    """Return the memory used by a head and by the hidden states that are kept for it.
+    """Estimate the memory for a head, including the log of hidden states that it reads.
 
     Args:
-        path: A GGUF file, or a folder with a head that will be converted to GGUF.
+        path: The head's GGUF file, or a folder with a head that will be converted to GGUF.
         context_tokens: The size of the head's KV cache.
 
     Raises:
@@ -247,12 +247,13 @@ def _estimate(
     block_tokens: int,
 ) -> MemoryEstimate:
     compute_bytes = _REDUCED_COMPUTE_BYTES if is_reduced else _COMPUTE_BYTES
-    # llama.cpp reserves memory for a batch of two blocks. The Markov head runs only if they fill the batch.
+    # llama.cpp sizes its buffers for a batch of two blocks. It includes the Markov head only if two blocks fill
+    # the batch, so heads with smaller blocks need no memory for it.
     if markov_elements and 2 * block_tokens >= _BATCH_TOKENS:
         compute_bytes = _MARKOV_COMPUTE_BYTES
     return estimate_head(
         context_tokens,
-        # `MarkovHead` has a copy of the second matrix in float32.
+        # Includes the float32 copy of `markov_w2` that `MarkovHead` makes.
         weight_bytes=weight_bytes + 4 * markov_elements,
         token_bytes=token_bytes,
         vocabulary=vocabulary,

@@ -16,7 +16,7 @@ from edgespec.heads.dflash_files import read_dflash
 
 __all__ = ["convert_dflash_head"]
 
-# Names in GGUF files by published names. `blk.` and the number of the layer precede those of layers.
+# Maps published tensor names to GGUF names. Names of layer tensors are prefixed with `blk.<layer>.`.
 _NAMES = {
     "fc": "fc",
     "hidden_norm": "enc.output_norm",
@@ -40,15 +40,15 @@ _NAME = re.compile(r"(?:layers\.(\d+)\.)?(.*)\.weight")
 
 
 def convert_dflash_head(folder: Path, target_layers: int, output: Path) -> None:
-    """Write a GGUF file with the head in a folder.
+    """Convert the head in a folder to a GGUF file.
 
     Args:
         folder: Folder with the head's `config.json` and weights.
-        target_layers: Number of layers of the target.
-        output: The file to write.
+        target_layers: Number of layers in the target.
+        output: The GGUF file to write.
 
     Raises:
-        ModelFileError: The folder contains no such head, or one that does not fit the target.
+        ModelFileError: The folder contains no DFlash or DSpark head, or the head does not fit the target.
         OSError: A file cannot be read or written.
     """
     head = read_dflash(folder)
@@ -80,7 +80,7 @@ def convert_dflash_head(folder: Path, target_layers: int, output: Path) -> None:
 
 def _problem(config: DFlashConfig, target_layers: int) -> str:
     if not config.states or not all(0 <= state <= target_layers for state in config.states):
-        return f"it reads the layers {list(config.states)}, but the target has {target_layers}"
+        return f"it reads the layers {list(config.states)}, but the target has only {target_layers} layers"
     if not 2 <= config.block_tokens <= MAX_BLOCK_TOKENS:
         return f"its block_size is {config.block_tokens}, but must be from 2 to {MAX_BLOCK_TOKENS}"
     if config.rope_type not in ROPE_TYPES:

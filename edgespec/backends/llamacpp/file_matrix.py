@@ -1,4 +1,4 @@
-"""Read the rows of a matrix from a GGUF file, because llama.cpp has no function that returns weights."""
+"""Read matrices directly from GGUF files, because llama.cpp has no function that returns weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from edgespec.errors import CapabilityError, ModelFileError
 
 __all__ = ["FileMatrix"]
 
-# Number of rows to convert at once. Limits the memory for quantised rows.
+# Number of rows to dequantise at once. Limits the memory for the quantised rows.
 _BATCH_ROWS = 1024
 
 
@@ -25,10 +25,10 @@ class FileMatrix:
 
     Args:
         path: The model.
-        *names: Possible names of the matrix. The first one that exists is used.
+        *names: Names to try for the matrix. The first name that exists is used.
 
     Raises:
-        ModelFileError: A file cannot be read, or there is no such matrix.
+        ModelFileError: A file cannot be read, or contains no matrix with one of these names.
     """
 
     def __init__(self, path: Path, *names: str) -> None:
@@ -39,16 +39,16 @@ class FileMatrix:
         self._row_bytes = self._size // block_size * block_bytes
 
     def rows(self, ids: Sequence[int]) -> NDArray[np.float32]:
-        """Return the rows [rows, size] with these numbers.
+        """Return the rows with these indices, as float32 [rows, size].
 
         Raises:
             ModelFileError: The file has become shorter or unreadable.
-            CapabilityError: The matrix has a type that cannot be converted.
+            CapabilityError: The gguf package cannot dequantise the type of the matrix.
         """
         return self._read([(row, 1) for row in ids])
 
     def all_rows(self) -> NDArray[np.float32]:
-        """Return the whole matrix. Raises the same errors as `rows`."""
+        """Return the whole matrix as float32 [rows, size]. Raises the same errors as `rows`."""
         result = np.empty((self._count, self._size), np.float32)
         for start in range(0, self._count, _BATCH_ROWS):
             batch = result[start : start + _BATCH_ROWS]
@@ -56,7 +56,7 @@ class FileMatrix:
         return result
 
     def _read(self, ranges: Sequence[tuple[int, int]]) -> NDArray[np.float32]:
-        """Return rows, given the first row and the number of rows of each range."""
+        """Return the rows in (first row, number of rows) ranges."""
         try:
             with self._file.open("rb") as file:
                 data = np.concatenate([self._read_range(file, *each) for each in ranges])
@@ -81,7 +81,7 @@ class FileMatrix:
 
 
 def _find(path: Path, names: Sequence[str]) -> tuple[Path, int, GgufTensor]:
-    """Return the file with the matrix, the offset of the matrix in it in bytes, and its description."""
+    """Return the file that contains the matrix, the matrix's offset in bytes, and its header entry."""
     headers = {part: read_header(part) for part in gguf_files(path)}
     for name in names:
         for part, header in headers.items():

@@ -1,4 +1,4 @@
-"""The base class for heads with a KV cache of their own, which run tokens with the target's hidden states."""
+"""Base classes for heads with their own KV cache."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = ["CachedHead", "PairHead"]
 
 
 class CachedHead(SelfDraftView["LlamaCppModel"]):
-    """A head with its own KV cache, which it computes from the target's hidden states.
+    """A head whose KV cache is computed from the target's hidden states, and separate from the target's.
 
     Args:
         target: The target.
@@ -48,8 +48,8 @@ class CachedHead(SelfDraftView["LlamaCppModel"]):
         options: See `head_options`.
         name: The head's name, for messages.
         context: Runs the head.
-        log: The target's hidden states that the head reads.
-        max_plan: The size of the head's KV cache at the target's maximum context length.
+        log: The log of the target's hidden states that the head reads.
+        max_plan: The context plan for the target's maximum context length.
         capabilities: What the head can draft.
     """
 
@@ -95,7 +95,7 @@ class CachedHead(SelfDraftView["LlamaCppModel"]):
         return self._context.threads
 
     def start_at(self, position: int) -> None:
-        """Empty the KV cache, and let it begin at a position. Tokens before it are never run."""
+        """Empty the KV cache, and let it begin at `position`. Tokens before `position` are never run."""
         self._check()
         self._context.clear()
         self._cells.length = position
@@ -107,14 +107,14 @@ class CachedHead(SelfDraftView["LlamaCppModel"]):
         self._end_round()
 
     def _end_round(self) -> None:
-        """Remove the draft that is being run, and all later tokens, from the KV cache."""
+        """Discard the current draft: remove all KV cells after the committed tokens."""
         self._cells.truncate(self.length)
 
     def resized(self) -> None:
         """Resize the head's context to match the target's, or keep its size if memory is short."""
         tokens = self._target.facts.context_tokens
         if not tokens:
-            # The target lost its KV cache. The head's is allocated again together with the target's.
+            # The target lost its KV cache. Free the head's too, until the target's is allocated again.
             self._cells.length = 0
             self._context.release()
             return
@@ -151,11 +151,11 @@ class CachedHead(SelfDraftView["LlamaCppModel"]):
 
 
 class PairHead(CachedHead):
-    """A head that predicts from tokens and the target's hidden states before them.
+    """A head whose inputs are pairs of a token and the hidden state before the token.
 
-    The token at position p is run with the target's hidden state at position p - 1. For drafted tokens, that
-    does not exist yet, so the head uses its own. When the draft has been verified, `commit` removes their KV
-    cells, and they are run again with the target's hidden states.
+    The token at position p is run with the target's hidden state at position p - 1. That state does not exist
+    yet for draft tokens, so the head uses its own hidden state instead. After verification, `commit` removes the
+    KV cells of draft tokens, and the next prefill runs accepted tokens again with the target's hidden states.
     """
 
     _context: HeadContext
@@ -178,19 +178,19 @@ class PairHead(CachedHead):
             max_branches=options.max_branches,
         )
         super().__init__(target, weights, path, options, name, context, log, max_plan, capabilities)
-        # The head's own hidden states after each node of the tree that is being run.
+        # The head's own hidden state after each node of the current draft tree.
         self._own_states: list[NDArray[np.float32]] = []
-        # Number of nodes of that tree that were run with hidden states of the target.
+        # Number of nodes in the current draft tree that were run with the target's hidden states.
         self._known_nodes = 0
 
     @property
     def first_position(self) -> int:
-        """The first position at which a token can be run with a hidden state of the target."""
+        """The first position whose preceding hidden state is in the log."""
         return self._log.start + 1
 
     @property
     def last_position(self) -> int:
-        """The last position at which a token can be run with a hidden state of the target."""
+        """The last position whose preceding hidden state is in the log."""
         return self._log.end
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
@@ -213,7 +213,7 @@ class PairHead(CachedHead):
 
     @abstractmethod
     def _target_states(self, start: int, count: int) -> NDArray[np.float32]:
-        """Return the hidden states before `count` tokens from position `start` on, as the head reads them."""
+        """Return the head's input states for `count` tokens from position `start` on, one per token."""
 
     def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
         self._check()
@@ -234,7 +234,7 @@ class PairHead(CachedHead):
             raise
 
     def _run_tree(self, tree: TokenTree, first: int) -> NDArray[np.float32]:
-        """Run the nodes of a tree from `first` on. Return their logits, and keep their hidden states."""
+        """Run a tree's nodes from `first` on, store their hidden states, and return their logits."""
         positions, sequences = self._cells.place_tree(tree, first)
         states = self._states_before(tree, first, positions)
         logits = self._context.run_pairs(tree.tokens[first:], states, positions, sequences)
@@ -242,17 +242,17 @@ class PairHead(CachedHead):
         return logits
 
     def _states_before(self, tree: TokenTree, first: int, positions: Sequence[int]) -> NDArray[np.float32]:
-        """Return the hidden states before the tree's nodes: the target's if known, else the head's own."""
+        """Return the input states of the nodes from `first` on: the target's if known, else the head's own."""
         known = 0
         if first == 0:
-            # The root is run even before the target has run any tokens, to warm up.
+            # Always count the root as known, so that a warm-up pass works before the target has run any tokens.
             last = max(self._log.end, positions[0])
             known = self._known_nodes = sum(position <= last for position in positions)
         own = [self._own_states[tree.parents[first + node]] for node in range(known, len(positions))]
         return np.array([*(self._target_states(positions[0], known) if known else ()), *own])
 
     def commit(self, path: tuple[int, ...]) -> None:  # noqa: ARG002
-        """Keep the tokens that were run with hidden states of the target."""
+        """Keep KV cells computed from the target's hidden states, and remove those from the head's own states."""
         self._check()
         if self._known_nodes:
             self._cells.commit(tuple(range(1, self._known_nodes)))
