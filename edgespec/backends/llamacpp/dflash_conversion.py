@@ -80,7 +80,7 @@ def convert_dflash_head(folder: Path, target_layers: int, output: Path) -> None:
 
 def _problem(config: DFlashConfig, target_layers: int) -> str:
     if not config.states or not all(0 <= state <= target_layers for state in config.states):
-        return f"it reads the layers {list(config.states)}, but the target has only {target_layers} layers"
+        return f"it reads the layers {list(config.states)}, but the target has {target_layers} layers"
     if not 2 <= config.block_tokens <= MAX_BLOCK_TOKENS:
         return f"its block_size is {config.block_tokens}, but must be from 2 to {MAX_BLOCK_TOKENS}"
     if config.rope_type not in ROPE_TYPES:

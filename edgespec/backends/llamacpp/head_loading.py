@@ -1,4 +1,4 @@
-"""Load heads, check that they were made for their target, and estimate their memory."""
+"""Load heads, check that they match their target, and estimate their memory."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ __all__ = [
 ]
 
 H = TypeVar("H", bound="CachedHead")
-# Maximum number of tokens per pass of a head. Its buffers grow with this number and with the vocabulary.
+# Maximum number of tokens per pass of a head. Kept small because compute buffers grow with it and the
+# vocabulary size.
 BATCH_TOKENS = 64
 
 
 def head_options(target: LlamaCppModel) -> LoadOptions:
-    """Return the load options of a head, given its target."""
+    """Return the options with which to load a head for a target."""
     options = target.options
     memory_bytes = options.memory_bytes
     if memory_bytes is not None:
@@ -65,17 +66,17 @@ def load_head_file(
     kind: str,
     make: Callable[[Any, LoadOptions, str], H],
 ) -> H:
-    """Load a head from a file of its own.
+    """Load a head from its own GGUF file.
 
     Args:
         target: The target.
         path: The head's file.
-        architecture: The architecture that the file must have.
-        kind: What a head of this architecture is called, for messages.
-        make: Checks the metadata and creates the head, given its llama_model handle, options and name.
+        architecture: The `general.architecture` that the file must have.
+        kind: The kind of head for messages, with an article, such as `an EAGLE-3 head`.
+        make: Checks the metadata and creates the head, given its llama_model handle, load options and name.
 
     Raises:
-        CapabilityError: The file contains no such head, or was made for another target.
+        CapabilityError: The file has another architecture, or was made for another target.
         ModelFileError: The file is damaged, or its logits are not finite.
         MemoryBudgetError: The head does not fit in memory.
     """
@@ -90,7 +91,7 @@ def load_head_file(
                 "pass a head with --head, and draft models with --draft",
             )
         own_size = vocabulary_size(target.weights[0])
-        check_sizes(target, path, [("vocabularies", own_size, vocabulary_size(weights))])
+        check_sizes(target, path, [("a vocabulary", own_size, vocabulary_size(weights))])
         _check_token_ids(path, own_size)
         head = make(weights, options, name)
     except BaseException:
@@ -105,9 +106,9 @@ def load_head_file(
 
 
 def _check_token_ids(path: Path, vocab_size: int) -> None:
-    """Raise ModelFileError if a head's `d2t` maps a draft token to none of the target's tokens.
+    """Raise ModelFileError if a head's `d2t` contains token ids outside the target's vocabulary.
 
-    llama.cpp would end the process.
+    llama.cpp would end the process when it runs such a head.
     """
     header = read_header(path)
     found = next((tensor for tensor in header.tensors if tensor.name == "d2t"), None)
@@ -125,54 +126,55 @@ def _check_token_ids(path: Path, vocab_size: int) -> None:
 
 
 def target_layers(target: LlamaCppModel, head: Any, path: Path, state_size: int) -> list[int]:
-    """Return the target's layers whose inputs a head reads.
+    """Return the indices of the target's layers whose inputs a head reads.
 
     Args:
         target: The target.
         head: The head's llama_model handle.
         path: The head's file, for messages.
-        state_size: The size of the hidden states that the head needs.
+        state_size: The hidden size that the head expects.
 
     Raises:
-        CapabilityError: The head was made for another target, or hidden states cannot be read.
+        CapabilityError: The head was made for another target.
     """
     lib, (weights,) = library(), target.weights
     check_sizes(target, path, [("hidden states", lib.llama_model_n_embd(weights), state_size)])
     api, count = target_layers_api(), lib.llama_model_n_layer(weights)
     assert api is not None
     layers = list(api.ids(head)[: api.count(head)])
-    # The input of the layer after the last one is the last layer's output.
+    # `count` is valid too, and stands for the last layer's output.
     if not layers or not all(0 <= layer <= count for layer in layers):
         raise CapabilityError(
             f"the head {path} was made for another target: it reads the layers {layers}, but"
-            f" {target.facts.name} has {count}",
+            f" {target.facts.name} has {count} layers",
             "choose the head that was published for this target",
         )
     return layers
 
 
 def check_sizes(target: LlamaCppModel, path: Path, sizes: Sequence[tuple[str, int, int]]) -> None:
-    """Raise CapabilityError if a size of a head differs from its target's.
+    """Raise CapabilityError if any of a head's sizes differs from the target's.
 
     Args:
         target: The target.
         path: The head's file, for the message.
-        sizes: What has the size, such as `vocabularies`, the target's size, and the size that the head needs.
+        sizes: (name, target's size, head's size) triples. The name is used in the message, as in
+            `("hidden states", 4096, 2048)`.
     """
     for what, own, needed in sizes:
         if own != needed:
             raise CapabilityError(
-                f"the head {path} was made for another target: it needs {what} of size {needed:,}, but those"
-                f" of {target.facts.name} have {own:,}",
+                f"the head {path} was made for another target: it needs {what} of size {needed:,}, not"
+                f" {own:,} as in {target.facts.name}",
                 "choose the head that was published for this target",
             )
 
 
 def check_finite(head: CachedHead, path: Path) -> None:
-    """Run a token. Raise ModelFileError if its logits are not numbers."""
+    """Run one token, and raise ModelFileError if its logits are not finite."""
     logits = head.verify(TokenTree.chain(0)).at(0, np.arange(head.facts.vocab_size))
     head.truncate(0)
-    # Tokens outside the head's own vocabulary have the logit -inf.
+    # Allow -inf, which is the logit of tokens outside the head's draft vocabulary.
     if np.isnan(logits).any() or not np.isfinite(logits).any():
         raise ModelFileError(
             f"the head {path} is damaged: its logits are not finite", "download it again, or omit --head"
@@ -189,17 +191,17 @@ def estimate_head(
     bytes_per_logit: int,
     batch_tokens: int = BATCH_TOKENS,
 ) -> MemoryEstimate:
-    """Return the memory used by a head and by the hidden states that are kept for it.
+    """Estimate the memory for a head, including the log of hidden states that it reads.
 
     Args:
-        context_tokens: The size of the head's KV cache.
-        weight_bytes: The size of the weights that are loaded for the head.
-        token_bytes: The size of one KV cell.
-        vocabulary: The number of tokens in the head's vocabulary.
-        state_size: The number of values that are kept per token of the target.
+        context_tokens: Size of the head's KV cache in tokens.
+        weight_bytes: Size of the weights that are loaded for the head.
+        token_bytes: Size of one KV cell in bytes.
+        vocabulary: Number of tokens in the head's vocabulary.
+        state_size: Number of hidden state values that the log stores per token.
         bytes_per_logit: Approximate size of the compute buffer, per token of a batch and per token of the
             vocabulary.
-        batch_tokens: The maximum number of tokens per pass.
+        batch_tokens: Maximum number of tokens per pass.
     """
     hidden_bytes = MAX_LOGGED_TOKENS * state_size * 4
     return MemoryEstimate(

@@ -1,4 +1,4 @@
-"""Compute the logits with which a DSpark head corrects its drafts for the token before (arXiv 2607.05147)."""
+"""Compute the logits that DSpark heads add depending on the previous draft token (arXiv 2607.05147)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["MarkovHead"]
 
 
 class MarkovHead:
-    """The Markov head of a DSpark head: a table with a row of logits for each possible token before.
+    """The Markov head of a DSpark head, a table with a row of logits for each possible previous token.
 
-    The table is the product of two small matrices. llama.cpp applies it along its own guess of the block, so
-    other drafts need it too.
+    The table is the product of two low-rank matrices, `markov_w1` and `markov_w2`. llama.cpp adds the rows for
+    the draft that it predicts itself. This class computes the rows for all other drafts.
 
     Args:
         path: The head's GGUF file.
@@ -32,7 +32,7 @@ class MarkovHead:
         self._tensors = {tensor.name: tensor for tensor in self._header.tensors}
 
     def _rows(self, name: str, begin: int = 0, end: int | None = None) -> NDArray[np.float32]:
-        """Return rows of a matrix in the file, or all elements of a vector."""
+        """Return rows [begin, end) of a matrix in the file, as float32."""
         tensor = self._tensors[name]
         kind = gguf.GGMLQuantizationType(tensor.kind)
         block_elements, block_bytes = gguf.GGML_QUANT_SIZES[kind]
@@ -43,13 +43,17 @@ class MarkovHead:
 
     @cached_property
     def _outputs(self) -> NDArray[np.float32]:
-        """The second matrix [draft vocabulary, rank]. Most greedy chains never need it."""
+        """The matrix `markov_w2` [draft vocabulary, rank].
+
+        Loaded on first use, because greedy drafts usually match the draft that llama.cpp predicts itself, so they
+        never need it.
+        """
         outputs = self._rows("markov_w2.weight")
         return outputs * self._rows("markov_w2.scale") if "markov_w2.scale" in self._tensors else outputs
 
     @cached_property
     def _target_ids(self) -> NDArray[np.int64] | None:
-        """For each token of the head's own vocabulary, the token of the target. None if they are equal."""
+        """Maps draft tokens to the target's tokens. None if the head uses the target's vocabulary."""
         tensor = self._tensors.get("d2t")
         if tensor is None:
             return None
@@ -57,7 +61,7 @@ class MarkovHead:
         return np.fromfile(self._path, np.int64, tensor.elements, offset=start)
 
     def logits(self, token: int) -> NDArray[np.float32]:
-        """Return the logits [vocabulary] that the head adds after a token."""
+        """Return the logits [vocabulary] that the Markov head adds if `token` is the previous token."""
         logits: NDArray[np.float32] = self._outputs @ self._rows("markov_w1.weight", token, token + 1)[0]
         if self._target_ids is None:
             return logits

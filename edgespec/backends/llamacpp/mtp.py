@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 __all__ = ["estimate_mtp_head", "load_mtp_head"]
 
-# Approximate size of a head's compute buffer, in bytes per token of a batch and per token of the vocabulary.
+# Approximate size of a head's compute buffer in bytes, per token of a batch and per token of the vocabulary.
 _COMPUTE_BYTES_PER_LOGIT = 4
 
 
 def load_mtp_head(target: LlamaCppModel, path: Path | None) -> MtpHead:
-    """Load the MTP layers in a file, or use those in the target's own file if `path` is None.
+    """Load MTP layers from a file, or use the MTP layers in the target's own file if `path` is None.
 
     Raises:
-        CapabilityError: The file has no MTP layers that llama.cpp can run, or was made for another target.
+        CapabilityError: The file was made for another target, or has no MTP layers that llama.cpp can run.
         ModelFileError: The file is damaged, or its logits are not finite.
         MemoryBudgetError: The head does not fit in memory.
     """
@@ -42,7 +42,7 @@ def load_mtp_head(target: LlamaCppModel, path: Path | None) -> MtpHead:
     layers = read_mtp_layers(file)
     if nextn_api() is None:
         raise CapabilityError(
-            "this version of llama.cpp cannot run MTP layers apart from the model",
+            "this version of llama.cpp cannot run MTP layers separately from the model",
             "install the version of llama-cpp-python that edgespec was tested with, or choose another method",
         )
     if path is None:
@@ -59,7 +59,7 @@ def load_mtp_head(target: LlamaCppModel, path: Path | None) -> MtpHead:
 
 
 def _own_head(target: LlamaCppModel, path: Path, layers: MtpLayers) -> MtpHead:
-    """Return the head in the target's own file, whose weights are already loaded."""
+    """Return a head that uses the MTP layers in the target, whose weights are already loaded."""
     if not target.options.mtp:
         raise CapabilityError(
             f"{target.facts.name} was loaded without its MTP layers",
@@ -77,12 +77,12 @@ def _own_head(target: LlamaCppModel, path: Path, layers: MtpLayers) -> MtpHead:
 
 
 def estimate_mtp_head(path: Path | None, target: Path, context_tokens: int) -> MemoryEstimate:
-    """Return the memory used by MTP layers and by the hidden states that are kept for them.
+    """Estimate the memory for MTP layers, including the log of hidden states that they read.
 
     Args:
-        path: The file with the MTP layers, or None for those in the target's own file.
+        path: The file with the MTP layers. None means the target's own file.
         target: The target's file.
-        context_tokens: The size of the KV cache.
+        context_tokens: Size of the KV cache in tokens.
 
     Raises:
         CapabilityError: The file has no MTP layers that llama.cpp can run.

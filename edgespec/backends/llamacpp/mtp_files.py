@@ -28,17 +28,16 @@ __all__ = [
 
 
 class MtpGraph(NamedTuple):
-    """How llama.cpp runs the MTP layers of an architecture.
+    """What llama.cpp's graph for the MTP layers of an architecture expects.
 
     Attributes:
-        reads_normed: Whether a layer reads the target's final hidden states after the norm, rather than
-            before it. Its own hidden states, which it reads for drafted tokens, are of the same kind.
-        has_experts: Whether the feed-forward block of each layer consists of experts. None if it can also be
-            dense.
-        max_layers: The maximum number of MTP layers.
-        is_latent: Whether all attention heads must share one key-value vector per token (MLA), and compress
-            their queries.
-        is_fused: Whether queries, keys and values must be computed by one matrix.
+        reads_normed: Whether the layers read the target's final hidden states after the final norm rather than
+            before it. The same applies to the layers' own hidden states, which they read for draft tokens.
+        has_experts: Whether the feed-forward block of each layer is a mixture of experts. None if both
+            experts and dense blocks are allowed.
+        max_layers: Maximum number of MTP layers.
+        is_latent: Whether the layers must use multi-head latent attention (MLA) with compressed queries.
+        is_fused: Whether one fused matrix must compute queries, keys and values.
     """
 
     reads_normed: bool = True
@@ -48,13 +47,13 @@ class MtpGraph(NamedTuple):
     is_fused: bool = False
 
     def state_before(self, layer_count: int) -> int:
-        """Return the target's hidden state that the layers read, numbered as in `HiddenStateSource`."""
+        """Return the number of the hidden state that the layers read from the target (see `HiddenStateSource`)."""
         return POST_NORM if self.reads_normed else layer_count
 
 
-# The architectures whose MTP layers llama.cpp can run. It ends the process for others. `deepseek4` is
-# missing, because its MTP layers read several hidden states per token, and `bailingmoe3`, because it has not
-# been tested.
+# Architectures whose MTP layers llama.cpp can run. For others, llama.cpp would end the process. `deepseek4` is
+# missing because its MTP layers read several hidden states per token. `bailingmoe3` is missing because it has
+# not been tested.
 MTP_GRAPHS = {
     "cohere2moe": MtpGraph(),
     "deepseek2": MtpGraph(is_latent=True),
@@ -71,14 +70,14 @@ MTP_GRAPHS = {
 }
 _PROJECTION = "nextn.eh_proj.weight"
 _REQUIRED = (_PROJECTION, "nextn.enorm.weight", "nextn.hnorm.weight", "attn_norm.weight")
-# The names of the tensors of a feed-forward block, of which one tuple must be present.
+# Tensor names of feed-forward blocks. A block must contain all tensors of at least one tuple.
 _DENSE = (("ffn_gate.weight", "ffn_up.weight", "ffn_down.weight"),)
 _EXPERTS = (
     ("ffn_gate_inp.weight", "ffn_gate_exps.weight", "ffn_up_exps.weight", "ffn_down_exps.weight"),
     ("ffn_gate_inp.weight", "ffn_gate_up_exps.weight", "ffn_down_exps.weight"),
     ("ffn_gate_inp.weight", "ffn_up_exps.weight", "ffn_down_exps.weight"),
 )
-# Metadata in which a file with only MTP layers may differ from its target.
+# Metadata keys that may differ between the target and a file that contains only MTP layers.
 _INDEPENDENT_KEYS = frozenset({"block_count", "nextn_predict_layers", "context_length", "vocab_size"})
 _F16_BYTES = 2
 
@@ -88,12 +87,12 @@ class MtpLayers:
     """The MTP layers in a GGUF file.
 
     Attributes:
-        count: The number of MTP layers.
-        weight_bytes: The size of their weights.
-        token_bytes: The size of their keys and values for one token, as f16.
-        vocabulary: The number of tokens for which they compute logits.
-        state_size: The number of values in a hidden state.
-        graph: How llama.cpp runs them.
+        count: Number of MTP layers.
+        weight_bytes: Size of the layers' weights.
+        token_bytes: Size of the layers' KV cache per token, in f16.
+        vocabulary: Number of tokens in the vocabulary.
+        state_size: Number of values in a hidden state.
+        graph: What llama.cpp expects of the layers.
     """
 
     count: int
@@ -105,7 +104,7 @@ class MtpLayers:
 
 
 def read_mtp_layers(path: Path) -> MtpLayers:
-    """Return the MTP layers in a GGUF file.
+    """Find the MTP layers in a GGUF file.
 
     Raises:
         CapabilityError: The file has no MTP layers, or llama.cpp cannot run them.
@@ -115,11 +114,11 @@ def read_mtp_layers(path: Path) -> MtpLayers:
     header = next(iter(headers.values()))
     sizes = {name: size for part, each in headers.items() for name, size in tensor_bytes(part, each)}
     blocks, count = (_count(header, key) for key in ("block_count", "nextn_predict_layers"))
-    # The metadata of many files mention MTP layers that a converter has removed.
+    # Check for the tensors too, because many files still list MTP layers that a converter has removed.
     if not count or f"blk.{blocks - 1}.{_PROJECTION}" not in sizes:
         raise CapabilityError(
             f"{path.name} contains no layers for multi-token prediction (MTP)",
-            "use a GGUF file that was converted with them, or choose another method",
+            "use a GGUF file that was converted with its MTP layers, or choose another method",
         )
     graph = MTP_GRAPHS.get(header.architecture)
     if graph is None or count > graph.max_layers:
@@ -136,7 +135,7 @@ def read_mtp_layers(path: Path) -> MtpLayers:
     has_ranks = all(_count(header, f"attention.{key}") for key in ("key_length_mla", "q_lora_rank"))
     if graph.is_latent and (not has_ranks or header.architecture_value("attention.temperature_scale")):
         raise CapabilityError(
-            f"llama.cpp cannot draft with the MTP layers of {path.name}, because of its kind of attention",
+            f"llama.cpp cannot draft with the MTP layers of {path.name}, because of their kind of attention",
             "choose another method",
         )
     for layer in layers:
@@ -155,9 +154,9 @@ def read_mtp_layers(path: Path) -> MtpLayers:
 
 
 def unloaded_bytes(path: Path) -> int:
-    """Return the size of the MTP layers in a GGUF file, which llama.cpp loads only on request.
+    """Return the size in bytes of a GGUF file's MTP layers, which llama.cpp loads only on request.
 
-    `llama_model_size` counts them even if they are not loaded.
+    Subtract this from `llama_model_size`, which counts MTP layers even if they are not loaded.
     """
     try:
         return read_mtp_layers(path).weight_bytes
@@ -166,7 +165,7 @@ def unloaded_bytes(path: Path) -> int:
 
 
 def _check_complete(path: Path, names: set[str], layer: int, graph: MtpGraph) -> None:
-    """Raise ModelFileError if an MTP layer lacks tensors that llama.cpp would use without checking."""
+    """Raise ModelFileError if an MTP layer lacks tensors that llama.cpp uses without checking for them."""
     block = f"blk.{layer}."
     forms = {True: _EXPERTS, False: _DENSE, None: _EXPERTS + _DENSE}[graph.has_experts]
     required = (*_REQUIRED, *(("attn_qkv.weight",) if graph.is_fused else ()))
@@ -201,7 +200,7 @@ def check_same_model(path: Path, target: Path, target_name: str) -> None:
     """Check that a file with MTP layers was made for a target, by comparing their metadata.
 
     Raises:
-        CapabilityError: It was made for another target.
+        CapabilityError: The file was made for another target.
         ModelFileError: A file is damaged.
     """
     own, needed = (read_header(gguf_files(each)[0]) for each in (path, target))
@@ -212,15 +211,15 @@ def check_same_model(path: Path, target: Path, target_name: str) -> None:
         has, needs = own.metadata.get(key), needed.metadata.get(key)
         if not _equal(has, needs):
             raise CapabilityError(
-                f"the head {path} was made for another target: its {key} is {_shown(has)}, but that of"
-                f" {target_name} is {_shown(needs)}",
+                f"the head {path} was made for another target: its {key} is {_shown(has)}, but"
+                f" {_shown(needs)} in {target_name}",
                 "choose the head that was published for this target",
             )
 
 
 def _equal(first: object, second: object) -> bool:
     if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
-        # Values per layer. The file of the target may lack those of the MTP layers.
+        # Arrays have one value per layer. The target's file may lack the values for MTP layers, so ignore them.
         length = min(len(first), len(second))
         return bool(np.array_equal(first[:length], second[:length]))
     return type(first) is type(second) and bool(first == second)

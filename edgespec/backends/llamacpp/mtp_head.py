@@ -1,4 +1,4 @@
-"""Run the multi-token prediction (MTP) layers of a model as a head."""
+"""Run a model's multi-token prediction (MTP) layers as a head."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ _F16 = KvTypes("f16", "f16")
 
 
 class MtpHead(PairHead):
-    """An MTP layer. It reads the target's final hidden states, and its own for drafted tokens."""
+    """An MTP layer as a head.
+
+    The layer reads the target's final hidden states, or its own hidden states for draft tokens.
+    """
 
     def __init__(
         self,
@@ -67,7 +70,7 @@ class MtpHead(PairHead):
 
 
 def _plan(layers: MtpLayers, options: LoadOptions) -> ContextPlan:
-    """Return the context plan of MTP layers. Their KV cache is separate from the target's."""
+    """Return the context plan for MTP layers, whose KV cache is separate from the target's."""
     assert options.context_tokens is not None
     sequences, token_bytes = options.max_branches + 1, layers.token_bytes
     return ContextPlan(
@@ -81,10 +84,11 @@ def _plan(layers: MtpLayers, options: LoadOptions) -> ContextPlan:
 
 
 class ChainedMtpHead(MtpHead):
-    """Several MTP layers. Each was trained to predict one token further than the one before it.
+    """Several MTP layers, each of which was trained to predict one token further ahead than the previous layer.
 
-    The first layer predicts the children of the root, the second their children, and the last one all deeper
-    nodes. A layer cannot use the keys and values of another, so each runs all tokens itself.
+    The first layer predicts the root's children in the draft tree, the second layer predicts their children, and
+    so on. The last layer also predicts all deeper nodes. Layers cannot share keys and values, so every layer
+    runs all tokens.
     """
 
     _context: HeadContext
@@ -102,12 +106,12 @@ class ChainedMtpHead(MtpHead):
     ) -> None:
         super().__init__(target, weights, path, layers, options, name, owns_weights=owns_weights)
         self._count = layers.count
-        # The layer that runs the current level of the draft tree.
+        # Index of the layer that runs the current level of the draft tree.
         self._layer = 0
 
     def _append(self, tokens: Sequence[int]) -> None:
         for layer in range(self._count):
-            # Free the cells of these tokens, because llama.cpp must use them for the next layer too.
+            # Free the KV cells of these tokens, so that each layer stores its keys and values in the same cells.
             self._cells.truncate(self.length)
             self._context.select_mtp_layer(layer)
             super()._append(tokens)
@@ -125,6 +129,6 @@ class ChainedMtpHead(MtpHead):
         return logits[first:]
 
     def commit(self, path: tuple[int, ...]) -> None:  # noqa: ARG002
-        """Remove all tokens of the tree. The next prefill runs the accepted ones with every layer."""
+        """Remove the KV cells of all nodes. The next prefill runs the accepted tokens with every layer."""
         self._check()
         self._cells.end_round()

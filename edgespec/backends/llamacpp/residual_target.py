@@ -1,4 +1,4 @@
-"""Offer GGUF models as targets of Medusa and Hydra heads."""
+"""Load Medusa and Hydra heads for GGUF models."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def load_gguf_residual_heads(model: LlamaCppModel, path: Path) -> ResidualHeadVi
 
 
 def _target(model: LlamaCppModel) -> ResidualHeadTarget:
-    """Return what Medusa and Hydra heads need from a model.
+    """Return the parts of a GGUF model that Medusa and Hydra heads use.
 
     Raises:
         ModelFileError: The model's file has no token embeddings, or cannot be read.
@@ -59,12 +59,12 @@ def _target(model: LlamaCppModel) -> ResidualHeadTarget:
 
 
 def estimate_gguf_residual_heads(path: Path, target: Path, context_tokens: int) -> MemoryEstimate:
-    """Return the memory used by Medusa or Hydra heads for a GGUF target. See `estimate_residual_heads`."""
+    """Estimate the memory for Medusa or Hydra heads of a GGUF target. See `estimate_residual_heads`."""
     vocab_size = read_gguf_info(target).vocab_size
     return estimate_residual_heads(path, context_tokens, vocab_size, _weight_bytes)
 
 
 def _weight_bytes(heads: ResidualHeads, vocab_size: int) -> int:
-    # Heads without output matrices need a copy of the target's LM head that NumPy can use.
+    # Heads without output matrices use the target's LM head, which must be copied to a NumPy array.
     copied = 0 if heads.vocab_size else vocab_size * heads.state_size
     return (heads.parameters + copied) * NUMPY_BYTES_PER_WEIGHT

@@ -1,4 +1,4 @@
-"""Write the settings of a head's rotary embedding to a GGUF file."""
+"""Write a head's rotary embedding (RoPE) settings to a GGUF file."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from edgespec.heads.eagle_config import EagleConfig
 
 __all__ = ["ROPE_TYPES", "add_rope"]
 
-# The kinds of rotary embeddings that can be converted.
+# Values of `rope_type` that can be converted.
 ROPE_TYPES = ("default", "llama3", "linear", "yarn")
 
 
 def add_rope(writer: gguf.GGUFWriter, config: EagleConfig | DFlashConfig) -> None:
-    """Write the metadata, and the tensor that Llama 3 needs.
+    """Add the RoPE metadata, and for RoPE of type `llama3`, the tensor with the frequency factors.
 
     Raises:
         KeyError, ValueError, TypeError, ArithmeticError: A setting is missing or invalid.
@@ -33,9 +33,10 @@ def add_rope(writer: gguf.GGUFWriter, config: EagleConfig | DFlashConfig) -> Non
 
 
 def _llama3_factors(config: EagleConfig | DFlashConfig) -> NDArray[np.float32]:
-    """Return the numbers by which Llama 3 divides the frequencies of the rotary embedding.
+    """Return the divisors [head_size / 2] that Llama 3 applies to the RoPE frequencies.
 
-    High frequencies stay as they are, low ones are divided by `factor`, and those between are interpolated.
+    High frequencies are unchanged, low frequencies are divided by `factor`, and frequencies in between are
+    interpolated.
     """
     assert config.rope is not None
     factor, low, high, original = (

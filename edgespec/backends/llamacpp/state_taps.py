@@ -1,4 +1,4 @@
-"""Copy hidden states out of every pass of a llama.cpp context."""
+"""Copy hidden states from every pass of a llama.cpp context."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ __all__ = ["StateTaps"]
 
 
 class StateTaps:
-    """The hidden states that a context copies in every pass, numbered as in `HiddenStateSource`.
+    """The hidden states to copy in every pass of a context, numbered as in `HiddenStateSource`.
 
-    For some architectures, llama.cpp can copy the inputs of layers itself (`LayerTaps`). For those with
-    layers for multi-token prediction (MTP), it can copy the final hidden state that these read. All other
-    hidden states are copied by a hook, which llama.cpp must know when it creates the context.
+    For some architectures, llama.cpp itself can copy the inputs of layers (`LayerTaps`). For architectures with
+    multi-token prediction (MTP) layers, it can also copy the final hidden state that the MTP layers read. A hook
+    copies all other hidden states. It must be registered when the context is created.
 
     Attributes:
-        hook: The hook.
+        hook: The hook, which the context must register.
         uses_hook: Whether the hook copies any hidden states.
-        needs_all_rows: Whether the hook copies hidden states that llama.cpp computes only for the tokens of
-            a batch whose logits are requested.
+        needs_all_rows: Whether the hook copies hidden states that llama.cpp computes only for tokens whose
+            logits are requested.
     """
 
     def __init__(self, model: Any) -> None:
@@ -42,7 +42,7 @@ class StateTaps:
         self._has_layer_taps = layer_input_api() is not None and self._architecture in TAPPED_ARCHITECTURES
         self._layers, self._size = LayerTaps(size), size
         graph = None if nextn_api() is None else MTP_GRAPHS.get(self._architecture or "")
-        # The final hidden state that llama.cpp can copy itself.
+        # The number of the final hidden state that llama.cpp itself can copy, or None.
         self._final = None if graph is None else graph.state_before(self._layer_count)
         self.hook = HiddenStateHook((), size)
         self._select(())
@@ -58,10 +58,10 @@ class StateTaps:
         self.hook.set_names(list(self._hooked.values()))
 
     def set(self, context: Any, states: Sequence[int]) -> None:
-        """Copy these hidden states, and no others, from the next pass on.
+        """Choose the hidden states to copy from the next pass on.
 
         Raises:
-            CapabilityError: The model does not have these hidden states, or they cannot be read.
+            CapabilityError: One of the hidden states does not exist in the model or cannot be read.
         """
         for state in states:
             if not POST_NORM <= state <= self._layer_count:
@@ -79,21 +79,21 @@ class StateTaps:
         self._copy_final(context)
 
     def apply(self, context: Any) -> None:
-        """Copy the same hidden states in another context."""
+        """Copy the chosen hidden states in a newly created context."""
         self._layers.apply(context)
         if self._final in self._states:
             self._copy_final(context)
 
     def _copy_final(self, context: Any) -> None:
-        """Make llama.cpp copy the final hidden states of all tokens of a batch, or stop copying them."""
+        """Switch llama.cpp's own copying of the final hidden state on or off, as chosen."""
         if self._final is not None and (api := nextn_api()):
             api.switch(context, self._final in self._states, False)
 
     def rows(self, context: Any, count: int) -> NDArray[np.float32]:
-        """Return the hidden states of the `count` tokens of the last pass, float32 [tokens, states, size].
+        """Return the hidden states from the last pass of `count` tokens, as float32 [tokens, states, size].
 
         Raises:
-            BackendError: llama.cpp does not compute one of the hidden states, or not for all tokens.
+            BackendError: llama.cpp did not compute one of the hidden states for all tokens.
         """
         found = dict(zip(self._tapped, self._layers.rows(context, count), strict=True))
         found |= {state: self.hook.take(name, count) for state, name in self._hooked.items()}
