@@ -74,8 +74,8 @@ class Head:
     """Drafting with a head, a small network that reads the target's hidden states.
 
     Attributes:
-        method: Name of the method that drafts with the head, one of `HEADS` in `method_names.py`.
-        path: Path to the head's file or folder. None means the head in the target's own files.
+        method: Name of the drafting method, one of `HEADS` in `method_names.py`.
+        path: Path of the head's file or folder. None means the head in the target's own files.
     """
 
     method: str
@@ -110,8 +110,8 @@ class LoadOptions:
             pass, even if they are slower.
         low_bits: Whether to load the weights in a format that can also be read at lower precision, so that
             `LowBit` self-drafting needs no separate copy. Plain decoding uses this format too.
-        mtp: Whether to load the multi-token prediction layers in the model's own files, which a `Head` of the
-            method `mtp` without a path needs.
+        mtp: Whether to load the multi-token prediction (MTP) layers in the model's own files. Required to
+            draft with `Head("mtp")`.
     """
 
     context_tokens: int | None = None
@@ -148,9 +148,9 @@ class Capabilities:
         reason: One-line explanation of a missing feature. Empty if nothing is missing.
         max_width: Maximum number of tokens in a verify pass.
         max_branches: Maximum number of leaves in a token tree.
-        max_draft_length: Maximum draft length. Limited for heads that predict a fixed number of tokens.
-        drafts_in_one_pass: Whether a single pass predicts all tokens of a draft, so that a longer draft takes
-            no more time. True for block-diffusion heads.
+        max_draft_length: Maximum number of draft tokens in a row. Some heads predict a fixed number.
+        drafts_in_one_pass: Whether a single pass predicts all draft tokens, so that longer drafts take no
+            more time. True for block-diffusion heads.
         self_draft_methods: Methods that `self_draft` supports: `layerskip` (EarlyExit), `lowbit` (LowBit),
             `swift` (SkippedLayers, for a `Skippable` model), and the methods of heads (Head).
         trainable: Whether the model implements `Trainable`, for online training as a draft model.

@@ -1,4 +1,4 @@
-"""Keep the hidden states of a target's most recent committed tokens, which heads read."""
+"""Log the hidden states of a target's most recent committed tokens, for heads to read."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 __all__ = ["MAX_LOGGED_TOKENS", "POST_NORM", "HiddenStateLog", "OpenLogs"]
 
-# Names the hidden state after the final norm, which the LM head reads. The number k >= 0 names the input of
-# layer k. The input of the layer after the last one is the last layer's output, before the final norm.
+# The number of the hidden state after the final norm, which the LM head reads. Numbers k >= 0 stand for the
+# input of layer k. The number of layers stands for the last layer's output, before the final norm.
 POST_NORM = -1
 
-# Keep the hidden states of this many tokens. A head that lags further behind skips the tokens before them.
+# Number of tokens whose hidden states are kept. A head that lags further behind skips older tokens.
 MAX_LOGGED_TOKENS = 2048
 
 
@@ -40,10 +40,10 @@ class HiddenStateLog:
         return int(self._rows.shape[1])
 
     def append(self, position: int, rows: NDArray[Any]) -> None:
-        """Put the hidden states [tokens, row size] of the tokens from `position` on at the end of the buffer.
+        """Append the hidden states [tokens, row size] of consecutive tokens, starting at `position`.
 
-        Forgets later tokens that are already in the buffer. Forgets all tokens if some are missing between
-        those in the buffer and `position`.
+        Any tokens from `position` on that are already in the buffer are replaced. If there is a gap between
+        the buffer's last token and `position`, all tokens that were in the buffer are dropped.
         """
         if not self.start <= position <= self.end:
             self.start = position
@@ -72,26 +72,27 @@ class HiddenStateLog:
 
 
 class OpenLogs:
-    """The logs that a model keeps for its heads.
+    """The hidden state logs that a model keeps for its heads.
 
     Attributes:
-        states: The hidden states that the logs need, each once. `append` expects them in this order.
+        states: Numbers of all hidden states that the logs need, without duplicates, in the order that
+            `append` expects.
     """
 
     def __init__(self) -> None:
         self.states: tuple[int, ...] = ()
-        # Each log with the hidden states that its rows consist of.
+        # (log, numbers of the hidden states in each row) pairs.
         self._logs: list[tuple[HiddenStateLog, Sequence[int]]] = []
 
     def open(self, states: Sequence[int], size: int) -> HiddenStateLog:
-        """Return a new log, whose rows are the concatenated hidden states `states` of `size` values each."""
+        """Return a new log whose rows concatenate the given hidden states, each with `size` values."""
         log = HiddenStateLog(len(states) * size)
         self._logs.append((log, tuple(states)))
         self._update_states()
         return log
 
     def close(self, log: HiddenStateLog) -> None:
-        """Stop adding tokens to a log."""
+        """Stop appending to a log."""
         self._logs = [each for each in self._logs if each[0] is not log]
         self._update_states()
 
@@ -99,7 +100,7 @@ class OpenLogs:
         self.states = tuple(sorted({state for _, states in self._logs for state in states}))
 
     def append(self, position: int, rows: NDArray[Any]) -> None:
-        """Append the hidden states [tokens, states, size] of the tokens from `position` on to all logs."""
+        """Append hidden states [tokens, states, size] for tokens from `position` on to every log."""
         for log, states in self._logs:
             columns = [self.states.index(state) for state in states]
             log.append(position, rows[:, columns].reshape(len(rows), -1))

@@ -16,7 +16,7 @@ __all__ = ["HeadModel", "HiddenStateSource", "Skippable", "Trainable", "Trainer"
 
 
 class HeadModel(LanguageModel, Protocol):
-    """A head: a draft model that reads the target's hidden states of earlier tokens."""
+    """A head, which is a draft model that reads the target's hidden states."""
 
     @property
     def first_position(self) -> int:
@@ -27,29 +27,29 @@ class HeadModel(LanguageModel, Protocol):
         """The last position at which a token can be run."""
 
     def start_at(self, position: int) -> None:
-        """Empty the KV cache, and let it begin at a position. Tokens before it are never run."""
+        """Empty the KV cache, and let it begin at `position`. Tokens before `position` are never run."""
 
 
 class HiddenStateSource(LanguageModel, Protocol):
     """A target that keeps the hidden states of its committed tokens for heads."""
 
     def log_hidden_states(self, states: Sequence[int]) -> HiddenStateLog:
-        """Keep the hidden states of all tokens that are committed from now on, prompts included.
+        """Start a log of the hidden states of all tokens committed from now on, including prompts.
 
-        Several logs can be open at once. The logits of the model do not change.
+        Several logs can be open at once. Logging does not change the model's logits.
 
         Args:
-            states: The hidden states that make up a row of the log, in this order. The number k names the
-                input of layer k, the number of layers names the output of the last layer before the final
-                norm, and `POST_NORM` names the state after the norm.
+            states: Numbers of the hidden states to log, in the order in which a row concatenates them. Number
+                k is the input of layer k. The number of layers is the last layer's output before the final
+                norm, and `POST_NORM` is the state after the final norm.
 
         Raises:
-            CapabilityError: The model does not have these hidden states, or they cannot be read.
-            MemoryBudgetError: There is not enough memory.
+            CapabilityError: One of the hidden states does not exist in the model or cannot be read.
+            MemoryBudgetError: There is not enough memory for the log.
         """
 
     def stop_logging(self, log: HiddenStateLog) -> None:
-        """Stop keeping hidden states in a log that `log_hidden_states` returned."""
+        """Stop appending to a log that `log_hidden_states` returned."""
 
 
 class Skippable(LanguageModel, Protocol):

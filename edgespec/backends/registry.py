@@ -46,7 +46,7 @@ ExitMeasurement: TypeAlias = tuple[dict[int, float], list[int], int]
 
 
 def all_files(path: Path) -> list[Path]:
-    """Return the files in a folder, or the path of a single file. Raises OSError."""
+    """Return the files in a folder, or a list with the path itself if it is not a folder. Raises OSError."""
     return sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
 
 
@@ -103,17 +103,18 @@ class FileFormat:
             a separate copy.
         trial: Loads the model at a path, given its name, whether to run a few tokens, and a progress callback
             (see `trial_load`). None if no file can crash the process.
-        try_head: Loads the model at a path and a head, given the model's name, and runs a few tokens. None if
-            no head can crash the process.
+        try_head: Loads the model at a path together with a head and runs a few tokens, given the model's name
+            and a progress callback (see `trial_load`). None if no head can crash the process.
         read_pass_weights: Returns the weights that a pass of the model at a path reads. Raises
             ModelFileError.
         benchmark_models: Models for measuring this machine. None if there are none.
-        head_formats: Methods whose heads the backend can run, and the formats in which it reads their files.
+        head_formats: Maps each method whose heads the backend can run to the file formats of heads that the
+            backend can read.
         converted_heads: Methods whose heads can be converted to this format (`edgespec prepare head`).
-        estimate_head: Returns the memory that a head needs, given the path of its target and the context size
-            in tokens. Raises ModelFileError. None if the format has no heads.
-        load_teacher: Loads the model at a path to train heads for it, given its name and a progress callback.
-            None if heads cannot be trained for models in this format.
+        estimate_head: Returns the memory that a head needs, given the head, the target's path, and the
+            context size in tokens. Raises ModelFileError. None if the format supports no heads.
+        load_teacher: Loads the model at a path as the teacher for training heads, given its name and a
+            progress callback. None if heads cannot be trained for models in this format.
     """
 
     name: str

@@ -39,14 +39,13 @@ class Rewindable(LanguageModel, Protocol):
 
     After an exception, or if part of a draft is rejected, the contents of the cache are undefined until
     `rewind` or `truncate(0)` is called.
-
     """
 
     @property
     def logs(self) -> OpenLogs:
-        """The logs of hidden states, which `commit` and `prefill` append to.
+        """The hidden state logs that `commit` and `prefill` append to.
 
-        `rewind` does not change them, because the tokens after the checkpoint can still be part of the text.
+        `rewind` leaves the logs unchanged, because tokens after the checkpoint may still belong to the text.
         """
 
     def checkpoint(self) -> Any:
@@ -192,7 +191,7 @@ class ReplayModel(BaseModel):
             self._commit_inner(self._open - dropped)
         else:
             if self._inner.logs.states and dropped < self._open:
-                # Log the hidden states of the accepted tokens, before their recurrent state is lost.
+                # Commit the accepted tokens to log their hidden states, which rewinding would discard.
                 self._commit_inner(self._open - dropped)
             self._go_back(length)
             if self.length < length:
@@ -250,7 +249,7 @@ class ReplayModel(BaseModel):
     def self_draft(self, method: SelfDraft) -> LanguageModel:
         if not isinstance(method, Head):
             return super().self_draft(method)
-        # The wrapped model runs a token to find out whether its hidden states can be read.
+        # Clear the cache, because the wrapped model runs a token to check that its hidden states can be read.
         self.truncate(0)
         return self._inner.self_draft(method)
 

@@ -41,9 +41,9 @@ class _Node(NamedTuple):
 class ResidualHeadView(SelfDraftView[BaseModel]):
     """Medusa or Hydra heads as a draft model, which predicts from the target's last known hidden state.
 
-    The draft model has no KV cache. The first head predicts the token after the root of a draft tree, and each
-    further head predicts the tokens one level deeper. Hydra heads also read the embeddings of the tokens on
-    the path from the root to the node.
+    The draft model has no KV cache. The first head predicts the token after the root of a draft tree, and
+    each further head predicts the tokens one level deeper. Hydra heads also read the embeddings of the tokens
+    on the path from the root to the node.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class ResidualHeadView(SelfDraftView[BaseModel]):
         return HostLogits(rows)
 
     def _add_nodes(self, tree: TokenTree, first: int) -> None:
-        """Append the nodes of the tree from `first` on to `_nodes`, each with its head and the head's input."""
+        """Append a `_Node` for each node of the tree from `first` on."""
         states = self._known_states(tree) if first == 0 else ()
         embeddings = self._embed(tree.tokens[first:]) if self._embed else None
         for i, parent in enumerate(tree.parents[first:]):

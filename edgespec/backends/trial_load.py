@@ -56,14 +56,15 @@ _MAX_MEMORY_BYTES = 4 * 2**30
 
 
 class TrialModel(NamedTuple):
-    """A model, or a head with its target, to test in a child process, because a damaged file can crash it.
+    """A model, or a head with its target, to test in a child process that a damaged file may crash.
 
     Attributes:
         name: The model's name, for messages.
         path: Path of the model.
         form: The model's file format.
         runs: Whether to load the weights and run a few tokens, rather than only read the metadata.
-        head: The head to load and run together with the model, which has been tested before.
+        head: The head to test together with the model, which has already passed its own test. None to test
+            only the model.
     """
 
     name: str
@@ -74,12 +75,12 @@ class TrialModel(NamedTuple):
 
     @property
     def tested_path(self) -> Path:
-        """The path of the files whose damage a crash would show."""
+        """The path to blame if the process crashes: the head's path if there is one, else the model's."""
         return self.head.path if self.head and self.head.path else self.path
 
     @property
     def files(self) -> list[Path]:
-        """The files that are loaded. Raises OSError or ModelFileError."""
+        """The files of the model and the head. Raises OSError or ModelFileError."""
         head = self.head.path if self.head else None
         return [*self.form.files(self.path), *(all_files(head) if head else ())]
 

@@ -51,8 +51,8 @@ class HeadOption:
         reference: A reference to the head. Empty for a head in the target's own files.
         kind: The kind of head, such as `EAGLE-3`.
         head: The head to load. None if it must be downloaded first.
-        source: Where the head was found: `named` by the user, `beside` the target, in the `catalogue`, or in the
-            files of the `target`.
+        source: Where the head was found: `named` by the user, `beside` the target, in the `catalogue`, or in
+            the files of the `target`.
         size_bytes: Size of the head's files. 0 for a head in the target's own files.
         speedup: Expected speed-up over plain decoding, estimated from the head's size. 0 if unknown.
         problem: Why edgespec cannot draft with the head. Empty if it can.

@@ -264,7 +264,7 @@ def changed(path: Path, name: str, value: float | np.generic) -> Path:
     ("options", "message"),
     [
         ({"size": 16}, "could not be loaded"),
-        ({"vocab": VOCAB + 1}, "vocabularies of size"),
+        ({"vocab": VOCAB + 1}, "a vocabulary of size"),
         ({"layers": (0, 1, 4)}, "reads the layers"),
         ({"layers": (0, -1)}, "reads the layers"),
         ({"mask": None}, "mask token has the id -1"),

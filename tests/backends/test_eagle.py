@@ -156,7 +156,7 @@ def test_closing_a_head_stops_reading_hidden_states(target: LlamaCppModel, files
     ("options", "message"),
     [
         ({"size": 16}, "hidden states of size 16"),
-        ({"vocab": VOCAB + 1}, "vocabularies of size"),
+        ({"vocab": VOCAB + 1}, "a vocabulary of size"),
         ({"layers": (0, 1, 4)}, "reads the layers"),
     ],
 )

@@ -223,7 +223,7 @@ def test_layers_of_a_kind_that_llama_cpp_cannot_run_are_refused(tmp_path: Path) 
         read_mtp_layers(without(tmp_path / "separate.gguf", model, "attn_qkv.weight"))
     model = write_mtp_model(tmp_path / "deepseek2.gguf", "deepseek2")
     path = write_mtp_sidecar(tmp_path / "sidecar.gguf", model, q_lora_rank=0)
-    with pytest.raises(CapabilityError, match="because of its kind of attention"):
+    with pytest.raises(CapabilityError, match="because of their kind of attention"):
         read_mtp_layers(path)
 
 
@@ -234,7 +234,7 @@ def test_every_architecture_is_tested() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"head_count_kv": 1}, "head_count_kv is 1, but that of target is 2"),
+        ({"head_count_kv": 1}, "head_count_kv is 1, but 2 in target"),
         ({"embedding_length": 64}, "embedding_length"),
         ({"dimension_count": 18}, "dimension_count"),
         ({"expert_used_count": 0}, "expert_used_count"),

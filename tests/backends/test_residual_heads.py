@@ -266,7 +266,7 @@ def test_several_heads_can_be_open_at_once(target: Target, model: LanguageModel)
 
 
 @pytest.mark.parametrize(
-    ("size", "vocab", "message"), [(16, 0, "hidden states of size 16"), (0, 1, "vocabularies of size")]
+    ("size", "vocab", "message"), [(16, 0, "hidden states of size 16"), (0, 1, "a vocabulary of size")]
 )
 def test_heads_for_another_target_are_refused(
     target: Target, model: LanguageModel, tmp_path: Path, size: int, vocab: int, message: str

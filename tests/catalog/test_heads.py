@@ -110,7 +110,7 @@ class TestNamedHeads:
         ("options", "message"),
         [
             ({"size": 16}, "hidden states of size 16"),
-            ({"vocab": 100}, "vocabularies of size 100"),
+            ({"vocab": 100}, "a vocabulary of size 100"),
             ({"layers": (0, 1, 9)}, "reads the layers"),
         ],
     )

@@ -29,8 +29,8 @@ _SAME_IN_ALL_LAYERS = (
 class BlockShape:
     """The layout of the blocks that a head drafts.
 
-    A block consists of the last emitted token, followed by mask tokens. A pass over a block returns one row of
-    logits per token.
+    A block consists of the last emitted token, followed by mask tokens. A pass over a block returns one row
+    of logits per token.
 
     Attributes:
         tokens: Number of tokens in a block.

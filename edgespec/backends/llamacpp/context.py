@@ -81,9 +81,9 @@ class LlamaContext:
     others hold checkpoints or branches of the draft tree. If `allocate` fails, the context has no KV cache
     (see `is_lost`).
 
-    The context of an EAGLE head borrows the token embeddings of `target`, and must be allocated again after
-    the target's context was. If `mtp` is set, the context runs only the multi-token prediction layers of the
-    model, and its KV cache belongs to them.
+    The context of an EAGLE head borrows the token embeddings of `target`, so it must be allocated again
+    whenever the target's context is. If `mtp` is set, the context runs only the model's multi-token
+    prediction layers, and its KV cache holds only their keys and values.
 
     Raises:
         MemoryBudgetError: The context cannot be allocated.
@@ -128,8 +128,9 @@ class LlamaContext:
         self._context: Any = None
         self._taps = StateTaps(model)
         self._hook, self._always_hooked = hook or self._taps.hook, hook is not None
-        # The number of times that `allocate` was called, and what the llama_context was created with.
+        # Number of calls of `allocate`, by which head contexts notice that this context was replaced.
         self._generation = 0
+        # Settings of the current llama_context, which `is_stale` compares with those that are needed now.
         self._is_hooked, self._max_outputs, self._target_generation = False, 0, 0
         self.allocate(plan)
         # The size of the sliding attention window in tokens, or 0 if all layers use full attention.
@@ -188,7 +189,7 @@ class LlamaContext:
 
     @property
     def _needed_outputs(self) -> int:
-        """The number of tokens in a pass for which llama.cpp must be able to compute logits."""
+        """The number of tokens per pass for which llama.cpp must reserve logits."""
         if not self._taps.needs_all_rows:
             return self.max_width
         return min(max(self.max_width, MAX_WIDTH), int(self._params.n_batch))
@@ -200,17 +201,17 @@ class LlamaContext:
         return min(batch_tokens, self._max_outputs) if self._taps.needs_all_rows else batch_tokens
 
     def tap_states(self, states: Sequence[int]) -> None:
-        """Copy these hidden states, and no others, in every pass, for `tapped_rows`.
+        """Choose the hidden states that every pass copies for `tapped_rows`.
 
-        If `is_stale` is True afterwards, the context must be allocated again before the next pass.
+        If `is_stale` is True afterwards, allocate the context again before the next pass.
 
         Raises:
-            CapabilityError: The model does not have these hidden states, or they cannot be read.
+            CapabilityError: One of the hidden states does not exist in the model or cannot be read.
         """
         self._taps.set(self._context, states)
 
     def tapped_rows(self, count: int) -> NDArray[np.float32]:
-        """Return the hidden states of the `count` tokens of the last pass. See `StateTaps.rows`."""
+        """Return the hidden states from the last pass of `count` tokens. See `StateTaps.rows`."""
         return self._taps.rows(self._context, count)
 
     def _free(self) -> None:
@@ -224,7 +225,7 @@ class LlamaContext:
             self._lib.llama_free(context)
 
     def release(self) -> None:
-        """Free the KV cache, until `allocate` is called."""
+        """Free the llama_context and its KV cache. Call `allocate` before the next pass."""
         self._free()
 
     @property
@@ -234,7 +235,7 @@ class LlamaContext:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the context must be allocated again before the next pass, even if its size is right."""
+        """Whether the context must be allocated again before the next pass, even if its size is unchanged."""
         return (
             self.is_lost
             or (self._needs_hook and not self._is_hooked)
@@ -300,7 +301,7 @@ class LlamaContext:
     ) -> None:
         """Run a forward pass, and stop it when the `HiddenStateHook` has copied the hidden states.
 
-        The pass can have at most `max_width` tokens, or `batch_tokens` if `tap_states` chose the states.
+        Run at most `max_width` tokens, or `batch_tokens` if the hidden states were chosen with `tap_states`.
         """
         # Request logits for all tokens. Otherwise, llama.cpp does not compute all of their hidden states.
         batch = self._batch_for(inputs)

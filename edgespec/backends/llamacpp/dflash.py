@@ -37,8 +37,8 @@ __all__ = ["DFlashHead", "estimate_dflash_head", "load_dflash_head"]
 
 # Maximum number of tokens per pass. Kept small because compute buffers grow with it and the vocabulary size.
 _BATCH_TOKENS = MAX_BLOCK_TOKENS
-# Approximate size of the compute buffer in bytes, per token of a batch and per token of the vocabulary: for most
-# heads, for heads with a reduced draft vocabulary, and for heads with a Markov head and large blocks.
+# Approximate size of the compute buffer in bytes, per token of a batch and per token of the vocabulary: for
+# most heads, for heads with a reduced draft vocabulary, and for heads with a Markov head and large blocks.
 _COMPUTE_BYTES, _REDUCED_COMPUTE_BYTES, _MARKOV_COMPUTE_BYTES = 4, 8, 17
 
 
@@ -49,9 +49,9 @@ class DFlashHead(CachedHead):
     at p. A pass runs a block, which consists of the last emitted token and a mask token for each token to
     draft. The block itself leaves no entries in the cache.
 
-    The logits after a draft token depend only on the token's position in the block, and on the token itself if
-    there is a Markov head. One pass is therefore enough for a whole draft tree: `verify` runs the pass for the
-    root, and looks up the logits of deeper nodes in its result.
+    The logits after a draft token depend only on the token's position in the block, and on the token itself
+    if there is a Markov head. One pass is therefore enough for a whole draft tree: `verify` runs the pass for
+    the root, and looks up the logits of deeper nodes in its result.
     """
 
     _context: BlockContext
@@ -166,7 +166,7 @@ class DFlashHead(CachedHead):
         return rows
 
     def _corrected(self, token: int, depth: int) -> NDArray[np.float32]:
-        """Return the logits after `token`, replacing the Markov logits of the token that llama.cpp assumed."""
+        """Return the logits after `token`, with the Markov logits for `token` instead of the assumed token."""
         assert self._markov is not None
         row: NDArray[np.float32] = self._rows[depth]
         assumed = self._assumed[depth]
@@ -247,8 +247,8 @@ def _estimate(
     block_tokens: int,
 ) -> MemoryEstimate:
     compute_bytes = _REDUCED_COMPUTE_BYTES if is_reduced else _COMPUTE_BYTES
-    # llama.cpp sizes its buffers for a batch of two blocks. It includes the Markov head only if two blocks fill
-    # the batch, so heads with smaller blocks need no memory for it.
+    # llama.cpp sizes its buffers for a batch of two blocks. It includes the Markov head only if two blocks
+    # fill the batch, so heads with smaller blocks need no memory for it.
     if markov_elements and 2 * block_tokens >= _BATCH_TOKENS:
         compute_bytes = _MARKOV_COMPUTE_BYTES
     return estimate_head(

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EagleHead", "estimate_eagle_head", "estimate_unconverted_head", "load_eagle_head"]
 
-# Approximate size of a head's compute buffer, in bytes per token of a batch and per token of the vocabulary.
+# Approximate size of a head's compute buffer in bytes, per token of a batch and per token of the vocabulary.
 _COMPUTE_BYTES_PER_LOGIT = 7
 
 
@@ -65,7 +65,10 @@ def estimate_eagle_head(path: Path, context_tokens: int) -> MemoryEstimate:
 
 
 def estimate_unconverted_head(folder: Path, context_tokens: int) -> MemoryEstimate:
-    """Estimate the memory that a head will use once it is converted to GGUF. Raises ModelFileError."""
+    """Estimate the memory for a head in the Hugging Face layout, once it is converted to GGUF.
+
+    Raises ModelFileError if the folder's files are missing or damaged.
+    """
     info = read_head_info(folder)
     return estimate_head(
         context_tokens,
@@ -78,7 +81,7 @@ def estimate_unconverted_head(folder: Path, context_tokens: int) -> MemoryEstima
 
 
 def _check_rotations(head: Any, path: Path) -> None:
-    """Raise ModelFileError if llama.cpp cannot rotate the head's keys. It would end the process or hang."""
+    """Raise ModelFileError for RoPE dimensions that would make llama.cpp hang or end the process."""
     rotated, key_length = (
         int(architecture_metadata(head, key) or 0) for key in ("rope.dimension_count", "attention.key_length")
     )
@@ -91,7 +94,7 @@ def _check_rotations(head: Any, path: Path) -> None:
 
 
 class EagleHead(PairHead):
-    """An EAGLE-3 head. It reads the inputs of some of the target's layers, which its encoder combines."""
+    """An EAGLE-3 head, whose encoder combines the inputs of several of the target's layers."""
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from edgespec.heads.eagle_files import EagleFiles, read_eagle
 
 __all__ = ["convert_eagle_head"]
 
-# Names in GGUF files by canonical names (see `edgespec.heads.eagle_files`).
+# Maps canonical tensor names (see `edgespec.heads.eagle_files`) to GGUF names.
 _NAMES = {
     "fc.weight": "fc.weight",
     "input_norm.weight": "enc.output_norm.weight",
@@ -34,20 +34,20 @@ _NAMES = {
     "layer.mlp.up_proj.weight": "blk.0.ffn_up.weight",
     "layer.mlp.down_proj.weight": "blk.0.ffn_down.weight",
 }
-# The number of hidden states that llama.cpp's EAGLE-3 implementation reads.
+# Number of the target's hidden states that llama.cpp's EAGLE-3 implementation reads.
 _STATES = 3
 
 
 def convert_eagle_head(folder: Path, target_layers: int, output: Path) -> None:
-    """Write a GGUF file with the head in a folder.
+    """Convert the head in a folder to a GGUF file.
 
     Args:
         folder: Folder with the head's `config.json` and weights.
-        target_layers: Number of layers of the target.
-        output: The file to write.
+        target_layers: Number of layers in the target.
+        output: The GGUF file to write.
 
     Raises:
-        ModelFileError: The folder contains no EAGLE-3 head, or one that llama.cpp does not support.
+        ModelFileError: The folder contains no EAGLE-3 head, or llama.cpp does not support the head.
         OSError: A file cannot be read or written.
     """
     head = read_eagle(folder)
@@ -76,7 +76,7 @@ def convert_eagle_head(folder: Path, target_layers: int, output: Path) -> None:
 
 
 def _layers(folder: Path, head: EagleFiles, target_layers: int) -> tuple[int, ...]:
-    """Return the layers whose inputs the head reads.
+    """Return the indices of the target's layers whose inputs the head reads.
 
     Raises:
         ModelFileError: llama.cpp does not support the head.

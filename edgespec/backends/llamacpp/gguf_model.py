@@ -214,7 +214,8 @@ class GgufModel(BaseModel):
             for context, plan in zip(self._contexts, before, strict=True):
                 if not context.is_lost:
                     rebuild_context(context, plan, self.length, recurrent=self._recurrent)
-            # Heads may refer to a context that was replaced, although its size is the same as before.
+            # Resize the heads too. Their contexts may refer to the replaced context, even if its size is
+            # unchanged.
             self._now_sized(before[0].tokens, sum(plan.kv_bytes for plan in before))
             raise
         finally:

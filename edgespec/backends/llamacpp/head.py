@@ -154,8 +154,9 @@ class PairHead(CachedHead):
     """A head whose inputs are pairs of a token and the hidden state before the token.
 
     The token at position p is run with the target's hidden state at position p - 1. That state does not exist
-    yet for draft tokens, so the head uses its own hidden state instead. After verification, `commit` removes the
-    KV cells of draft tokens, and the next prefill runs accepted tokens again with the target's hidden states.
+    yet for draft tokens, so the head uses its own hidden state instead. After verification, `commit` removes
+    the KV cells of draft tokens, and the next prefill runs accepted tokens again with the target's hidden
+    states.
     """
 
     _context: HeadContext
@@ -242,17 +243,18 @@ class PairHead(CachedHead):
         return logits
 
     def _states_before(self, tree: TokenTree, first: int, positions: Sequence[int]) -> NDArray[np.float32]:
-        """Return the input states of the nodes from `first` on: the target's if known, else the head's own."""
+        """Return input states for nodes from `first` on: the target's if known, else the head's own."""
         known = 0
         if first == 0:
-            # Always count the root as known, so that a warm-up pass works before the target has run any tokens.
+            # Always count the root as known, so that a warm-up pass works before the target has run any
+            # tokens.
             last = max(self._log.end, positions[0])
             known = self._known_nodes = sum(position <= last for position in positions)
         own = [self._own_states[tree.parents[first + node]] for node in range(known, len(positions))]
         return np.array([*(self._target_states(positions[0], known) if known else ()), *own])
 
     def commit(self, path: tuple[int, ...]) -> None:  # noqa: ARG002
-        """Keep KV cells computed from the target's hidden states, and remove those from the head's own states."""
+        """Keep the KV cells that were computed from the target's hidden states, and remove all other cells."""
         self._check()
         if self._known_nodes:
             self._cells.commit(tuple(range(1, self._known_nodes)))

@@ -20,7 +20,7 @@ class HiddenStateHook:
     calls the hook for every node in the computation graph, which takes about a microsecond per node.
 
     Attributes:
-        stop_after: Whether to stop a forward pass after all of the tensors have been copied.
+        stop_after: Whether to stop a forward pass once all chosen tensors have been copied.
         callback: The C callback for `llama_context_params.cb_eval`.
     """
 
@@ -34,11 +34,11 @@ class HiddenStateHook:
         self.callback = library().ggml_backend_sched_eval_callback(self._on_node)
 
     def set_names(self, names: Sequence[str]) -> None:
-        """Copy the tensors with these names, and no others."""
+        """Choose the tensors to copy, by their names in the computation graph."""
         self._names = frozenset(name.encode() for name in names)
 
     def clear(self) -> None:
-        """Forget the tensors that an earlier, interrupted pass has left."""
+        """Discard tensors that are left from an interrupted pass."""
         self._rows.clear()
 
     def _on_node(self, tensor: int, is_query: bool, _user_data: object) -> bool:
@@ -55,7 +55,7 @@ class HiddenStateHook:
         """Remove and return a tensor copied from the last forward pass, as a float32 array [count, row_size].
 
         Raises:
-            BackendError: The tensor was not copied, or has another size.
+            BackendError: The tensor was not copied, or has an unexpected size.
         """
         rows = self._rows.pop(name.encode(), np.empty(0, np.float32))
         if rows.size != count * self._row_size:

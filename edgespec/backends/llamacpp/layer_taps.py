@@ -1,4 +1,4 @@
-"""Copy the inputs of layers out of every pass of a llama.cpp context."""
+"""Copy the inputs of layers from every pass of a llama.cpp context."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class LayerTaps:
         api.switch(context, layer, layer in self._layers)
 
     def rows(self, context: Any, count: int) -> list[NDArray[np.float32]]:
-        """Return the input of each layer for the `count` tokens of the last pass, float32 [tokens, size]."""
+        """Return each layer's input from the last pass of `count` tokens, as float32 [tokens, size]."""
         if not self._layers:
             return []
         api = layer_input_api()

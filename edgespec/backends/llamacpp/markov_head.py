@@ -18,8 +18,8 @@ __all__ = ["MarkovHead"]
 class MarkovHead:
     """The Markov head of a DSpark head, a table with a row of logits for each possible previous token.
 
-    The table is the product of two low-rank matrices, `markov_w1` and `markov_w2`. llama.cpp adds the rows for
-    the draft that it predicts itself. This class computes the rows for all other drafts.
+    The table is the product of two low-rank matrices, `markov_w1` and `markov_w2`. llama.cpp adds the rows
+    for the draft that it predicts itself. This class computes the rows for all other drafts.
 
     Args:
         path: The head's GGUF file.
@@ -45,8 +45,8 @@ class MarkovHead:
     def _outputs(self) -> NDArray[np.float32]:
         """The matrix `markov_w2` [draft vocabulary, rank].
 
-        Loaded on first use, because greedy drafts usually match the draft that llama.cpp predicts itself, so they
-        never need it.
+        Loaded on first use, because greedy drafts usually match the draft that llama.cpp predicts itself, so
+        they never need it.
         """
         outputs = self._rows("markov_w2.weight")
         return outputs * self._rows("markov_w2.scale") if "markov_w2.scale" in self._tensors else outputs

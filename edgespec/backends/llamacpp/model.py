@@ -36,7 +36,7 @@ from edgespec.errors import BackendError, CapabilityError, ModelFileError
 
 __all__ = ["LlamaCppModel", "load"]
 
-# The functions that load the heads of each method, given the target and the path of the head.
+# Maps each drafting method to the function that loads its heads, given the target and the head's path.
 _HEAD_LOADERS: dict[str, Callable[[LlamaCppModel, Path], SelfDraftView[Any]]] = {
     "eagle": load_eagle_head,
     "dflash": load_dflash_head,
@@ -167,7 +167,7 @@ class LlamaCppModel(GgufModel):
         return log
 
     def _check_states_readable(self) -> None:
-        """Run a token, because it depends on the architecture which hidden states llama.cpp computes."""
+        """Run one token to check that llama.cpp computes all chosen hidden states for this architecture."""
         if not self.free_tokens:
             return
         try:

@@ -31,8 +31,9 @@ class MtpGraph(NamedTuple):
     """What llama.cpp's graph for the MTP layers of an architecture expects.
 
     Attributes:
-        reads_normed: Whether the layers read the target's final hidden states after the final norm rather than
-            before it. The same applies to the layers' own hidden states, which they read for draft tokens.
+        reads_normed: Whether the layers read the target's final hidden states after the final norm rather
+            than before it. The same applies to the layers' own hidden states, which they read for draft
+            tokens.
         has_experts: Whether the feed-forward block of each layer is a mixture of experts. None if both
             experts and dense blocks are allowed.
         max_layers: Maximum number of MTP layers.
@@ -47,13 +48,13 @@ class MtpGraph(NamedTuple):
     is_fused: bool = False
 
     def state_before(self, layer_count: int) -> int:
-        """Return the number of the hidden state that the layers read from the target (see `HiddenStateSource`)."""
+        """Return which hidden state of the target the layers read, numbered as in `HiddenStateSource`."""
         return POST_NORM if self.reads_normed else layer_count
 
 
-# Architectures whose MTP layers llama.cpp can run. For others, llama.cpp would end the process. `deepseek4` is
-# missing because its MTP layers read several hidden states per token. `bailingmoe3` is missing because it has
-# not been tested.
+# Architectures whose MTP layers llama.cpp can run. For others, llama.cpp would end the process. `deepseek4`
+# is missing because its MTP layers read several hidden states per token. `bailingmoe3` is missing because it
+# has not been tested.
 MTP_GRAPHS = {
     "cohere2moe": MtpGraph(),
     "deepseek2": MtpGraph(is_latent=True),
@@ -219,7 +220,8 @@ def check_same_model(path: Path, target: Path, target_name: str) -> None:
 
 def _equal(first: object, second: object) -> bool:
     if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
-        # Arrays have one value per layer. The target's file may lack the values for MTP layers, so ignore them.
+        # Arrays have one value per layer. The target's file may lack the values for MTP layers, so ignore
+        # them.
         length = min(len(first), len(second))
         return bool(np.array_equal(first[:length], second[:length]))
     return type(first) is type(second) and bool(first == second)

@@ -84,11 +84,11 @@ def _plan(layers: MtpLayers, options: LoadOptions) -> ContextPlan:
 
 
 class ChainedMtpHead(MtpHead):
-    """Several MTP layers, each of which was trained to predict one token further ahead than the previous layer.
+    """Several MTP layers, each of which was trained to predict one token further than the previous layer.
 
-    The first layer predicts the root's children in the draft tree, the second layer predicts their children, and
-    so on. The last layer also predicts all deeper nodes. Layers cannot share keys and values, so every layer
-    runs all tokens.
+    The first layer predicts the root's children in the draft tree, the second layer predicts their children,
+    and so on. The last layer also predicts all deeper nodes. Layers cannot share keys and values, so every
+    layer runs all tokens.
     """
 
     _context: HeadContext
@@ -111,7 +111,8 @@ class ChainedMtpHead(MtpHead):
 
     def _append(self, tokens: Sequence[int]) -> None:
         for layer in range(self._count):
-            # Free the KV cells of these tokens, so that each layer stores its keys and values in the same cells.
+            # Free the KV cells of these tokens, so that each layer stores its keys and values in the same
+            # cells.
             self._cells.truncate(self.length)
             self._context.select_mtp_layer(layer)
             super()._append(tokens)

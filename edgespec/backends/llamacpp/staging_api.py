@@ -1,7 +1,7 @@
 """C++ functions of libllama that give access to hidden states, and that llama-cpp-python does not declare.
 
-They are part of llama.cpp's staging header `llama-ext.h`, which can change with every release. If some of
-them are missing, the methods that need these are unavailable.
+The functions are declared in llama.cpp's staging header `llama-ext.h`, which can change with every release.
+If a function is missing, the drafting methods that need it are unavailable.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ TAPPED_ARCHITECTURES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class LayerInputApi:
-    """Functions that read the inputs of layers.
+    """Functions for reading the inputs of a context's layers.
 
     Attributes:
-        switch: Makes a context copy the input of a layer in every pass, or stop copying it.
-        address: Returns the address of these inputs, float32 [tokens, embedding size].
+        switch: Makes a context copy a layer's input in every pass, or stop copying it.
+        address: Returns the address of the copied input of a layer, float32 [tokens, embedding size].
     """
 
     switch: Callable[[Any, int, bool], None]
@@ -50,13 +50,13 @@ class LayerInputApi:
 
 @dataclass(frozen=True, slots=True)
 class NextnApi:
-    """Functions that read the hidden states from which heads predict, and choose a head's layer.
+    """Functions that read final hidden states, and choose a multi-token prediction (MTP) layer to run.
 
     Attributes:
-        switch: Makes a context copy these hidden states in every pass, or stop copying them. The last
-            argument says whether to copy only those of the tokens whose logits are requested.
-        address: Returns the address of these hidden states, float32 [tokens, embedding size].
-        select_layer: Chooses which layer for multi-token prediction a context runs.
+        switch: Makes a context copy the final hidden states in every pass, or stop copying them. If the last
+            argument is True, only tokens whose logits are requested are copied.
+        address: Returns the address of the copied hidden states, float32 [tokens, embedding size].
+        select_layer: Chooses the MTP layer that a context runs.
     """
 
     switch: Callable[[Any, bool, bool], None]
@@ -66,11 +66,11 @@ class NextnApi:
 
 @dataclass(frozen=True, slots=True)
 class TargetLayersApi:
-    """Functions that read from a head's model which of the target's layers it needs.
+    """Functions that return the target's layers that a head reads.
 
     Attributes:
-        ids: Returns the layers whose inputs the head reads.
-        count: Returns the number of these layers.
+        ids: Returns a pointer to the indices of the target's layers whose inputs the head reads.
+        count: Returns the number of indices.
     """
 
     ids: Callable[[Any], Any]
@@ -112,7 +112,11 @@ def target_layers_api() -> TargetLayersApi | None:
 
 
 def _functions(*signatures: tuple[Any, ...]) -> list[Any]:
-    """Return the functions with these symbols, result types and argument types, or none if one is missing."""
+    """Load functions from libllama. Return an empty list if any of them is missing.
+
+    Args:
+        *signatures: (symbol, result type, *argument types) tuples.
+    """
     loaded = library().llama_cpp._lib
     functions = []
     for symbol, result, *arguments in signatures:

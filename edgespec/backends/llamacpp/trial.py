@@ -1,4 +1,4 @@
-"""Load a GGUF model or a head and run a few tokens, to see whether its files make llama.cpp crash."""
+"""Load a GGUF model or head and run a few tokens, to find out whether its files crash llama.cpp."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _PASS_CPU_SECONDS = 0.3
 _POLL_SECONDS = 0.02
 _TEXT = "".join(map(chr, range(1, 0x250))) + " The quick brown fox. \u4f60\u597d \U0001f642"
 _PIECES = 256
-# The number of tokens that a head reads, and the draft tree that it then runs.
+# Number of prompt tokens for the trial of a head, and the draft tree to run after them.
 _HEAD_TOKENS = 40
 _TREE = TokenTree((0, 1, 2, 3), (-1, 0, 0, 1), (None,) * 4)
 
@@ -60,7 +60,7 @@ def try_model(path: str, name: str, runs: bool, progress: Progress | None = None
 
 
 def try_head(path: str, name: str, head: Head, progress: Progress | None = None) -> None:
-    """Load a GGUF model with a head, and run a few tokens and a draft tree with the head.
+    """Load a GGUF model and a head, prefill both with a few tokens, and run a draft tree with the head.
 
     Raises:
         EdgespecError: The model or the head cannot be loaded.
@@ -71,7 +71,7 @@ def try_head(path: str, name: str, head: Head, progress: Progress | None = None)
         tokens = [target.facts.vocab_size * i // _HEAD_TOKENS for i in range(_HEAD_TOKENS)]
         with suppress(CancelledError), _interrupted_after(view.interrupt, _PASS_CPU_SECONDS):
             target.prefill(tokens)
-            # The first token has no hidden state before it.
+            # Skip the first token, because there is no hidden state before it.
             view.start_at(view.first_position)
             view.prefill(tokens[view.first_position :])
             tree = _TREE.pruned(1 << 30, view.facts.capabilities.max_draft_length - 1)
