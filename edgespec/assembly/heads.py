@@ -118,7 +118,10 @@ def choose_heads(
 
 
 def describe_choice(chosen: Sequence[HeadOption], options: Sequence[HeadOption]) -> str:
-    """Return a one-line message about the chosen heads, or about an unusable head beside the target."""
+    """Return a one-line message about the chosen heads, or about an unusable head beside the target.
+
+    Returns an empty string if there are neither.
+    """
     if not chosen:
         blocked = next((each for each in options if each.source == "beside" and each.problem), None)
         return f"not drafting with the head {blocked.name}: {blocked.problem}" if blocked else ""

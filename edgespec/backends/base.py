@@ -148,7 +148,8 @@ class Capabilities:
         reason: One-line explanation of a missing feature. Empty if nothing is missing.
         max_width: Maximum number of tokens in a verify pass.
         max_branches: Maximum number of leaves in a token tree.
-        max_draft_length: Maximum number of draft tokens in a row. Some heads predict a fixed number.
+        max_draft_length: Maximum length of a draft in tokens, or depth of a draft tree. Limited for heads
+            that predict a fixed number of tokens.
         drafts_in_one_pass: Whether a single pass predicts all draft tokens, so that longer drafts take no
             more time. True for block-diffusion heads.
         self_draft_methods: Methods that `self_draft` supports: `layerskip` (EarlyExit), `lowbit` (LowBit),

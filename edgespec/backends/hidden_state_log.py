@@ -42,8 +42,8 @@ class HiddenStateLog:
     def append(self, position: int, rows: NDArray[Any]) -> None:
         """Append the hidden states [tokens, row size] of consecutive tokens, starting at `position`.
 
-        Any tokens from `position` on that are already in the buffer are replaced. If there is a gap between
-        the buffer's last token and `position`, all tokens that were in the buffer are dropped.
+        Tokens from `position` on that are already in the buffer are dropped first. If there is a gap between
+        the buffer's last token and `position`, all tokens in the buffer are dropped.
         """
         if not self.start <= position <= self.end:
             self.start = position

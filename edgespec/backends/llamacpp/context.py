@@ -189,7 +189,7 @@ class LlamaContext:
 
     @property
     def _needed_outputs(self) -> int:
-        """The number of tokens per pass for which llama.cpp must reserve logits."""
+        """The number of tokens per pass for which llama.cpp must reserve memory for logits."""
         if not self._taps.needs_all_rows:
             return self.max_width
         return min(max(self.max_width, MAX_WIDTH), int(self._params.n_batch))

@@ -166,7 +166,7 @@ class DFlashHead(CachedHead):
         return rows
 
     def _corrected(self, token: int, depth: int) -> NDArray[np.float32]:
-        """Return the logits after `token`, with the Markov logits for `token` instead of the assumed token."""
+        """Return the logits after `token`, replacing the Markov logits if llama.cpp assumed another token."""
         assert self._markov is not None
         row: NDArray[np.float32] = self._rows[depth]
         assumed = self._assumed[depth]

@@ -214,8 +214,8 @@ class GgufModel(BaseModel):
             for context, plan in zip(self._contexts, before, strict=True):
                 if not context.is_lost:
                     rebuild_context(context, plan, self.length, recurrent=self._recurrent)
-            # Resize the heads too. Their contexts may refer to the replaced context, even if its size is
-            # unchanged.
+            # Notify the heads even if the size is unchanged, because their contexts may refer to a context
+            # that was replaced.
             self._now_sized(before[0].tokens, sum(plan.kv_bytes for plan in before))
             raise
         finally:

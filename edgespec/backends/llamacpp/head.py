@@ -254,7 +254,7 @@ class PairHead(CachedHead):
         return np.array([*(self._target_states(positions[0], known) if known else ()), *own])
 
     def commit(self, path: tuple[int, ...]) -> None:  # noqa: ARG002
-        """Keep the KV cells that were computed from the target's hidden states, and remove all other cells."""
+        """Keep only the KV cells that were computed from the target's hidden states."""
         self._check()
         if self._known_nodes:
             self._cells.commit(tuple(range(1, self._known_nodes)))

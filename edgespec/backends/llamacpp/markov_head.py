@@ -46,7 +46,7 @@ class MarkovHead:
         """The matrix `markov_w2` [draft vocabulary, rank].
 
         Loaded on first use, because greedy drafts usually match the draft that llama.cpp predicts itself, so
-        they never need it.
+        most of them never need it.
         """
         outputs = self._rows("markov_w2.weight")
         return outputs * self._rows("markov_w2.scale") if "markov_w2.scale" in self._tensors else outputs

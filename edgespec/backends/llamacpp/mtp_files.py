@@ -220,8 +220,8 @@ def check_same_model(path: Path, target: Path, target_name: str) -> None:
 
 def _equal(first: object, second: object) -> bool:
     if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
-        # Arrays have one value per layer. The target's file may lack the values for MTP layers, so ignore
-        # them.
+        # Arrays have one value per layer. Compare only the layers that both files have values for, because
+        # the target's file may lack the values for MTP layers.
         length = min(len(first), len(second))
         return bool(np.array_equal(first[:length], second[:length]))
     return type(first) is type(second) and bool(first == second)

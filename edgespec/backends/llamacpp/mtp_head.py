@@ -111,8 +111,7 @@ class ChainedMtpHead(MtpHead):
 
     def _append(self, tokens: Sequence[int]) -> None:
         for layer in range(self._count):
-            # Free the KV cells of these tokens, so that each layer stores its keys and values in the same
-            # cells.
+            # Free the KV cells of these tokens, so that every layer uses the same cells for a token.
             self._cells.truncate(self.length)
             self._context.select_mtp_layer(layer)
             super()._append(tokens)

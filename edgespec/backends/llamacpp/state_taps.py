@@ -25,7 +25,7 @@ class StateTaps:
 
     For some architectures, llama.cpp itself can copy the inputs of layers (`LayerTaps`). For architectures
     with multi-token prediction (MTP) layers, it can also copy the final hidden state that the MTP layers
-    read. A hook copies all other hidden states. It must be registered when the context is created.
+    read. A hook copies all other hidden states, and must be registered when the context is created.
 
     Attributes:
         hook: The hook, which the context must register.
