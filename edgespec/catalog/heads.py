@@ -85,7 +85,7 @@ class HeadOption:
 
     @property
     def expectation(self) -> str:
-        """The size and the expected speed-up, as text for messages. Empty if both are unknown."""
+        """Text about the head's size and expected speed-up, for messages. Empty if both are unknown."""
         size = format_bytes(self.size_bytes) if self.size_bytes else ""
         if not self.speedup:
             return size
@@ -255,9 +255,7 @@ def _is_convertible(kind: str, path: Path, target: Resolved) -> bool:
 
 
 def _unreadable(target: Resolved) -> str:
-    return (
-        f"its files are in a format that does not work with models in the format {target.file_format.label}"
-    )
+    return f"its file format does not work with models in the format {target.file_format.label}"
 
 
 def _preference(option: HeadOption, own_words: set[str]) -> tuple[bool, int, int, int, int, str]:

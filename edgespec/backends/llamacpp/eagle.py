@@ -45,7 +45,7 @@ def load_eagle_head(target: LlamaCppModel, path: Path) -> EagleHead:
 
 
 def estimate_eagle_head(path: Path, context_tokens: int) -> MemoryEstimate:
-    """Return the memory used by a head and by the hidden states that are kept for it.
+    """Estimate the memory for a head, including the log of hidden states that it reads.
 
     Raises:
         ModelFileError: The file is missing or damaged.

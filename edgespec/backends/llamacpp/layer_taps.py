@@ -29,13 +29,13 @@ class LayerTaps:
         self._layers: Sequence[int] = ()
 
     def set(self, context: Any, layers: Sequence[int]) -> None:
-        """Copy the inputs of these layers, and of no others, from the next pass on."""
+        """Choose the layers whose inputs are copied from the next pass on."""
         before, self._layers = self._layers, layers
         for layer in (*before, *layers):
             self._switch(context, layer)
 
     def apply(self, context: Any) -> None:
-        """Copy the inputs of the same layers in another context."""
+        """Copy the inputs of the chosen layers in a newly created context."""
         for layer in self._layers:
             self._switch(context, layer)
 
