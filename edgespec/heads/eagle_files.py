@@ -162,7 +162,7 @@ def _shapes(
     states = fused // config.target_size
     if states < 1 or fused % config.target_size or len(config.layers or range(3)) != states:
         raise ValueError(
-            f"its fc.weight reads {fused:,} values, which does not match the hidden states in its configuration"
+            f"its fc.weight reads {fused:,} values, which does not match the configured hidden states"
         )
     needed |= {
         "fc.weight": (size, fused),

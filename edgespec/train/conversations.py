@@ -52,7 +52,7 @@ def save_conversations(path: Path, conversations: Sequence[Conversation]) -> Non
 
 
 def read_conversations(path: Path) -> list[Conversation]:
-    """Read a file written by `save_conversations`. Raises ModelFileError if the file is missing or damaged."""
+    """Read a file written by `save_conversations`. Raises ModelFileError if it is missing or damaged."""
     try:
         with path.open("rb") as stored, np.load(stored, allow_pickle=False) as file:
             texts = np.split(file["tokens"], file["ends"])[:-1]
@@ -84,8 +84,8 @@ def batches(
 ) -> list[list[Conversation]]:
     """Divide conversations into batches of similar length, in random order.
 
-    Similar lengths keep the padding small. A batch has at most `max_tokens` tokens including padding, unless a
-    single conversation is longer.
+    Similar lengths keep the padding small. A batch has at most `max_tokens` tokens including padding, unless
+    a single conversation is longer.
     """
     shuffled = [conversations[i] for i in random.permutation(len(conversations))]
     divided: list[list[Conversation]] = [[]]

@@ -28,8 +28,8 @@ class HeadFigures:
 
     Attributes:
         tokens_per_pass: Expected tokens per target pass with drafts of `DEPTH` tokens.
-        acceptance_per_depth: Acceptance rate of the draft token at each depth (0 to 1), given that all earlier
-            draft tokens were accepted.
+        acceptance_per_depth: Acceptance rate of the draft token at each depth (0 to 1), given that all
+            earlier draft tokens were accepted.
         tokens_per_pass_by_kind: `tokens_per_pass` for each kind of text.
     """
 

@@ -96,7 +96,7 @@ def train_head(
         prompts: Prompts to answer before the target writes its own questions.
         folder: Folder for the head. A head that is already there is replaced only by a better one.
         progress: Called with a description and the completed fraction. Returning False stops the training.
-        announce: Called once with the estimated remaining time in seconds, before any conversation is written.
+        announce: Called once with the estimated remaining time in seconds, before writing and training.
 
     Raises:
         CancelledError: `progress` returned False. Calling with the same arguments continues the training.

@@ -114,11 +114,11 @@ class TrainingFolder:
         return sorted(self.path.glob("conversations-*.npz"))
 
     def state_file(self, steps: int) -> Path:
-        """Return the path of the head's state after `steps` training steps, whether or not the file exists."""
+        """Return the path of the head's state after `steps` steps, whether or not the file exists."""
         return self.path / f"state-{steps:08d}.safetensors"
 
     def progress(self) -> TrainingProgress:
-        """Return the saved progress, or an empty one at the start. Raises ModelFileError if the file is damaged."""
+        """Return the saved progress, if any. Raises ModelFileError if the file is damaged."""
         file = self.path / "progress.json"
         if not file.exists():
             return TrainingProgress()
@@ -134,7 +134,7 @@ class TrainingFolder:
             raise _damaged(file) from error
 
     def save(self, progress: TrainingProgress, trainer: HeadTrainer) -> None:
-        """Save progress and the head's state. If saving is interrupted, the previously saved state stays valid."""
+        """Save progress and the head's state. If interrupted, the previously saved state stays valid."""
         current = self.state_file(progress.steps)
         trainer.save_state(current)
         _write_json(self.path / "progress.json", asdict(progress))

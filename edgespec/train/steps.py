@@ -20,7 +20,7 @@ PASSES = 3
 
 
 def training_steps(conversations: Sequence[Conversation]) -> list[list[Conversation]]:
-    """Return the batch for each training step. The result is deterministic, so that training can be continued."""
+    """Return the batch for each training step. Deterministic, so that training can be continued."""
     tokens = PASSES * sum(len(each.tokens) for each in conversations)
     batch_tokens = min(BATCH_TOKENS, max(_MIN_BATCH_TOKENS, tokens // _WANTED_STEPS))
     return [

@@ -16,8 +16,8 @@ from edgespec.train.writing import BATCH_CONVERSATIONS
 
 __all__ = ["estimate_seconds"]
 
-# Maximum number of tokens to write per conversation. The time per token is then within a factor of two of a real
-# batch's.
+# Maximum number of tokens to write per conversation. Enough to estimate a real batch's time per token within
+# a factor of two.
 _TRIAL_TOKENS = 24
 
 
@@ -52,8 +52,8 @@ def estimate_seconds(
     batch = batch_of(trial)
     trainer = teacher.head_trainer(settings.method, batch, token_counts(trial, teacher.vocabulary.size))
     began = time.perf_counter()
-    # Time a step near the end of training. Late steps take longest, because the head then predicts the most tokens
-    # ahead. The average step takes about 80 % of that time.
+    # Time a step near the end of training, when the head predicts the most tokens ahead, which takes longest.
+    # The average step takes about 80 % of that time.
     trainer.step(batch, 0.999)
     train_seconds = 0.8 * (time.perf_counter() - began) / batch.tokens.size
     left_to_write = max(0, settings.tokens - written_tokens)

@@ -22,8 +22,8 @@ BATCH_CONVERSATIONS = 32
 _MAX_QUESTION_TOKENS, _MAX_REPLY_TOKENS = 200, 160
 # Longer prompts are skipped, because they slow training down without adding reply tokens.
 _MAX_PROMPT_TOKENS = 800
-# Questions are always sampled. Two thirds of the replies are greedy and one third is sampled, so that the head
-# sees both kinds of text.
+# Questions are always sampled. Two thirds of the replies are greedy and one third is sampled, so that the
+# head sees both kinds of text.
 _QUESTION_TEMPERATURE = 1.0
 _REPLY_TEMPERATURES = (0.0, 0.0, 0.8)
 # Placeholder for the user's message, chosen so that no chat template contains it.
@@ -33,8 +33,8 @@ _MARKER = "edgespec-7f3a"
 class ConversationWriter:
     """Writes conversations in batches.
 
-    A batch depends only on its number, the target and the prompts, so that an interrupted training continues with
-    the same batches.
+    A batch depends only on its index, the target and the prompts, so that an interrupted training continues
+    with the same batches.
 
     Args:
         teacher: The target.
@@ -42,8 +42,8 @@ class ConversationWriter:
         prompts: Prompts to answer in the first batches. In later batches, the target writes the questions.
 
     Attributes:
-        question_start: The prompt after which the target writes a question: the chat template up to the user's
-            message.
+        question_start: The prompt after which the target writes a question: the chat template up to the
+            user's message.
 
     Raises:
         TemplateError: The template rejects a message or leaves it out.
