@@ -124,7 +124,7 @@ class LoadArguments(TypedDict, total=False):
         "Number of layers the layerskip method drafts with. MLX models only.",
         default_text="measured at load time", read_by=("layerskip",), per_run=True)]
     head: Annotated[str | PathLike[str] | None, Option(HeadName(), "drafting",
-        "Head to draft with: a small network that was trained for this model. `auto` uses heads in the model's"
+        "Head to draft with: a small network trained for this model. `auto` uses heads in the model's"
         " files, its folder and the Hugging Face cache (see `edgespec models show`); `none` disables heads.",
         default="auto", read_by=HEADS)]
     corpus: Annotated[str | PathLike[str] | None, Option(PathName(), "drafting",
