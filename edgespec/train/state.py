@@ -97,7 +97,12 @@ class TrainingFolder:
             _write_json(file, asdict(settings))
             return
         found = _read_json(file)
-        names = {"target": "model", "tokens": "--tokens", "prompts": "prompts", "method": "kind of head"}
+        names = {
+            "target": "model",
+            "tokens": "--tokens",
+            "prompts": "set of prompts",
+            "method": "kind of head",
+        }
         other = [names[key] for key, value in asdict(settings).items() if found.get(key) != value]
         if other:
             raise OptionError(

@@ -43,7 +43,7 @@ def test_an_interrupted_training_of_other_heads_gives_the_same_heads(
     whole = train(tmp_path / "whole", method=method)
     with pytest.raises(CancelledError):
         train(tmp_path / "parts", Stops(3), method=method)
-    with pytest.raises(OptionError, match="another kind of head"):
+    with pytest.raises(OptionError, match="a different kind of head"):
         train(tmp_path / "parts")
     result = train(tmp_path / "parts", method=method)
     expected, found = (
