@@ -124,8 +124,8 @@ class LoadArguments(TypedDict, total=False):
         "Number of layers the layerskip method drafts with. MLX models only.",
         default_text="measured at load time", read_by=("layerskip",), per_run=True)]
     head: Annotated[str | PathLike[str] | None, Option(HeadName(), "drafting",
-        "A head: a small network that was trained to draft for this model. `auto` uses one from the model's"
-        " files or folder (see `edgespec models show`); `none` uses none.",
+        "Head to draft with: a small network trained for this model. `auto` uses heads in the model's"
+        " files, its folder and the Hugging Face cache (see `edgespec models show`); `none` disables heads.",
         default="auto", read_by=HEADS)]
     corpus: Annotated[str | PathLike[str] | None, Option(PathName(), "drafting",
         "Text file or folder where the suffix method looks up likely continuations, such as the code you are"

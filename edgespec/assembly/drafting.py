@@ -90,7 +90,7 @@ class _DrafterFactory:
         self._arguments = options.arguments
         self._progress = progress
         self._measured_curve: CostCurve | None = None
-        # Why heads that were found are not used.
+        # Notices that explain why heads that were found are not used.
         self._head_notices: list[str] = []
         self.made: dict[str, Drafter | MissingDrafter] = {}
 
@@ -293,7 +293,8 @@ class _DrafterFactory:
         if option is None or option.head is None:
             if heads and (other := next(iter(heads.values()))).source == "named":
                 return MissingDrafter(
-                    f"{other.name} is a head for the method {other.method}", f"use --method {other.method}"
+                    f"{other.name} is a head for method {other.method}",
+                    f"use --method {other.method}",
                 )
             return MissingDrafter(
                 f"it needs a head that was trained for {self._model.facts.name}: {self._pair.why_no_head}",

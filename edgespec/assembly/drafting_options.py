@@ -55,7 +55,7 @@ class DraftingOptions:
 
     @property
     def head(self) -> str:
-        """The reference to a head, `auto` to look for heads, or `none`."""
+        """Reference to a head, `auto` to look for heads, or `none`."""
         return str(self.arguments["head"])
 
     @property

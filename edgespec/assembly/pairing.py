@@ -54,7 +54,7 @@ _TOKEN_RATIO = 4
 
 @dataclass(frozen=True, slots=True)
 class ModelPair:
-    """The files of a target, and of its draft model and its heads, if any.
+    """The files of a target, its draft model and its heads. The draft model and heads are optional.
 
     Attributes:
         target: The target.
@@ -62,9 +62,9 @@ class ModelPair:
         why_no_draft: The reason why there is no draft model. Empty if there is one.
         why_draft: The reason why `auto` chose this draft model. Empty if the user chose it or the catalogue
             recommends it.
-        heads: The heads to draft with, at most one for each method, the ones to prefer first.
-        why_no_head: The reason why there is no head. Empty if there is one.
-        why_heads: Which heads were chosen, as a notice for the user. Empty if the user chose the head.
+        heads: Heads to draft with, at most one per method, most preferred first.
+        why_no_head: The reason why there is no head, or why heads were dropped. Empty otherwise.
+        why_heads: Notice for the user that names the chosen heads. Empty if the user chose the head.
     """
 
     target: Resolved
@@ -105,21 +105,21 @@ def find_pair(
     find_model: FindModel | None = None,
     find_head: FindHead | None = None,
 ) -> ModelPair:
-    """Find the files of a target, its draft model and its heads, downloading those that the user named.
+    """Find the files of a target, its draft model and its heads, downloading files that the user named.
 
     Uses the files that `edgespec prepare layerskip` created for a GGUF target if a method names `layerskip`,
     or if `auto` has nothing else to draft with.
 
     Args:
         target: Reference to the target.
-        draft: Reference to the draft model. `auto` chooses from the models on this machine, or none if the
-            user named a head.
+        draft: Reference to the draft model. `auto` chooses from the models on this machine, or chooses none
+            if the user named a head.
         drafting: The methods that replies can use.
         progress: Called during downloads. Returning False cancels them.
         options: Memory and context limits for `auto` to respect when it chooses a draft model.
         find_model: Finds a model by reference. The default downloads missing files.
-        find_head: Finds a head by reference. The default downloads missing files, and converts them to the
-            target's format.
+        find_head: Finds a head by reference. The default downloads missing files, and converts the head to
+            the target's format.
 
     Raises:
         OptionError: A method needs a draft model and there is none, or the target does not support adapters.
@@ -160,7 +160,7 @@ def find_pair(
 
 
 def _check_is_model(found: Resolved, metadata: MetadataCache) -> None:
-    """Raise ModelFileError if a head was passed as a model."""
+    """Raise an error if `found` is a head instead of a model."""
     info = model_info_or_none(found, metadata)
     if info is not None and info.kind == "head":
         raise refused_head(found.name)
@@ -202,13 +202,13 @@ def _find_draft(
 
 
 def try_pair(pair: ModelPair, options: LoadOptions, progress: Progress | None) -> tuple[ModelPair, str]:
-    """Check in a child process that the models and heads can be loaded, because damaged files can crash it.
+    """Check in a child process that models and heads can be loaded, because damaged files can crash it.
 
     Reads only the metadata of models larger than the memory limit in `options`. Raises the same errors as
-    `check_loadable`, except for heads that the user did not name.
+    `check_loadable`, but drops heads that fail if `auto` chose them.
 
     Returns:
-        The pair, without heads that crash the process, and notices for the user.
+        The pair without the heads that failed, and a notice for the user, which can be empty.
     """
     models, trials = [], []
     for found in filter(None, (pair.target, pair.draft)):
@@ -224,7 +224,8 @@ def try_pair(pair: ModelPair, options: LoadOptions, progress: Progress | None) -
     except ModelFileError:
         if not any(option.source != "named" for option in pair.heads):
             raise
-    # The result of each trial is saved, so only those that have not been made yet take time.
+    # Try the models and heads one by one to find the heads that fail. Trial results are saved, so completed
+    # trials are not repeated.
     check_loadable(models, progress)
     return _without_crashing_heads(pair, trials, progress)
 

@@ -31,9 +31,9 @@ class Preview:
         target, draft: Names of the models; `draft` is None if there is no draft model.
         notes: User-facing notes on how the model names were resolved to files.
         why_no_draft: Reason why there is no draft model. Empty if there is one.
-        heads: Names of the heads to draft with.
-        why_no_head: Reason why there is no head. Empty if there is one.
-        why_heads: How the heads were chosen. Empty if the user chose.
+        heads: Names of the heads to draft with, most preferred first.
+        why_no_head: Reason why there is no head, or why heads were dropped. Empty otherwise.
+        why_heads: Notice that names the chosen heads. Empty if the user chose the head.
         plan: The memory plan.
         advice: Advice for the user if the plan does not fit. Otherwise empty.
         trained_context_tokens: Context length that the target was trained for. 0 if unknown.
@@ -83,7 +83,7 @@ def plan(
     request = LoadRequest.read(target, draft, options)
     check_room_to_plan()
     if address_space_is_limited():
-        # Import the modules that `load` uses, because they take up part of the address space.
+        # Import the modules that `load` uses, so that the plan does not count their address space as free.
         import_module("edgespec.assembly.loading")
     with tempfile.TemporaryDirectory(prefix="edgespec-") as folder:
 

@@ -353,7 +353,7 @@ def remove_model(reference: str, yes: bool, as_json: bool) -> None:
 
 
 def _resolver(reference: str) -> Callable[..., Resolved]:
-    """Return the function that resolves a reference: to a head if the catalogue lists it as one."""
+    """Return `resolve_head` if the catalogue lists `reference` as a head, and `resolve` otherwise."""
     from edgespec.catalog import load_catalogue, resolve
     from edgespec.catalog.head_reference import resolve_head
 

@@ -41,7 +41,7 @@ class Shown:
         facts: Properties of the loaded model. None without `--probe`.
         options: Models that can draft for this one, best first.
         choice: The draft model that `--draft auto` would use.
-        heads: Heads for this model, the ones to prefer first.
+        heads: Heads for this model, most preferred first.
         problem: The error if the model could not be read or loaded.
     """
 
@@ -243,8 +243,8 @@ def _info_lines(info: ModelInfo) -> list[tuple[str, str]]:
     if info.kind == "head":
         size = format_bytes(info.size_bytes)
         return [
-            ("head", f"{', '.join(info.heads)}, {info.quantisation}, {size}; it drafts for one model"),
-            ("use it with", "--head, together with the --target that it was made for"),
+            ("head", f"{', '.join(info.heads)}, {info.quantisation}, {size}; made for one target"),
+            ("use it with", "--head, together with --target and the model that the head was made for"),
         ]
     experts = f", {info.experts_used} of {info.experts} experts per token" if info.experts else ""
     trained = f"{info.context_tokens:,} tokens" if info.context_tokens else "not stated in the files"

@@ -138,7 +138,7 @@ def lowbit(reference: str, type_name: str | None, to: Path | None, as_json: bool
 )
 @json_option
 def head(head: Path, reference: str, to: Path, as_json: bool) -> None:
-    """Convert the EAGLE-3, DFlash or DSpark head in the folder HEAD, as published on Hugging Face.
+    """Convert an EAGLE-3, DFlash or DSpark head to GGUF. HEAD is its folder, as published on Hugging Face.
 
     REF is the GGUF model that the head was trained for.
     """

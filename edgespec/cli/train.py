@@ -1,4 +1,4 @@
-"""`edgespec train`: train a head for one's own model."""
+"""`edgespec train`: train a head for the user's own model."""
 
 from __future__ import annotations
 
@@ -34,12 +34,18 @@ _MIN_TOKENS = 1_000
 def command() -> None:
     """Train a head that drafts for your own model.
 
-    If interrupted, run the command again to continue.
+    If the command is interrupted, run it again to continue.
     """
 
 
 class _Kind(NamedTuple):
-    """A kind of head: its command, what it is called, and the method that drafts with it."""
+    """A kind of head.
+
+    Attributes:
+        name: Name of the command, such as `eagle3`.
+        title: Name with its article, such as `an EAGLE-3 head`.
+        method: Name of the drafting method.
+    """
 
     name: str
     title: str
@@ -54,9 +60,9 @@ def _add_command(kind: _Kind) -> None:
         short_help=f"Train {kind.title}.",
         help=f"""Train {kind.title} for REF, for `--method {kind.method}`.
 
-        No data is needed: REF writes conversations, with questions of its own, and the head learns to guess
-        its replies. This takes hours for a model of several billion parameters. Ctrl-C stops, and the same
-        command continues.
+        No data is needed. REF writes both the questions and the replies, and the head learns to predict the
+        replies. Training takes hours for a model with several billion parameters. Press Ctrl-C to stop, and
+        run the same command again to continue.
 
         If REF is a GGUF model, training needs its MLX or Hugging Face form (--weights). EAGLE-3 heads are
         then also converted to GGUF.
@@ -74,7 +80,7 @@ def _add_command(kind: _Kind) -> None:
         metavar="DIR",
         required=True,
         type=click.Path(path_type=Path, file_okay=False),
-        help="Folder in which to save the head. A head that is already there is only replaced by a better"
+        help="Folder in which to save the head. A head that is already there is replaced only by a better"
         " one.",
     )
     @click.option(
@@ -89,13 +95,13 @@ def _add_command(kind: _Kind) -> None:
         metavar="N",
         default=1_000_000,
         show_default=True,
-        help="Number of tokens of conversations to train with. More take longer and make a better head.",
+        help="Number of conversation tokens to train with. More tokens take longer and make a better head.",
     )
     @prompts_option(
-        help="JSON Lines file with a `prompt` or `messages` on each line. The model answers these first, and"
-        " then writes questions itself."
+        help="JSON Lines file with `prompt` or `messages` on each line. The model answers these first, and"
+        " then writes its own questions."
     )
-    @click.option("--chats", is_flag=True, help="Also let the model answer the messages of your saved chats.")
+    @click.option("--chats", is_flag=True, help="Also let the model answer the messages in your saved chats.")
     @json_option
     def train(
         reference: str,
@@ -140,7 +146,7 @@ def _train(
     tokens: int,
     prompts: Sequence[TrainingPrompt],
 ) -> tuple[TrainingResult, Path | None]:
-    """Train the head. Return the result, and the head as GGUF if it was converted."""
+    """Train the head. Return the result, and the path of the converted GGUF file, if any."""
     from edgespec.catalog import resolve
     from edgespec.prepare.head import needs_conversion, prepare_head
     from edgespec.train import TrainingSettings, load_target, train_head
@@ -170,12 +176,12 @@ def _print(result: TrainingResult) -> None:
     headings = (
         "HEAD",
         "TOKENS PER PASS",
-        *(f"GUESS {depth}" for depth in depths),
+        *(f"TOKEN {depth}" for depth in depths),
         *(kind.upper() for kind in kinds),
     )
     print_table(headings, [_row(name, figures, kinds) for name, figures in measured.items()])
     if not result.kept:
-        click.echo("\nThe earlier head guesses at least as well, so it was kept.")
+        click.echo("\nThe earlier head is at least as accurate, so it was kept.")
     if result.plot:
         click.echo(printable(f"\nThe training curve is in {result.plot}"))
 

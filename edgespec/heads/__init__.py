@@ -1,1 +1,1 @@
-"""Read published heads, in all the layouts in which they come. Never executes code in their files."""
+"""Read heads in the layouts used by their publishers, without executing code from their files."""

@@ -1,4 +1,4 @@
-"""The configuration of a DFlash or DSpark head, which publishers write in different ways."""
+"""Parse the configuration of a DFlash or DSpark head, whose settings differ between publishers."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 @dataclass(frozen=True, slots=True)
 class DFlashConfig:
-    """The sizes and variants of a DFlash or DSpark head, which has the layers of a Qwen 3 model.
+    """The configuration of a DFlash or DSpark head, whose layers are those of a Qwen 3 model.
 
     Attributes:
-        size: Size of the hidden states, which is that of the target's.
-        rope: Settings of the rotary embedding, as in `rope_scaling` of Hugging Face. None for the default.
-        vocab_size: Size of the target's vocabulary.
-        context_tokens: Context that the head was trained for. 0 if unknown.
-        states: The target's hidden states that the head reads. The number k stands for the input of layer k,
-            and the number of layers for the output of the last one.
-        block_tokens: Number of tokens in a block, which are the last emitted token and mask tokens.
-        mask_token: Id of the mask token.
-        predicts_next: Whether a token of a block predicts the next one. Otherwise, the mask tokens predict
-            the tokens in their own places.
-        is_causal: Whether a token of a block only attends to those before it.
-        windows: For each layer, the size of its sliding window, or 0 if it attends to all tokens.
-        markov_rank: Rank of a DSpark head's Markov head. 0 for DFlash heads.
+        size: Hidden size of the head, which equals the target's.
+        rope: Rotary embedding settings, in the format of Hugging Face's `rope_scaling`. None for the default.
+        vocab_size: Target's vocabulary size.
+        context_tokens: Context length that the head was trained for. 0 if unknown.
+        states: Layer indices of the target's hidden states that the head reads. Index k means the input of
+            layer k. The target's layer count means the output of its last layer.
+        block_tokens: Number of tokens in a block: the last emitted token, followed by mask tokens.
+        mask_token: Token id of the mask token.
+        predicts_next: Whether each block position predicts the token at the next position. Otherwise, each
+            mask token predicts the token at its own position.
+        is_causal: Whether attention within a block is causal.
+        windows: Sliding window size of each layer in tokens. 0 for layers with full attention.
+        markov_rank: Rank of the Markov head in a DSpark head. 0 for DFlash heads.
     """
 
     size: int
@@ -53,23 +53,23 @@ class DFlashConfig:
 
     @property
     def rope_type(self) -> str:
-        """Kind of rotary embedding, such as `llama3` or `yarn`."""
+        """Rotary embedding type, such as `llama3` or `yarn`."""
         rope = self.rope or {}
         return str(rope.get("rope_type") or rope.get("type") or "default")
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Size of the keys and values of one token in bytes, in float32."""
+        """Bytes per token in the KV cache, in float32."""
         return 2 * self.layers * self.kv_heads * self.head_size * 4
 
 
 def is_dflash(config: Mapping[str, Any]) -> bool:
-    """Return whether the settings of a head, as `read_config` returns them, are those of such a head."""
+    """Return whether the settings from `read_config` describe a DFlash or DSpark head."""
     return config.get("mask_token_id") is not None
 
 
 def parse_dflash_config(config: Mapping[str, Any]) -> DFlashConfig:
-    """Return the configuration of a head.
+    """Return the configuration described by the settings from `read_config`.
 
     Raises:
         ValueError, KeyError, TypeError, ArithmeticError: A setting is missing, invalid or not supported.
@@ -115,7 +115,7 @@ def parse_dflash_config(config: Mapping[str, Any]) -> DFlashConfig:
 
 def _states(config: Mapping[str, Any]) -> tuple[int, ...]:
     if "target_layer_ids" in config:
-        # The authors of DFlash list the layers whose outputs are read.
+        # The DFlash authors list layers by output. The output of layer k is the input of layer k + 1.
         return tuple(int(layer) + 1 for layer in config["target_layer_ids"])
     return tuple(int(layer) for layer in config["aux_hidden_state_layer_ids"])
 
@@ -131,6 +131,6 @@ def _windows(config: Mapping[str, Any]) -> tuple[int, ...]:
 def _is_causal(config: Mapping[str, Any], windows: Sequence[int]) -> bool:
     causal = config.get("is_causal")
     if causal is None and len({window > 0 for window in windows}) > 1:
-        raise ValueError("its blocks are causal in some layers only, which is not supported")
-    # In the published code, layers with a sliding window are causal unless the configuration says otherwise.
+        raise ValueError("its layers mix causal and bidirectional blocks, which is not supported")
+    # The published code makes layers with a sliding window causal unless the configuration says otherwise.
     return any(windows) if causal is None else bool(causal)

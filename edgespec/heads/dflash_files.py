@@ -19,18 +19,20 @@ from edgespec.heads.tensor_files import read_folder_tensors
 
 __all__ = ["DFlashFiles", "read_dflash"]
 
-# Tensors that are not needed: the draft vocabulary as a mask over the target's, the rotary frequencies, and
-# the confidence head, because edgespec chooses the draft length from measured acceptance.
+# Tensors to ignore: `t2d` repeats what `d2t` says, the rotary frequencies follow from the configuration, and
+# the confidence head is unused because edgespec chooses the draft length from measured acceptance.
 _IGNORED = re.compile(r"t2d|(.*\.)?rotary_emb\.inv_freq|confidence_head\..*")
 
 
 @dataclass(frozen=True, slots=True)
 class DFlashFiles:
-    """A head's configuration and its tensors, named as by z-lab without `model.`.
+    """A head's configuration and tensors.
 
     Attributes:
-        target_ids: For each token of the head's own vocabulary, the token of the target. None if both
-            vocabularies are equal. The head then uses the target's embeddings and LM head.
+        config: The head's configuration.
+        tensors: Tensors by name. The names are those of z-lab's heads, without the prefix `model.`.
+        target_ids: Target token id for each draft token, int64 [draft vocabulary]. None if both vocabularies
+            are equal, in which case the head uses the target's LM head.
     """
 
     config: DFlashConfig
@@ -43,10 +45,10 @@ class DFlashFiles:
 
 
 def read_dflash(folder: Path) -> DFlashFiles:
-    """Read the configuration and the tensor descriptions of a head. Its weights are read on request.
+    """Read the configuration and tensor metadata of a head. Weights are read on request.
 
     Raises:
-        ModelFileError: The folder contains no such head, or one that is damaged or not supported.
+        ModelFileError: The folder contains no DFlash or DSpark head, or the head is damaged or unsupported.
     """
     settings = read_config(folder)
     tensors = {
@@ -74,7 +76,7 @@ def read_dflash(folder: Path) -> DFlashFiles:
 def _check_tensors(
     config: DFlashConfig, tensors: Mapping[str, StoredTensor], ids: NDArray[np.int64] | None
 ) -> None:
-    """Raise ValueError if a tensor is missing, unknown, or has another shape than the configuration says."""
+    """Raise ValueError if a tensor is missing or unknown, or if its shape contradicts the configuration."""
     size, queries, keys = config.size, config.heads * config.head_size, config.kv_heads * config.head_size
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (size, len(config.states) * size),
@@ -108,8 +110,8 @@ def _check_tensors(
         raise ValueError(f"it lacks {min(missing)}")
     for name, tensor in tensors.items():
         if name not in shapes:
-            raise ValueError(f"it contains {name}")
+            raise ValueError(f"it contains the unknown tensor {name}")
         if tensor.shape != shapes[name]:
             raise ValueError(f"its {name} has the shape {tensor.shape} instead of {shapes[name]}")
         if not tensor.is_floating:
-            raise ValueError(f"its {name} has the type {tensor.dtype}, which is no weight type")
+            raise ValueError(f"its {name} has the type {tensor.dtype}, which is not a floating-point type")

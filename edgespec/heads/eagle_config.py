@@ -1,4 +1,4 @@
-"""The configuration of an EAGLE head, which publishers write in different ways."""
+"""Parse the configuration of an EAGLE head, whose settings differ between publishers."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from edgespec.files import error_reason, read_regular_file
 __all__ = ["EagleConfig", "parse_config", "read_config"]
 
 _MAX_CONFIG_BYTES = 2**24
-# Objects in config.json that contain settings which other publishers write at the top level. speculators uses
-# the first, NVIDIA the second, and z-lab the third.
+# Objects in config.json that hold settings found at the top level in other layouts. They are used by
+# speculators, NVIDIA and z-lab, in this order.
 _NESTED = ("transformer_layer_config", "eagle_config", "dflash_config")
 
 
 @dataclass(frozen=True, slots=True)
 class EagleConfig:
-    """The sizes and variants of an EAGLE head. See `read_config`.
+    """The configuration of an EAGLE head.
 
     Attributes:
         version: 1 for EAGLE-1 and EAGLE-2, which have the same architecture. 3 for EAGLE-3.
-        hidden_size: Size of the head's own hidden states and of token embeddings.
+        hidden_size: Size of the head's hidden states and token embeddings.
         target_size: Size of the target's hidden states.
-        rope: Settings of the rotary embedding, as in `rope_scaling` of Hugging Face. None for the default.
-        vocab_size: Size of the target's vocabulary.
-        context_tokens: Context that the head was trained for. 0 if unknown.
-        layers: The layers whose hidden states the head reads, in the publisher's numbering. None if not
-            stated.
-        norm_before_residual: Whether the residual is the normalised hidden state (EAGLE-3).
+        rope: Rotary embedding settings, in the format of Hugging Face's `rope_scaling`. None for the default.
+        vocab_size: Target's vocabulary size.
+        context_tokens: Context length that the head was trained for. 0 if unknown.
+        layers: Indices of the target layers whose hidden states the head reads, in the publisher's numbering.
+            None if the configuration does not list any.
+        norm_before_residual: Whether the residual connection adds the normalised hidden state (EAGLE-3).
         norm_before_fc: Whether the concatenated hidden states are normalised before `fc` (EAGLE-3).
-        norm_output: Whether the head's hidden state is normalised before it is fed back (EAGLE-3).
+        norm_output: Whether the head's output is normalised before the next step reads it (EAGLE-3).
     """
 
     version: Literal[1, 3]
@@ -56,29 +56,30 @@ class EagleConfig:
 
     @property
     def rope_type(self) -> str:
-        """Kind of rotary embedding, such as `llama3` or `yarn`."""
+        """Rotary embedding type, such as `llama3` or `yarn`."""
         rope = self.rope or {}
         return str(rope.get("rope_type") or rope.get("type") or "default")
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Size of the keys and values of one token in bytes, in float32."""
+        """Bytes per token in the KV cache, in float32."""
         return 2 * self.kv_heads * self.head_size * 4
 
     def layer_choices(self, target_layers: int) -> list[tuple[int, ...]]:
-        """Return the layers whose inputs an EAGLE-3 head may read, the most likely choice first.
+        """Return the combinations of hidden states that an EAGLE-3 head may read, most likely first.
 
         Args:
-            target_layers: Number of layers of the target.
+            target_layers: Number of layers in the target.
 
         Returns:
-            The choices, in which the number of layers stands for the output of the last one. Empty if the
-            target has too few layers.
+            Tuples of layer indices. Index k means the input of layer k, and `target_layers` the output of the
+            last layer. Empty if the target has too few layers.
         """
         choices: list[tuple[int, ...]] = [(2, target_layers // 2, target_layers - 3)]
         if self.layers is not None:
-            # Some publishers list the layers whose inputs are read, others those whose outputs are. The
-            # usual lowest state is the input of layer 2, which is the output of layer 1.
+            # Some publishers list hidden states by the layer that reads them, others by the layer that writes
+            # them. The lowest is usually the input of layer 2. A list that starts with 1 names it as the
+            # output of layer 1.
             inputs, outputs = self.layers, tuple(layer + 1 for layer in self.layers)
             choices = [outputs, inputs] if self.layers[:1] == (1,) else [inputs, outputs]
         return [choice for choice in choices if all(0 <= layer <= target_layers for layer in choice)]
@@ -88,7 +89,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Return the settings in a head's config.json, with nested objects merged into the top level.
 
     Raises:
-        ModelFileError: The file is missing or damaged.
+        ModelFileError: `config.json` is missing or damaged.
     """
     path = folder / "config.json"
     try:
@@ -106,7 +107,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def parse_config(config: Mapping[str, Any], version: Literal[1, 3]) -> EagleConfig:
-    """Return the configuration of a head.
+    """Return the configuration described by the settings from `read_config`.
 
     Raises:
         ValueError, KeyError, TypeError, ArithmeticError: A setting is missing or invalid.

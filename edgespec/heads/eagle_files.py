@@ -1,7 +1,10 @@
-"""Read published EAGLE heads, whose tensors have different names in the layouts of their publishers.
+"""Read published EAGLE heads, whose tensor names differ between publishers.
 
-Layouts: EAGLE-3 by SafeAILab, SpecForge and AngelSlim (`midlayer.*`), by NVIDIA and speculators
-(`layers.0.*`), and EAGLE-1 and EAGLE-2 (`layers.0.*` without the norms of the inputs).
+Supported layouts:
+
+- EAGLE-3 by SafeAILab, SpecForge and AngelSlim (`midlayer.*`)
+- EAGLE-3 by NVIDIA and speculators (`layers.0.*`)
+- EAGLE-1 and EAGLE-2 (`layers.0.*` without input norms)
 """
 
 from __future__ import annotations
@@ -21,22 +24,22 @@ from edgespec.heads.tensor_files import read_folder_tensors
 
 __all__ = ["EagleFiles", "is_eagle", "read_eagle", "target_ids"]
 
-# Parts of names in which layouts differ.
+# Tensor name prefixes that differ between layouts.
 _PREFIX = re.compile(r"^(?:model\.)?(?:midlayer|layers\.0)\.|^model\.")
-# Tensors that are not needed: the draft vocabulary as a mask over the target's, and the rotary frequencies,
-# which follow from the configuration.
+# Tensors to ignore: `t2d` repeats what `d2t` says, and the rotary frequencies follow from the configuration.
 _IGNORED = re.compile(r"t2d|(.*\.)?rotary_emb\.inv_freq")
 
 
 @dataclass(frozen=True, slots=True)
 class EagleFiles:
-    """A head's configuration and its tensors by their canonical names.
-
-    The names are those of SafeAILab's EAGLE-3, with `layer` instead of `midlayer`.
+    """A head's configuration and tensors.
 
     Attributes:
-        target_ids: For each token of the head's own vocabulary, the token of the target. None if both
-            vocabularies are equal.
+        config: The head's configuration.
+        tensors: Tensors by canonical name: the name in SafeAILab's EAGLE-3 heads, with `layer` instead of
+            `midlayer`.
+        target_ids: Target token id for each draft token, int64 [draft vocabulary]. None if both vocabularies
+            are equal.
     """
 
     config: EagleConfig
@@ -53,19 +56,19 @@ class EagleFiles:
 
 
 def is_eagle(names: Collection[str]) -> bool:
-    """Return whether tensors with these names are those of an EAGLE head.
+    """Return whether these tensor names belong to an EAGLE head.
 
-    The configuration of an EAGLE-1 head does not tell it from that of its target.
+    The configuration cannot answer this, because an EAGLE-1 head's configuration looks like its target's.
     """
     canonical = {_canonical(name) for name in names}
     return {"fc.weight", "layer.self_attn.q_proj.weight"} <= canonical
 
 
 def read_eagle(folder: Path) -> EagleFiles:
-    """Read the configuration and the tensor descriptions of an EAGLE head. Its weights are read on request.
+    """Read the configuration and tensor metadata of an EAGLE head. Weights are read on request.
 
     Raises:
-        ModelFileError: The folder contains no EAGLE head, or one that is damaged or not supported.
+        ModelFileError: The folder contains no EAGLE head, or the head is damaged or unsupported.
     """
     settings = read_config(folder)
     tensors = {
@@ -92,7 +95,15 @@ def _canonical(name: str) -> str:
 
 
 def target_ids(offsets: StoredTensor, vocab_size: int) -> NDArray[np.int64]:
-    """Return the target's token for each draft token, from the published difference between both ids."""
+    """Return each draft token's target token id, int64 [draft vocabulary].
+
+    Args:
+        offsets: The tensor `d2t`, which holds the target id minus the draft id of each draft token.
+        vocab_size: Target's vocabulary size.
+
+    Raises:
+        ValueError: `offsets` contains no token ids, or ids outside the target's vocabulary.
+    """
     if offsets.is_floating or len(offsets.shape) != 1:
         raise ValueError("its d2t contains no token ids")
     ids = np.arange(offsets.shape[0]) + offsets.read().astype(np.int64)
@@ -102,24 +113,24 @@ def target_ids(offsets: StoredTensor, vocab_size: int) -> NDArray[np.int64]:
 
 
 def _check_tensors(config: EagleConfig, tensors: Mapping[str, StoredTensor], draft_vocab: int) -> None:
-    """Raise ValueError if a tensor is missing, unknown, or has another shape than the configuration says."""
+    """Raise ValueError if a tensor is missing or unknown, or if its shape contradicts the configuration."""
     needed, optional = _shapes(config, tensors, draft_vocab)
     if missing := needed.keys() - tensors.keys():
         raise ValueError(f"it lacks {min(missing)}")
     for name, tensor in tensors.items():
         shape = needed.get(name) or optional.get(name)
         if shape is None:
-            raise ValueError(f"it contains {name}")
+            raise ValueError(f"it contains the unknown tensor {name}")
         if tensor.shape != shape:
             raise ValueError(f"its {name} has the shape {tensor.shape} instead of {shape}")
         if not tensor.is_floating:
-            raise ValueError(f"its {name} has the type {tensor.dtype}, which is no weight type")
+            raise ValueError(f"its {name} has the type {tensor.dtype}, which is not a floating-point type")
     if (
         config.version == 1
         and "embed_tokens.weight" not in tensors
         and config.hidden_size != config.target_size
     ):
-        raise ValueError("its hidden states differ in size from the target's")
+        raise ValueError("its hidden size differs from the target's")
 
 
 _Shapes = dict[str, tuple[int, ...]]
@@ -128,7 +139,7 @@ _Shapes = dict[str, tuple[int, ...]]
 def _shapes(
     config: EagleConfig, tensors: Mapping[str, StoredTensor], draft_vocab: int
 ) -> tuple[_Shapes, _Shapes]:
-    """Return the shapes of the tensors that a head must have, and of those that it can have."""
+    """Return the shapes of a head's required tensors and of its optional tensors, by name."""
     size, pair = config.hidden_size, 2 * config.hidden_size
     keys, queries = config.kv_heads * config.head_size, config.heads * config.head_size
     attention = {"q": queries, "k": keys, "v": keys}
@@ -151,7 +162,7 @@ def _shapes(
     states = fused // config.target_size
     if states < 1 or fused % config.target_size or len(config.layers or range(3)) != states:
         raise ValueError(
-            f"its fc.weight reads {fused:,} values, which does not fit the target's hidden states"
+            f"its fc.weight reads {fused:,} values, which does not match the configured hidden states"
         )
     needed |= {
         "fc.weight": (size, fused),

@@ -1,8 +1,8 @@
-"""Read the tensors in files that `torch.save` wrote (.bin, .pt and .pth) without executing them.
+"""Read tensors from files written by `torch.save` (.bin, .pt and .pth) without executing them.
 
-These files are zip archives that contain a pickle, which is a program: Python's unpickler calls any function
-that the pickle names, and allocates as much memory as it asks for. This module interprets only the few
-instructions with which tensors are saved, calls no function by name, and rejects everything else.
+These files are zip archives that contain a pickle. A pickle is a program: Python's unpickler calls any
+function that the pickle names, and allocates as much memory as the pickle requests. This module interprets
+only the instructions needed to describe tensors, never calls a function by name, and rejects everything else.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _STORAGES = {
     "torch ShortStorage": "I16", "torch CharStorage": "I8", "torch ByteStorage": "U8",
     "torch BoolStorage": "BOOL",
 }  # fmt: skip
-# Maximum size in bytes of the pickle, which does not include the data of the tensors. Published heads need a
-# few kilobytes.
+# Maximum size in bytes of the pickle, which does not include the tensor data. The pickles of published heads
+# have a few kilobytes.
 _MAX_PICKLE_BYTES = 2**20
 _MAX_DIMENSIONS = 8
 _DAMAGE = (
@@ -40,16 +40,17 @@ _DAMAGE = (
 
 
 class _Global(NamedTuple):
-    """A function or class that the pickle names, as `module name`. It is never imported."""
+    """A function or class named in the pickle, as `module name`. It is never imported."""
 
     name: str
 
 
 class _Storage(NamedTuple):
-    """The data of one or several tensors.
+    """The data of one or more tensors.
 
     Attributes:
         entry: Name of the zip entry that holds the data.
+        dtype: Name of the data type, as in `StoredTensor`.
         elements: Number of elements.
     """
 
@@ -59,9 +60,9 @@ class _Storage(NamedTuple):
 
 
 def read_pickled_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors in a file that `torch.save` wrote, by name.
+    """Return the tensors in a file written by `torch.save`, by name.
 
-    The file must contain a dictionary. Its values that are not tensors are ignored.
+    The file must contain a dictionary. Dictionary values that are not tensors are ignored.
 
     Raises:
         ModelFileError: The file is missing or damaged, or it contains anything but tensors and plain values.
@@ -69,11 +70,11 @@ def read_pickled_tensors(path: Path) -> dict[str, StoredTensor]:
     try:
         regular_file_bytes(path)
         with ZipFile(path) as archive:
-            # Compressed entries could fill the memory. PyTorch does not compress any.
+            # Ignore compressed entries, which could expand to fill the memory. PyTorch never compresses.
             stored = {one.filename: one for one in archive.infolist() if one.compress_type == ZIP_STORED}
             pickles = [name for name in stored if name.rpartition("/")[2] == "data.pkl"]
             if len(pickles) != 1 or stored[pickles[0]].file_size > _MAX_PICKLE_BYTES:
-                raise ValueError("it has no data.pkl, or a very large one")
+                raise ValueError("it does not contain exactly one data.pkl of a plausible size")
             root = pickles[0].removesuffix("data.pkl")
             order = stored.get(f"{root}byteorder")
             if order and (order.file_size != len("little") or archive.read(order) != b"little"):
@@ -100,15 +101,15 @@ class _Interpreter:
     """Interprets the instructions of a pickle that contains tensors.
 
     Args:
-        path: The zip archive, for errors and for reading data.
-        root: Prefix of the archive's entries.
-        sizes: Sizes in bytes of the archive's uncompressed entries.
+        path: Path of the zip archive, used to read data and in error messages.
+        root: Common prefix of the archive's entry names.
+        sizes: Size in bytes of each uncompressed entry, by name.
     """
 
     def __init__(self, path: Path, root: str, sizes: dict[str, int]) -> None:
         self._path, self._root, self._sizes = path, root, sizes
         self._stack: list[Any] = []
-        # Lengths of the stack at each MARK instruction.
+        # Stack length at each open MARK instruction.
         self._marks: list[int] = []
         self._memo: dict[int, Any] = {}
 
@@ -168,7 +169,7 @@ class _Interpreter:
                     function, arguments = self._pop_many(2)
                     self._stack.append(self._call(function, arguments))
                 case "BUILD":
-                    # The attributes of a dictionary of tensors, such as the version of each module.
+                    # Drop the attributes of a state dictionary, such as module versions. They are not needed.
                     self._stack.pop()
                 case _:
                     raise self._refused(f"the instruction {opcode.name}")
@@ -193,7 +194,7 @@ class _Interpreter:
     def _set_items(self, values: list[Any]) -> None:
         if type(container := self._stack[-1]) is not dict:
             raise ValueError("it sets items of something other than a dictionary")
-        # Other keys could take forever to hash, such as tuples that contain the same tuple many times.
+        # Hashing other keys could take forever, for example nested tuples that repeat the same tuple.
         if not all(isinstance(key, str) for key in values[::2]):
             raise ValueError("a key of a dictionary is not a string")
         container.update(zip(values[::2], values[1::2], strict=True))
@@ -210,7 +211,7 @@ class _Interpreter:
         return _Storage(entry, dtype, count)
 
     def _call(self, function: Any, arguments: Any) -> Any:
-        """Return what the function that the pickle names would return for these arguments."""
+        """Return the result of a call in the pickle. Raises ModelFileError for unsupported functions."""
         match function:
             case _Global("collections OrderedDict") if arguments == ():
                 return {}

@@ -1,4 +1,4 @@
-"""Run the layer of Hydra++ heads that reads the hidden states of all tokens (arXiv 2402.05109)."""
+"""Run the prefix layer of Hydra++ heads, which attends to all hidden states (arXiv 2402.05109)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from edgespec.heads.residual_layout import AttentionLayer
 
 __all__ = ["AttentionShape", "PrefixLayer"]
 
-# The KV cache grows by at least this many tokens.
+# Minimum number of tokens by which the KV cache grows, so that it is not copied for every append.
 _MIN_GROWTH_TOKENS = 256
 
 
 class AttentionShape(NamedTuple):
-    """The settings of an attention layer that its weights do not tell. Hydra++ heads use their target's.
+    """Settings of an attention layer that do not follow from its weights. Hydra++ heads use the target's.
 
     Attributes:
-        heads: Number of query heads. Several of them can share a key head.
+        heads: Number of query heads. Multiple query heads can share a key head.
         rope_theta: Base of the rotary position embedding.
-        norm_epsilon: Added to the mean square in norms.
+        norm_epsilon: Epsilon of the RMS norms.
     """
 
     heads: int
@@ -30,19 +30,19 @@ class AttentionShape(NamedTuple):
 
 
 class PrefixLayer:
-    """A transformer layer like Llama's, followed by a norm, and its KV cache.
+    """A Llama transformer layer with a final norm and a KV cache.
 
     Args:
-        weights: The weights of the layer.
-        shape: Its settings.
+        weights: The layer's weights.
+        shape: The layer's settings.
         loader: Reads the weights.
 
     Raises:
-        ModelFileError: The weights cannot be read, or are not finite numbers.
+        ModelFileError: The weights cannot be read, or contain infinite values or NaN.
 
     Attributes:
-        start: Position of the first hidden state in the KV cache.
-        end: Position after the last hidden state in the KV cache.
+        start: Position of the first token in the KV cache.
+        end: Position after the last token in the KV cache.
     """
 
     def __init__(self, weights: AttentionLayer, shape: AttentionShape, loader: WeightLoader) -> None:
@@ -65,20 +65,20 @@ class PrefixLayer:
         self._cache: Array = np.empty((2, self._kv_heads, 0, head_size), np.float32)
 
     def restart(self, position: int) -> None:
-        """Empty the KV cache, and let it begin at a position."""
+        """Empty the KV cache. The next hidden state is at `position`."""
         self.start = self.end = position
 
     def truncate(self, end: int) -> None:
-        """Remove the keys and values from position `end` on."""
+        """Remove the keys and values at position `end` and after."""
         self.end = min(self.end, end)
         self.start = min(self.start, self.end)
 
     def append(self, states: Array) -> None:
-        """Add the keys and values of hidden states [tokens, size] to the KV cache."""
+        """Append the keys and values of hidden states [tokens, size] to the KV cache."""
         self._append(rms_norm(states, self._input_norm, self._shape.norm_epsilon))
 
     def run(self, states: Array) -> Array:
-        """Add the keys and values of hidden states [tokens, size], and return the layer's output for them."""
+        """Append hidden states [tokens, size] to the KV cache, and return the output [tokens, size]."""
         epsilon = self._shape.norm_epsilon
         with np.errstate(over="ignore", invalid="ignore"):
             x = rms_norm(states, self._input_norm, epsilon)
@@ -111,11 +111,11 @@ class PrefixLayer:
         return np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
 
     def _attention(self, queries: Array) -> Array:
-        """Return what the last tokens in the KV cache read from it, given their queries [tokens, size]."""
+        """Return the attention output for the queries [tokens, size] of the last cached tokens."""
         count, used = len(queries), self.end - self.start
         keys, values = self._cache[:, :, :used]
         queries = self._rotated(self._heads(queries), self.end - count)
-        # The queries of all heads that share a key head are stacked as its rows.
+        # Stack the queries of all heads that share a key head, so that one product serves them all.
         stacked = queries.reshape(self._kv_heads, -1, self._head_size)
         scores = stacked @ keys.swapaxes(1, 2) / np.float32(np.sqrt(self._head_size))
         hidden = np.arange(used) > np.arange(used - count, used)[:, None]

@@ -1,4 +1,4 @@
-"""Load the matrices and vectors of heads, and compute with them."""
+"""Load the weights of heads, and compute matrix products, norms and activations."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ __all__ = [
 ]
 
 Array: TypeAlias = NDArray[np.float32]
-# Function that multiplies rows [rows, inputs] by a matrix, and returns rows [rows, outputs].
+# Function that multiplies an array [rows, inputs] by a matrix. Returns [rows, outputs].
 Product: TypeAlias = Callable[[Array], Array]
-# Function that returns the product with a float16 or float32 matrix [outputs, inputs], given also the name of
-# its data type in the file (see `StoredTensor`), which can be BF16.
+# Function that returns the `Product` for a float16 or float32 matrix [outputs, inputs]. The second argument
+# is the matrix's data type in the file (see `StoredTensor`), such as BF16.
 MakeProduct: TypeAlias = Callable[[NDArray[np.floating], str], Product]
 
 
-# Memory of a weight of `numpy_product`, in bytes.
+# Bytes per weight used by `numpy_product`.
 NUMPY_BYTES_PER_WEIGHT = 4
 
 
 def numpy_product(matrix: NDArray[np.floating], _dtype: str = "") -> Product:
-    """Return the product with a matrix, computed by NumPy in float32.
+    """Return a function that multiplies by a matrix with NumPy in float32.
 
-    The matrix is copied, because it may be mapped from a file that could change. NumPy has no fast product of
-    float16 matrices, so these are converted and then take twice the memory.
+    The matrix is copied, because it may be mapped from a file that could change. float16 matrices are
+    converted to float32, which doubles their memory, because NumPy has no fast float16 product.
     """
     transposed = np.array(matrix, np.float32).T
     return lambda rows: rows @ transposed
@@ -49,19 +49,19 @@ class WeightLoader:
     """Reads the weights of a head.
 
     Args:
-        file: The file with the weights, for errors.
-        make_product: How to multiply by matrices.
+        file: The file with the weights, for error messages.
+        make_product: Creates the function that multiplies by a matrix.
     """
 
     def __init__(self, file: Path, make_product: MakeProduct) -> None:
         self._file, self._make_product = file, make_product
 
     def matrix(self, tensor: StoredTensor) -> Product:
-        """Return the product with a matrix. Raises ModelFileError if a weight is not a finite number."""
+        """Return a function that multiplies by a matrix. Raises ModelFileError if a weight is not finite."""
         return self._make_product(self._finite(tensor), tensor.dtype)
 
     def vector(self, tensor: StoredTensor) -> Array:
-        """Return a vector. Raises ModelFileError if a weight is not a finite number."""
+        """Return a vector in float32. Raises ModelFileError if a weight is not finite."""
         return self._finite(tensor).astype(np.float32)
 
     def _finite(self, tensor: StoredTensor) -> NDArray[np.floating]:
@@ -75,12 +75,12 @@ class WeightLoader:
 
 
 def silu(x: Array) -> Array:
-    """Return `x * sigmoid(x)`, computed such that large numbers do not overflow."""
+    """Return `x * sigmoid(x)`, computed with tanh so that large values do not overflow."""
     y: Array = x * (0.5 + 0.5 * np.tanh(0.5 * x))
     return y
 
 
 def rms_norm(x: Array, weight: Array, epsilon: float) -> Array:
-    """Return rows scaled to a root mean square of 1, and then by `weight`."""
+    """Scale each row to a root mean square of 1, then multiply by `weight`."""
     y: Array = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(epsilon)) * weight
     return y

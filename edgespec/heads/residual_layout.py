@@ -1,4 +1,4 @@
-"""Find the weights of Medusa heads (arXiv 2401.10774) and Hydra heads (arXiv 2402.05109) in their files."""
+"""Read the tensor layouts of Medusa heads (arXiv 2401.10774) and Hydra heads (arXiv 2402.05109)."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ __all__ = [
     "residual_head_method",
 ]
 
-# The methods whose heads have this layout, and the file types of their weights, preferred ones first.
+# Methods whose heads consist of residual blocks, and file types of weights in order of preference.
 RESIDUAL_METHODS = ("medusa", "hydra")
 _SUFFIXES = (".safetensors", ".pt", ".bin")
-# The model with one layer that Hydra++ heads read, and its tensors in the order of `AttentionLayer`. The
-# misspelt name is that in the published files.
+# Name prefix of the prefix layer that Hydra++ heads read, misspelt as in the published files, and the layer's
+# tensors in the order of `AttentionLayer`.
 _PREFIX_MODEL = "prefix_embeding_layer."
 _PREFIX_TENSORS = (
     "layers.0.input_layernorm", "layers.0.self_attn.q_proj", "layers.0.self_attn.k_proj",
     "layers.0.self_attn.v_proj", "layers.0.self_attn.o_proj", "layers.0.post_attention_layernorm",
     "layers.0.mlp.gate_proj", "layers.0.mlp.up_proj", "layers.0.mlp.down_proj", "norm",
 )  # fmt: skip
-# Maximum size of a head's config.json in bytes. Published ones have less than 1 KB.
+# Maximum size of config.json in bytes. Published heads have less than 1 KB.
 _MAX_CONFIG_BYTES = 1 << 20
 
 
@@ -48,21 +48,21 @@ class Linear(NamedTuple):
 
 
 class ResidualBlock(NamedTuple):
-    """Computes `shortcut(x) + silu(linear(x))`. Without a shortcut, x itself is added."""
+    """The weights of `shortcut(x) + silu(linear(x))`. If `shortcut` is None, it is the identity."""
 
     linear: Linear
     shortcut: Linear | None
 
 
 class ResidualHead(NamedTuple):
-    """Residual blocks, and the matrix that maps their result to logits, or None for the target's LM head."""
+    """Residual blocks, and the output matrix that maps to logits. None means the target's LM head."""
 
     blocks: tuple[ResidualBlock, ...]
     output: Linear | None
 
 
 class AttentionLayer(NamedTuple):
-    """The weights of a transformer layer like Llama's, and of the norm after it."""
+    """The weights of a Llama transformer layer and of the norm after the layer."""
 
     input_norm: StoredTensor
     q_proj: StoredTensor
@@ -83,17 +83,17 @@ class ResidualHeads:
     From the hidden state at position p, head i predicts the token at position p + i + 2.
 
     Attributes:
-        file: The file with the weights.
+        file: The file that contains the weights.
         heads: The heads, nearest first.
         reads_tokens: Whether head i also reads the embeddings of tokens p + 1 to p + i + 1, as Hydra heads
             do.
-        prefix: A layer that reads the hidden states of all tokens. The heads read its output at position p
-            instead of the hidden state. None if the heads read the hidden state itself.
-        state_size: Number of values in a hidden state.
+        prefix: A layer that attends to the hidden states of all tokens (Hydra++). The heads then read the
+            layer's output at position p. None if the heads read the hidden state itself.
+        state_size: Hidden size.
         vocab_size: Number of tokens that can be predicted. 0 if the heads have no output matrices and use the
             target's LM head.
-        layers_before_last: The hidden state that the heads read: 0 for the target's final one, which its LM
-            head reads too, or n for the input of the n-th layer from the end.
+        layers_before_last: Which hidden state the heads read. 0 means the final one, which is the input of
+            the target's LM head. n means the input of the n-th layer from the end.
     """
 
     file: Path
@@ -110,7 +110,7 @@ class ResidualHeads:
         return sum(math.prod(tensor.shape) for tensor in self.tensors())
 
     def tensors(self) -> Iterator[StoredTensor]:
-        """Iterate over all weights."""
+        """Iterate over all tensors."""
         for head in self.heads:
             linears = [head.output, *(linear for block in head.blocks for linear in block)]
             yield from (tensor for linear in linears for tensor in linear or () if tensor is not None)
@@ -118,7 +118,7 @@ class ResidualHeads:
 
 
 def _weights_file(path: Path) -> Path | None:
-    """Return the file with the weights of Medusa or Hydra heads at a path, or None if there is none."""
+    """Return the weights file of the Medusa or Hydra heads at `path`, or None if there are no such heads."""
     if path.is_dir():
         names = (f"{method}_lm_head{suffix}" for method in RESIDUAL_METHODS for suffix in _SUFFIXES)
         return next((path / name for name in names if (path / name).is_file()), None)
@@ -127,16 +127,16 @@ def _weights_file(path: Path) -> Path | None:
 
 
 def residual_head_method(path: Path) -> str | None:
-    """Return the method of the heads at a path, `medusa` or `hydra`, or None if there are no such heads."""
+    """Return `medusa` or `hydra` for the heads at `path`, or None if there are no such heads."""
     file = _weights_file(path)
     return file.stem.removesuffix("_lm_head") if file else None
 
 
 def read_residual_heads(path: Path) -> ResidualHeads:
-    """Read the descriptions of Medusa or Hydra heads. Their weights are read later.
+    """Read the tensor metadata of Medusa or Hydra heads. Weights are read on request.
 
     Args:
-        path: A folder as published on Hugging Face, or the file with the weights in it.
+        path: The heads' folder, as published on Hugging Face, or the weights file in that folder.
 
     Raises:
         ModelFileError: The files are missing, damaged or incomplete.
@@ -161,7 +161,7 @@ def read_residual_heads(path: Path) -> ResidualHeads:
 
 
 def _read_config(path: Path) -> Mapping[str, Any]:
-    """Return the settings in `config.json`. A missing file has none, because the weights tell all sizes."""
+    """Return the settings in `config.json`. The file is optional, because weights tell all sizes."""
     try:
         if path.stat().st_size > _MAX_CONFIG_BYTES:
             raise ValueError("it is too large")
@@ -179,24 +179,24 @@ def _read_config(path: Path) -> Mapping[str, Any]:
 
 
 class _NamedTensors:
-    """The tensors of a file by name."""
+    """Finds tensors in a file by name."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
         self._tensors = read_tensor_file(file)
 
     def numbers(self, before: str, after: str) -> list[int]:
-        """Return all n for which there is a tensor named `before`n`after`, in ascending order."""
+        """Return every n for which there is a tensor named `{before}{n}{after}`, in ascending order."""
         pattern = re.compile(rf"{re.escape(before)}(\d{{1,4}}){re.escape(after)}")
         return sorted(int(found[1]) for name in self._tensors if (found := pattern.fullmatch(name)))
 
     def linear(self, name: str) -> Linear | None:
-        """Return the matrix `name.weight` with its bias, if any, or None if there is no such matrix."""
+        """Return the matrix `{name}.weight` with its optional bias, or None if there is no such matrix."""
         weight = self._tensors.get(f"{name}.weight")
         return Linear(weight, self._tensors.get(f"{name}.bias")) if weight else None
 
     def blocks(self, before: str) -> tuple[ResidualBlock, ...]:
-        """Return the residual blocks of a head. The numbers between theirs are those of dropouts."""
+        """Return the residual blocks of a head. Block numbers can have gaps, left by dropout layers."""
         blocks = []
         for number in self.numbers(before, ".linear.weight"):
             linear = self.linear(f"{before}{number}.linear")
@@ -219,9 +219,9 @@ class _NamedTensors:
 
 
 def _medusa_heads(tensors: _NamedTensors) -> tuple[ResidualHead, ...]:
-    """Return the heads named `{i}.{layer}.linear`, with outputs named `{i}.{last layer}`.
+    """Return the Medusa heads. Blocks are named `{i}.{block}.linear`, and output matrices `{i}.{last index}`.
 
-    Medusa's current training script, which calls its heads version 2, writes no outputs.
+    Heads written by Medusa's current training script ("version 2") have no output matrices.
     """
     heads: list[ResidualHead] = []
     while blocks := tensors.blocks(start := f"{len(heads)}."):
@@ -233,9 +233,9 @@ def _medusa_heads(tensors: _NamedTensors) -> tuple[ResidualHead, ...]:
 
 
 def _hydra_heads(tensors: _NamedTensors) -> tuple[ResidualHead, ...]:
-    """Return the heads named `hydra_mlp.{i}.{layer}`, with outputs named `hydra_lm_head.{i}`.
+    """Return the Hydra heads. Blocks are named `hydra_mlp.{i}.{block}`, and outputs `hydra_lm_head.{i}`.
 
-    Outputs are called `hydra_lm_head.{i}.1` if they follow a dropout.
+    An output matrix that follows a dropout is named `hydra_lm_head.{i}.1`.
     """
     heads: list[ResidualHead] = []
     while blocks := tensors.blocks(f"hydra_mlp.{len(heads)}."):
@@ -248,7 +248,7 @@ def _hydra_heads(tensors: _NamedTensors) -> tuple[ResidualHead, ...]:
 
 
 def _prefix(tensors: _NamedTensors) -> AttentionLayer | None:
-    """Return the layer that Hydra++ heads read. Other heads have none."""
+    """Return the prefix layer of Hydra++ heads, or None for other heads."""
     if not tensors.has(_PREFIX_MODEL):
         return None
     names = (f"{_PREFIX_MODEL}{name}.weight" for name in _PREFIX_TENSORS)
@@ -261,7 +261,7 @@ def _checked(
     prefix: AttentionLayer | None,
     layers_before_last: int,
 ) -> ResidualHeads:
-    """Return the heads. Raises ModelFileError if the shapes of their weights do not match."""
+    """Check the shapes of the heads and return them. Raises ModelFileError if shapes do not match."""
     if not heads:
         raise tensors.error("it contains no heads")
     size = _matrix_shape(tensors, heads[0].blocks[0].linear.weight)[0]
@@ -272,12 +272,14 @@ def _checked(
         inputs = size * (number + 2 if reads_tokens else 1)
         for index, block in enumerate(head.blocks):
             if (block.shortcut is not None) != (reads_tokens and index == 0):
-                raise tensors.error(f"block {index} of head {number} has, or lacks, a res_connection")
+                raise tensors.error(
+                    f"block {index} of head {number} has an unexpected res_connection, or lacks one"
+                )
             for linear in block:
                 _check_shape(tensors, linear, (size, inputs))
             inputs = size
         if (head.output is None) != (output is None):
-            raise tensors.error(f"only some heads have output matrices, and head {number} differs")
+            raise tensors.error(f"only some heads have output matrices: head {number} differs from head 0")
         _check_shape(tensors, head.output, (vocab_size, size))
     if prefix:
         _check_prefix_shapes(tensors, prefix, size)

@@ -1,4 +1,4 @@
-"""Run Medusa heads (arXiv 2401.10774) and Hydra heads (arXiv 2402.05109)."""
+"""Compute the logits of Medusa heads (arXiv 2401.10774) and Hydra heads (arXiv 2402.05109)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class ResidualNetwork:
     """Medusa or Hydra heads with loaded weights.
 
     Args:
-        heads: The heads.
-        loader: Reads their weights.
-        shared_output: The product with the target's LM head, for heads without output matrices.
+        heads: The heads' layout.
+        loader: Loads the heads' weights.
+        shared_output: Multiplies by the target's LM head, for heads without output matrices.
 
     Raises:
-        ModelFileError: The weights cannot be read, or are not finite numbers.
+        ModelFileError: The weights cannot be read, or contain infinite values or NaN.
     """
 
     def __init__(
@@ -28,16 +28,16 @@ class ResidualNetwork:
         self._heads = [_Head(head, loader, shared_output) for head in heads.heads]
 
     def logits(self, head: int, inputs: Array) -> Array:
-        """Return the logits [rows, vocabulary] of a head.
+        """Return a head's logits [rows, vocabulary].
 
         Args:
             head: Index of the head.
-            inputs: Rows of inputs: a hidden state, followed by the embeddings of `head + 1` tokens if the
-                heads read tokens.
+            inputs: Hidden states [rows, size]. If the heads read tokens, each row also contains the
+                embeddings of `head + 1` tokens after the hidden state.
         """
         with np.errstate(over="ignore", invalid="ignore"):
             logits = self._heads[head](inputs)
-        # Weights can be so large that the logits overflow. Drafts are then useless, but still valid.
+        # Very large weights can make logits overflow. Without NaN, drafts are useless but still valid.
         return logits if np.isfinite(logits).all() else np.nan_to_num(logits)
 
 

@@ -1,4 +1,4 @@
-"""A tensor in a file, whose data is read on request."""
+"""Describe a tensor in a file and read its data on request."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _DTYPES = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "I64": np.int64, "I32": np.int32,
     "I16": np.int16, "I8": np.int8, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8, "BOOL": np.bool_,
 }  # fmt: skip
-# Size of an element in bytes, by the names that safetensors uses for data types.
+# Bytes per element for each data type, by safetensors name.
 ITEM_BYTES = {**{name: np.dtype(kind).itemsize for name, kind in _DTYPES.items()}, "BF16": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """The data type and shape of a tensor in a file, and a function that reads it.
+    """The data type and shape of a tensor in a file, and a function that reads its data.
 
     Attributes:
-        dtype: Name of the data type in safetensors files, such as `BF16`.
-        read: Returns the tensor, with BF16 elements widened to float32. Raises ModelFileError if the file is
-            damaged.
+        dtype: Data type by its safetensors name, such as `BF16`.
+        shape: Size of each dimension.
+        read: Reads the tensor. BF16 is converted to float32. Raises ModelFileError if the file is damaged.
     """
 
     dtype: str
@@ -44,8 +44,8 @@ class StoredTensor:
 
 
 def decode_elements(data: bytes | memoryview | NDArray[np.uint8], dtype: str) -> NDArray[Any]:
-    """Return the elements [n] that `data` holds in little-endian order. BF16 is widened to float32."""
+    """Decode little-endian `data` into an array [n]. BF16 is converted to float32."""
     if dtype == "BF16":
-        # BF16 is the upper half of float32.
+        # NumPy has no BF16, which is the upper half of a float32.
         return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
     return np.frombuffer(data, np.dtype(_DTYPES[dtype]).newbyteorder("<"))

@@ -1,4 +1,4 @@
-"""Find and read the tensors in a head's files, which are safetensors or PyTorch files."""
+"""Read tensors from safetensors and PyTorch files."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from edgespec.heads.stored_tensor import ITEM_BYTES, StoredTensor, decode_elemen
 
 __all__ = ["read_folder_tensors", "read_tensor_file"]
 
-# File name patterns of weights. The first one that matches any file is used, because some publishers upload
-# the same weights in both formats.
+# File name patterns of weights. Only files that match the first successful pattern are read, because some
+# publishers upload the same weights in both formats.
 _PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 
 
 def read_folder_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Return the tensors in a folder by name, whose weights can be split over several files.
+    """Return the tensors in a folder by name. The weights can be split into multiple files.
 
     Raises:
         ModelFileError: The folder contains no weights, or a file is missing, damaged or truncated.
@@ -58,7 +58,7 @@ def read_tensor_file(path: Path) -> dict[str, StoredTensor]:
 
 
 def _stored(path: Path, tensor: Any, file_bytes: int) -> StoredTensor:
-    """Return a tensor of a safetensors file. Raises ValueError if its data is not in the file."""
+    """Return the metadata of a safetensors tensor. Raises ValueError if its data is incomplete."""
     start, size_bytes = tensor.data_range.offset, tensor.data_range.size
     if tensor.dtype not in ITEM_BYTES:
         raise ModelFileError(

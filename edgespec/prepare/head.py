@@ -15,9 +15,10 @@ __all__ = ["convert_once", "converted_path", "needs_conversion", "prepare_head"]
 
 
 def converted_path(folder: Path, target: Path) -> Path:
-    """Return where the GGUF version of a head is saved, whether or not it exists.
+    """Return the cache path of a head's GGUF version, whether or not the file exists.
 
-    The path changes with the files in the folder. Raises ModelFileError if the folder cannot be read.
+    The path depends on the size and modification time of the head's files, so that a changed head is
+    converted again. Raises ModelFileError if the folder cannot be read.
     """
     try:
         stamps = [
@@ -32,12 +33,12 @@ def converted_path(folder: Path, target: Path) -> Path:
 
 
 def needs_conversion(folder: Path, target: Path) -> bool:
-    """Return whether a head must be converted for a target. Raises ModelFileError if it is damaged."""
+    """Return whether a head must be converted for a target. Raises ModelFileError if the head is damaged."""
     return head_at(folder).method in format_at(target).converted_heads
 
 
 def convert_once(folder: Path, target: Path) -> Path:
-    """Convert a head to GGUF, or return the file if it was converted before. Raises as `prepare_head`."""
+    """Return a head's GGUF version, converting it on first use. Raises the same errors as `prepare_head`."""
     path = converted_path(folder, target)
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +47,7 @@ def convert_once(folder: Path, target: Path) -> Path:
 
 
 def prepare_head(folder: Path, target: Path, output: Path) -> int:
-    """Convert a head to a GGUF file.
+    """Convert an EAGLE-3, DFlash or DSpark head to a GGUF file.
 
     Args:
         folder: Folder of the head, in the layout in which it was published on Hugging Face.

@@ -1,4 +1,4 @@
-"""Train heads for one's own models (`edgespec train`)."""
+"""Train heads for the user's own models (`edgespec train`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The conversations that a head is trained with: stored in files, and arranged in batches."""
+"""Save, load and batch the conversations that heads are trained with."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Conversation:
     """A prompt and the target's reply to it.
 
     Attributes:
-        tokens: The tokens of the prompt and of the reply, int32.
+        tokens: Token ids of the prompt followed by those of the reply, int32 [tokens].
         prompt_length: Number of tokens in the prompt.
-        kind: The kind of text, such as `code`.
+        kind: Kind of text, such as `code`.
     """
 
     tokens: NDArray[np.int32]
@@ -40,7 +40,7 @@ class Conversation:
 
 
 def save_conversations(path: Path, conversations: Sequence[Conversation]) -> None:
-    """Write conversations to an `.npz` file. Raises OSError."""
+    """Write conversations to an `.npz` file. Raises OSError if the file cannot be written."""
     with replace_when_written(path) as unfinished, unfinished.open("wb") as file:
         np.savez(
             file,
@@ -52,7 +52,7 @@ def save_conversations(path: Path, conversations: Sequence[Conversation]) -> Non
 
 
 def read_conversations(path: Path) -> list[Conversation]:
-    """Read what `save_conversations` wrote. Raises ModelFileError."""
+    """Read a file written by `save_conversations`. Raises ModelFileError if it is missing or damaged."""
     try:
         with path.open("rb") as stored, np.load(stored, allow_pickle=False) as file:
             texts = np.split(file["tokens"], file["ends"])[:-1]
@@ -69,7 +69,7 @@ def read_conversations(path: Path) -> list[Conversation]:
 
 
 def batch_of(conversations: Sequence[Conversation]) -> TrainingBatch:
-    """Return conversations as one batch, padded at the end to the same length."""
+    """Combine conversations into one batch, padding each at the end to the longest one's length."""
     length = max(len(each.tokens) for each in conversations)
     tokens = np.zeros((len(conversations), length), np.int32)
     replied = np.zeros((len(conversations), length), np.bool_)
@@ -82,9 +82,10 @@ def batch_of(conversations: Sequence[Conversation]) -> TrainingBatch:
 def batches(
     conversations: Sequence[Conversation], max_tokens: int, random: np.random.Generator
 ) -> list[list[Conversation]]:
-    """Divide conversations into batches of at most `max_tokens`, padding included, in random order.
+    """Divide conversations into batches of similar length, in random order.
 
-    Conversations in a batch have similar lengths, so that little is padded.
+    Similar lengths keep the padding small. A batch has at most `max_tokens` tokens including padding, unless
+    a single conversation is longer.
     """
     shuffled = [conversations[i] for i in random.permutation(len(conversations))]
     divided: list[list[Conversation]] = [[]]
@@ -96,6 +97,6 @@ def batches(
 
 
 def token_counts(conversations: Sequence[Conversation], vocab_size: int) -> NDArray[np.int64]:
-    """Return how often each token occurs in the replies."""
+    """Return the number of occurrences of each token in the replies, int64 [vocabulary]."""
     replies = [each.tokens[each.prompt_length :] for each in conversations]
     return np.bincount(np.concatenate(replies), minlength=vocab_size).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Measure a head on conversations that it was not trained with."""
+"""Evaluate a head on held-out conversations."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from edgespec.train.conversations import Conversation, batch_of, batches
 
 __all__ = ["DEPTH", "HeadFigures", "measure_head"]
 
-# Number of tokens drafted in each round of the measurement.
+# Number of tokens per draft during evaluation.
 DEPTH = 4
 
 
 @dataclass(frozen=True, slots=True)
 class HeadFigures:
-    """How well a head guesses the target's most likely tokens.
+    """A head's accuracy in predicting the target's most likely tokens.
 
     Attributes:
-        tokens_per_pass: Tokens that a pass of the target would give with drafts of `DEPTH` tokens.
-        acceptance_per_depth: The share of guesses that are right at each depth, of those whose predecessors
-            were right.
+        tokens_per_pass: Expected tokens per target pass with drafts of `DEPTH` tokens.
+        acceptance_per_depth: Acceptance rate of the draft token at each depth (0 to 1), given that all
+            earlier draft tokens were accepted.
         tokens_per_pass_by_kind: `tokens_per_pass` for each kind of text.
     """
 
@@ -51,7 +51,13 @@ class HeadFigures:
 def measure_head(
     head: Guesser, conversations: Sequence[Conversation], batch_tokens: int, progress: Progress
 ) -> HeadFigures:
-    """Draft from every token of the replies, and compare with the target's most likely tokens.
+    """Draft throughout the replies, and compare the drafts with the target's most likely tokens.
+
+    Args:
+        head: The head to evaluate.
+        conversations: Held-out conversations.
+        batch_tokens: Maximum number of tokens per batch.
+        progress: Called before each batch. Returning False cancels the evaluation.
 
     Raises:
         CancelledError: `progress` returned False.
@@ -60,7 +66,7 @@ def measure_head(
     divided = batches(conversations, batch_tokens, np.random.default_rng(0))
     for done, batch in enumerate(divided):
         if not progress("measuring the head", done / len(divided)):
-            raise CancelledError("the measurement was cancelled")
+            raise CancelledError("the evaluation was cancelled")
         right, owners = head.guesses(batch_of(batch), DEPTH)
         for index, conversation in enumerate(batch):
             drafts[conversation.kind].append(np.cumprod(right[owners == index], axis=1).astype(np.bool_))

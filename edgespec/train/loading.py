@@ -1,4 +1,4 @@
-"""Load the target of a training, or explain which form of the model is needed."""
+"""Load the target for training a head, or explain which form of the model is needed."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = ["TrainingTarget", "load_target"]
 
 @dataclass(frozen=True, slots=True)
 class TrainingTarget:
-    """A target that is loaded for training.
+    """A target that is loaded for training a head.
 
     Attributes:
-        name: Its name, for messages.
+        name: The target's name, for messages.
         teacher: The loaded model.
-        template: Its chat template.
-        identity: A hash of the files of the loaded model.
-        gguf: The GGUF model that the finished head drafts for. None if the target is an MLX model.
+        template: The target's chat template.
+        identity: Hash of the loaded model's files.
+        gguf: The GGUF model that the finished head drafts for. None if the target itself can be trained with.
     """
 
     name: str
@@ -39,17 +39,18 @@ class TrainingTarget:
 
 @contextmanager
 def load_target(path: Path, name: str, weights: Path | None, progress: Progress) -> Iterator[TrainingTarget]:
-    """Load a target for training, and close it at the end of the `with` block.
+    """Load a target for training. The target can be used until the end of the `with` block.
 
     Args:
-        path: The target.
-        name: Its name, for messages.
+        path: File or folder of the target.
+        name: The target's name, for messages.
         weights: Folder with the MLX or Hugging Face form of a GGUF target.
         progress: Called with a description and the completed fraction. Returning False cancels loading.
 
     Raises:
-        OptionError: `weights` is missing, or is not needed, or has another vocabulary than the target.
-        ModelFileError: The model is damaged or unsupported.
+        OptionError: `weights` is missing or not needed, or its vocabulary differs from the target's.
+        TemplateError: The target has no chat template.
+        ModelFileError: The model is damaged or not supported.
         CancelledError: `progress` returned False.
     """
     trained = _trainable(path, name, weights)
@@ -69,18 +70,18 @@ def load_target(path: Path, name: str, weights: Path | None, progress: Progress)
 
 
 def _trainable(path: Path, name: str, weights: Path | None) -> Path:
-    """Return the folder of the model to load."""
+    """Return the folder to train with. Raises OptionError if `weights` does not suit the target."""
     if format_at(path).load_teacher is not None:
         if weights is not None:
             raise OptionError(
-                f"--weights is only for GGUF models, but {name} is a folder that can be trained",
+                f"--weights is only for GGUF models, but {name} is already in a form to train with",
                 "omit --weights",
             )
         return path
     if weights is None:
         raise OptionError(
-            f"{name} is a GGUF model, and training needs its MLX or Hugging Face form",
-            "pass the folder of that form with --weights",
+            f"{name} is a GGUF model, but training needs its MLX or Hugging Face form",
+            "pass the folder with that form as --weights DIR",
         )
     form = format_at(weights)
     if form.load_teacher is None:
@@ -91,7 +92,7 @@ def _trainable(path: Path, name: str, weights: Path | None) -> Path:
     own, other = format_at(path).read_tokens(path), form.read_tokens(weights)
     if own is not None and other is not None and not own.same_ids(other):
         raise OptionError(
-            f"--weights {weights} is another model than {name}: their vocabularies differ",
+            f"--weights {weights} is not the same model as {name}: their vocabularies differ",
             "pass the model from which the GGUF file was made",
         )
     return weights

@@ -1,4 +1,4 @@
-"""Plot the training of a head as a PNG file."""
+"""Plot the training curve of a head as a PNG file."""
 
 from __future__ import annotations
 
@@ -16,10 +16,15 @@ __all__ = ["plot_training"]
 
 
 def plot_training(curve: Sequence[CurvePoint], name: str, path: Path) -> bool:
-    """Plot the loss and the tokens per pass over the training.
+    """Plot loss and tokens per pass against the number of trained tokens.
+
+    Args:
+        curve: The points to plot.
+        name: Name of the head, for the title.
+        path: PNG file to write.
 
     Returns:
-        Whether the plot was made. Without matplotlib, it is not.
+        Whether the file was written. False if matplotlib is not installed.
 
     Raises:
         OSError: The file cannot be written.
@@ -32,10 +37,10 @@ def plot_training(curve: Sequence[CurvePoint], name: str, path: Path) -> bool:
     upper, lower = figure.subplots(2, 1, sharex=True)
     trained = [point.trained_tokens for point in curve]
     upper.plot(trained, [point.tokens_per_pass for point in curve], marker="o")
-    upper.set_ylabel(f"tokens per pass, {DEPTH} drafted")
-    upper.set_title(f"{name}: guesses in conversations that it was not trained with")
+    upper.set_ylabel(f"tokens per pass (drafts of {DEPTH} tokens)")
+    upper.set_title(f"{name}: accuracy on held-out conversations")
     lower.plot(trained, [point.loss for point in curve], marker="o", color="tab:orange")
-    lower.set_ylabel("loss per guessed token")
-    lower.set_xlabel("tokens trained with, repetitions included")
+    lower.set_ylabel("loss per predicted token")
+    lower.set_xlabel("trained tokens, including repetitions")
     figure.savefig(path, dpi=120)
     return True

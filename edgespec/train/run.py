@@ -1,7 +1,7 @@
-"""Train a head: write conversations, train with them, and keep the head if it is better than the earlier one.
+"""Train a head: write conversations, train on them, and publish the head if it beats the earlier one.
 
-Everything is saved in a folder as it is made, so that an interrupted training can be continued. The result
-is the same as without the interruption.
+Conversations and training state are saved as training proceeds, so that an interrupted training can be
+continued. The result is the same as without the interruption.
 """
 
 from __future__ import annotations
@@ -33,27 +33,28 @@ from edgespec.train.writing import ConversationWriter
 
 __all__ = ["TrainingResult", "train_head"]
 
-# Every 24th conversation, up to this number, is kept for measurements.
+# Every 24th conversation is held out for evaluation, up to 256 conversations.
 _HELD_OUT_EVERY, _MAX_HELD_OUT = 24, 256
-# Number of held-out conversations that are measured during the training, and how often.
+# Number of held-out conversations per evaluation during training, and approximate number of evaluations.
 _CURVE_CONVERSATIONS, _CURVE_POINTS = 48, 20
-# Conversations to which the initial weights are fitted.
+# Number of conversations used to initialise the head's weights.
 _EXAMPLES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingResult:
-    """The outcome of a training.
+    """The result of training a head.
 
     Attributes:
-        folder: Folder of the head.
-        kept: Whether the new head is in the folder. If not, the earlier head is better, and still there.
-        figures: Measurements of the new head, in conversations that it was not trained with.
-        earlier: The same measurements of the earlier head. None if there was none.
-        curve: Measurements during the training.
-        conversations: Number of conversations.
-        tokens: Number of their tokens.
-        plot: Path of the plot. None if the head was not kept, or if matplotlib is not installed.
+        folder: The head's folder.
+        kept: Whether `folder` contains the new head. If False, the earlier head was at least as good and is
+            still there.
+        figures: Accuracy of the new head on the held-out conversations.
+        earlier: Accuracy of the earlier head on the same conversations. None if there was no earlier head.
+        curve: Evaluations during training.
+        conversations: Number of conversations, including those held out.
+        tokens: Number of tokens in these conversations.
+        plot: Path of the training curve. None if `kept` is False or matplotlib is not installed.
     """
 
     folder: Path
@@ -91,14 +92,14 @@ def train_head(
 
     Args:
         target: The loaded target.
-        settings: What to train.
+        settings: Settings of the training.
         prompts: Prompts to answer before the target writes its own questions.
-        folder: Folder for the head. If it contains a head, it is replaced only by a better one.
+        folder: Folder for the head. A head that is already there is replaced only by a better one.
         progress: Called with a description and the completed fraction. Returning False stops the training.
-        announce: Called with the estimated remaining time in seconds, before the work begins.
+        announce: Called once with the estimated remaining time in seconds, before writing and training.
 
     Raises:
-        CancelledError: `progress` returned False. The same call continues the training.
+        CancelledError: `progress` returned False. Calling with the same arguments continues the training.
         OptionError: The folder contains an unfinished training with other settings, or other files.
         ModelFileError: The folder contains a head of another kind, or for another target.
         EdgespecError: The training failed.
@@ -119,7 +120,7 @@ def train_head(
         held = set(map(id, held_out))
         others = [each for each in conversations if id(each) not in held]
         if not others:
-            raise EdgespecError("there is only one conversation to train with", "use a larger --tokens")
+            raise EdgespecError("there are too few conversations to train with", "use a larger --tokens")
         counts = token_counts(others, teacher.vocabulary.size)
         trainer = teacher.head_trainer(settings.method, batch_of(others[:_EXAMPLES]), counts)
         _train(trainer, saved, state, others, held_out[:_CURVE_CONVERSATIONS], progress)
@@ -150,7 +151,7 @@ def _write_conversations(
     wanted_tokens: int,
     progress: Progress,
 ) -> None:
-    """Let the target write conversations until there are enough, and add them to the list."""
+    """Append conversations to the list until they have `wanted_tokens` tokens, and save each batch."""
     tokens = sum(len(each.tokens) for each in conversations)
     batch = len(saved.conversation_files())
 
@@ -173,7 +174,7 @@ def _train(
     held_out: Sequence[Conversation],
     progress: Progress,
 ) -> None:
-    """Run the training steps that are left, and measure the head from time to time."""
+    """Run the remaining training steps, evaluating the head and saving its state at regular intervals."""
     steps = training_steps(conversations)
     every = max(1, len(steps) // _CURVE_POINTS)
     if state.steps:
@@ -197,7 +198,7 @@ def _train(
 
 
 def _publish(trainer: HeadTrainer, folder: Path, work: Path) -> None:
-    """Write the head next to the folder's files first, then move it in, so that it is never incomplete."""
+    """Write the head to `work`, then move each file to `folder`, so that no file there is ever incomplete."""
     finished = work / "head"
     finished.mkdir(exist_ok=True)
     trainer.publish(finished)

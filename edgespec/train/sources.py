@@ -1,4 +1,4 @@
-"""Where prompts for training come from: the target itself, a file, or one's own saved chats."""
+"""Read prompts for training from a file or from the user's saved chats."""
 
 from __future__ import annotations
 
@@ -17,19 +17,27 @@ __all__ = ["TrainingPrompt", "chat_prompts", "file_prompts", "own_prompt"]
 
 @dataclass(frozen=True, slots=True)
 class TrainingPrompt:
-    """Messages that the target shall answer. The last one is from the user."""
+    """Messages for the target to answer. The last message is from the user.
+
+    Attributes:
+        messages: The messages, oldest first.
+        kind: Kind of text, such as `code`.
+    """
 
     messages: tuple[Message, ...]
     kind: str
 
 
 def file_prompts(path: Path) -> list[TrainingPrompt]:
-    """Read prompts from a JSON Lines file, as for `edgespec bench --prompts`. Raises OptionError."""
+    """Read prompts from a JSON Lines file in the format of `edgespec bench --prompts`. Raises OptionError."""
     return [TrainingPrompt(each.messages, each.category) for each in read_prompts(path)]
 
 
 def chat_prompts(store: ChatStore | None = None) -> list[TrainingPrompt]:
-    """Return a prompt for every message that the user wrote in a saved chat.
+    """Return one prompt for each of the user's messages in the saved chats, skipping damaged chats.
+
+    Args:
+        store: The saved chats. None for the default store.
 
     Raises:
         OptionError: There are no saved chats.
@@ -50,5 +58,5 @@ def chat_prompts(store: ChatStore | None = None) -> list[TrainingPrompt]:
 
 
 def own_prompt(messages: Sequence[Message]) -> TrainingPrompt:
-    """Return a prompt whose kind of text is recognised from its last message."""
+    """Return a prompt, recognising its kind of text from the last message."""
     return TrainingPrompt(tuple(messages), text_kind(messages[-1].content))

@@ -1,4 +1,4 @@
-"""The saved state of an unfinished training."""
+"""Save and restore the state of an unfinished training."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["CurvePoint", "TrainingFolder", "TrainingProgress", "TrainingSettings
 
 @dataclass(frozen=True, slots=True)
 class TrainingSettings:
-    """What is trained. An interrupted training can only be continued with the same settings.
+    """The settings of a training. An interrupted training can only be continued with the same settings.
 
     Attributes:
-        method: The kind of head, such as `eagle3`.
-        target: A hash of the target's files.
-        tokens: Number of tokens of conversations to train with.
-        prompts: A hash of the prompts to answer. Empty if the target writes all questions itself.
+        method: Kind of head, such as `eagle3`.
+        target: Hash of the target's files.
+        tokens: Number of tokens in the conversations to train with.
+        prompts: Hash of the user's prompts. Empty if the target writes all questions itself.
     """
 
     method: str
@@ -33,13 +33,13 @@ class TrainingSettings:
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """A measurement during the training.
+    """One evaluation during training.
 
     Attributes:
         steps: Number of training steps so far.
-        trained_tokens: Number of tokens in these steps.
-        loss: Mean loss of a step since the last measurement.
-        tokens_per_pass: Tokens per pass of the target in held-out conversations.
+        trained_tokens: Number of tokens in these steps, including repetitions.
+        loss: Mean loss of the steps since the previous evaluation.
+        tokens_per_pass: Tokens per target pass on held-out conversations.
     """
 
     steps: int
@@ -50,13 +50,13 @@ class CurvePoint:
 
 @dataclass(slots=True)
 class TrainingProgress:
-    """How far a training has come.
+    """The progress of a training.
 
     Attributes:
         steps: Number of finished training steps.
-        trained_tokens: Number of tokens in these steps.
-        losses: The losses since the last point of the curve.
-        curve: The measurements so far.
+        trained_tokens: Number of tokens in these steps, including repetitions.
+        losses: Losses of the steps since the last point of `curve`.
+        curve: Evaluations so far.
     """
 
     steps: int = 0
@@ -65,21 +65,21 @@ class TrainingProgress:
     curve: list[CurvePoint] = field(default_factory=list)
 
     def add_point(self, tokens_per_pass: float) -> None:
-        """Add a measurement to the curve."""
+        """Add an evaluation to the curve, with the mean of the losses since the previous one."""
         loss = sum(self.losses) / len(self.losses)
         self.curve.append(CurvePoint(self.steps, self.trained_tokens, loss, tokens_per_pass))
         self.losses = []
 
 
 class TrainingFolder:
-    """The folder in which an unfinished training is saved.
+    """The folder that holds the state of an unfinished training.
 
     Args:
-        path: The folder. It is created if it does not exist.
+        path: The folder, which is created if it does not exist.
         settings: The settings of the training.
 
     Raises:
-        OptionError: The folder contains a training with other settings, or other files.
+        OptionError: The folder contains a training with different settings, or unrelated files.
         ModelFileError: The folder is damaged.
         OSError: The folder cannot be written.
     """
@@ -89,7 +89,7 @@ class TrainingFolder:
         path.mkdir(parents=True, exist_ok=True)
         file = path / "settings.json"
         if not file.exists():
-            # The folder is deleted at the end, so it must not contain anything else.
+            # The folder is deleted after training, so it must not contain unrelated files.
             if any(path.iterdir()):
                 raise OptionError(
                     f"{path} contains other files", "choose another folder for the head with --to"
@@ -97,28 +97,33 @@ class TrainingFolder:
             _write_json(file, asdict(settings))
             return
         found = _read_json(file)
-        names = {"target": "model", "tokens": "--tokens", "prompts": "prompts", "method": "kind of head"}
+        names = {
+            "target": "model",
+            "tokens": "--tokens",
+            "prompts": "set of prompts",
+            "method": "kind of head",
+        }
         other = [names[key] for key, value in asdict(settings).items() if found.get(key) != value]
         if other:
             raise OptionError(
-                f"{path} contains an unfinished training with another {other[0]}",
-                "repeat its command to continue it, or delete this folder to begin again",
+                f"{path} contains an unfinished training with a different {other[0]}",
+                "repeat the command that started it, or delete this folder to begin again",
             )
 
     def conversation_file(self, batch: int) -> Path:
-        """Return the path for a batch of conversations."""
+        """Return the path of a batch of conversations, whether or not the file exists."""
         return self.path / f"conversations-{batch:06d}.npz"
 
     def conversation_files(self) -> list[Path]:
-        """Return the files of all batches, in order."""
+        """Return the existing files of conversations, in the order of their batches."""
         return sorted(self.path.glob("conversations-*.npz"))
 
     def state_file(self, steps: int) -> Path:
-        """Return the path for the state of the head after some training steps."""
+        """Return the path of the head's state after `steps` steps, whether or not the file exists."""
         return self.path / f"state-{steps:08d}.safetensors"
 
     def progress(self) -> TrainingProgress:
-        """Return how far the training has come. Raises ModelFileError."""
+        """Return the saved progress, if any. Raises ModelFileError if the file is damaged."""
         file = self.path / "progress.json"
         if not file.exists():
             return TrainingProgress()
@@ -134,7 +139,7 @@ class TrainingFolder:
             raise _damaged(file) from error
 
     def save(self, progress: TrainingProgress, trainer: HeadTrainer) -> None:
-        """Save the state of the head. If this is interrupted, the state saved before remains valid."""
+        """Save progress and the head's state. If interrupted, the previously saved state stays valid."""
         current = self.state_file(progress.steps)
         trainer.save_state(current)
         _write_json(self.path / "progress.json", asdict(progress))

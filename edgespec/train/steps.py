@@ -1,4 +1,4 @@
-"""The training steps: which conversations are trained with, and in which order."""
+"""Arrange conversations into training steps."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ __all__ = ["BATCH_TOKENS", "PASSES", "training_steps"]
 
 # Maximum number of tokens per training step. Larger batches need more memory for the target's logits.
 BATCH_TOKENS = 1_536
-# With few conversations, batches are smaller, so that there are about this many steps, but never smaller than
-# a typical conversation.
+# With few conversations, use smaller batches to get about 1,500 steps. The minimum, 256 tokens, is about one
+# conversation.
 _WANTED_STEPS, _MIN_BATCH_TOKENS = 1_500, 256
-# How often the head sees each conversation. More repetitions make it worse with other text.
+# Number of epochs. More epochs overfit: the head gets worse on other text.
 PASSES = 3
 
 
 def training_steps(conversations: Sequence[Conversation]) -> list[list[Conversation]]:
-    """Return the batches of all training steps, in order. The same conversations give the same steps."""
+    """Return the batch for each training step. Deterministic, so that training can be continued."""
     tokens = PASSES * sum(len(each.tokens) for each in conversations)
     batch_tokens = min(BATCH_TOKENS, max(_MIN_BATCH_TOKENS, tokens // _WANTED_STEPS))
     return [

@@ -1,4 +1,4 @@
-"""Estimate how long a training takes, from a short trial."""
+"""Estimate the duration of a training from a short trial."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from edgespec.train.writing import BATCH_CONVERSATIONS
 
 __all__ = ["estimate_seconds"]
 
-# Length of the trial. Long enough that the time per token is that of a real batch, within a factor of two.
+# Maximum number of tokens to write per conversation. Enough to estimate a real batch's time per token within
+# a factor of two.
 _TRIAL_TOKENS = 24
 
 
@@ -28,14 +29,14 @@ def estimate_seconds(
     trained_tokens: int,
     progress: Progress,
 ) -> float:
-    """Write a few tokens and run a training step, and return the estimated remaining time in seconds.
+    """Return the estimated remaining time in seconds, measured by writing a few tokens and training one step.
 
     Args:
         teacher: The target.
-        settings: The settings of the training.
-        question_start: Tokens from which the target begins a question.
-        written_tokens: Number of tokens that are already written.
-        trained_tokens: Number of tokens that were already trained with, repetitions included.
+        settings: Settings of the training.
+        question_start: The prompt after which the target writes a question.
+        written_tokens: Number of tokens in the conversations already written.
+        trained_tokens: Number of tokens already trained on, including repetitions.
         progress: Called repeatedly. Returning False cancels the trial.
 
     Raises:
@@ -51,8 +52,8 @@ def estimate_seconds(
     batch = batch_of(trial)
     trainer = teacher.head_trainer(settings.method, batch, token_counts(trial, teacher.vocabulary.size))
     began = time.perf_counter()
-    # The last steps take longest, because the head then guesses furthest ahead. The average is about 80 % of
-    # that.
+    # Time a step near the end of training, when the head predicts the most tokens ahead, which takes longest.
+    # The average step takes about 80 % of that time.
     trainer.step(batch, 0.999)
     train_seconds = 0.8 * (time.perf_counter() - began) / batch.tokens.size
     left_to_write = max(0, settings.tokens - written_tokens)

@@ -1,4 +1,4 @@
-"""Let the target write the conversations to train with, its questions included (Magpie, arXiv 2406.08464)."""
+"""Generate training conversations with the target, including the questions (Magpie, arXiv 2406.08464)."""
 
 from __future__ import annotations
 
@@ -17,29 +17,36 @@ from edgespec.train.sources import TrainingPrompt, own_prompt
 
 __all__ = ["BATCH_CONVERSATIONS", "ConversationWriter"]
 
-# Conversations that are written at once. More would be faster, but each needs a KV cache.
+# Number of conversations per batch. Larger batches are faster, but each conversation needs a KV cache.
 BATCH_CONVERSATIONS = 32
 _MAX_QUESTION_TOKENS, _MAX_REPLY_TOKENS = 200, 160
-# Longer prompts are left out, because they slow training down without adding replies.
+# Longer prompts are skipped, because they slow training down without adding reply tokens.
 _MAX_PROMPT_TOKENS = 800
-# Questions are sampled. Two thirds of the replies are greedy and the others sampled, so that the head learns
-# for all temperatures.
+# Questions are always sampled. Two thirds of the replies are greedy and one third is sampled, so that the
+# head sees both kinds of text.
 _QUESTION_TEMPERATURE = 1.0
 _REPLY_TEMPERATURES = (0.0, 0.0, 0.8)
-# A text that no template contains. It marks where the user's message begins.
+# Placeholder for the user's message, chosen so that no chat template contains it.
 _MARKER = "edgespec-7f3a"
 
 
 class ConversationWriter:
-    """Writes conversations in batches. A batch depends only on its number, the target and the prompts.
+    """Writes conversations in batches.
+
+    A batch depends only on its index, the target and the prompts, so that an interrupted training continues
+    with the same batches.
 
     Args:
         teacher: The target.
         template: The target's chat template.
-        prompts: Prompts to answer first. After them, the target writes the questions itself.
+        prompts: Prompts to answer in the first batches. In later batches, the target writes the questions.
+
+    Attributes:
+        question_start: The prompt after which the target writes a question: the chat template up to the
+            user's message.
 
     Raises:
-        TemplateError: The template rejects a message.
+        TemplateError: The template rejects a message or leaves it out.
     """
 
     def __init__(self, teacher: Teacher, template: ChatTemplate, prompts: Sequence[TrainingPrompt]) -> None:
@@ -58,15 +65,15 @@ class ConversationWriter:
             self._max_prompt_tokens = min(_MAX_PROMPT_TOKENS, teacher.context_tokens - _MAX_REPLY_TOKENS)
 
     def write(self, batch: int, progress: Progress) -> list[Conversation]:
-        """Write a batch of conversations.
+        """Write a batch of conversations. The batch can be empty if all of its prompts are too long.
 
         Args:
-            batch: Number of the batch.
+            batch: Index of the batch.
             progress: Called repeatedly. Returning False cancels the call.
 
         Raises:
             CancelledError: `progress` returned False.
-            EdgespecError: The target wrote no usable question.
+            EdgespecError: The target wrote no usable questions.
         """
         first = batch * BATCH_CONVERSATIONS
         given = self._prompts[first : first + BATCH_CONVERSATIONS]
@@ -94,7 +101,7 @@ class ConversationWriter:
         return written
 
     def _ask(self, batch: int, progress: Progress) -> list[TrainingPrompt]:
-        """Let the target write questions: it continues the beginning of a user's message."""
+        """Return questions that the target wrote after `question_start`, skipping unfinished ones."""
         count = BATCH_CONVERSATIONS
         starts, temperatures = [self.question_start] * count, [_QUESTION_TEMPERATURE] * count
         questions = self._teacher.write(starts, temperatures, _MAX_QUESTION_TOKENS, 2 * batch, progress)

@@ -404,7 +404,7 @@ def test_auto_drafts_with_the_head(target: Target) -> None:
 
 
 def test_a_head_for_another_method_is_refused(target: Target) -> None:
-    with pytest.raises(EdgespecError, match="is a head for the method medusa"):
+    with pytest.raises(EdgespecError, match="is a head for method medusa"):
         edgespec.load(str(target.path), "none", method="hydra", head=str(target.head(MEDUSA)), context=256)
 
 

@@ -190,7 +190,7 @@ class TestHeads:
 
     def test_show_a_head(self, run: Run, target: Path) -> None:
         shown = run("models", "show", str(target.with_name("eagle3-target.gguf"))).stdout
-        assert "it drafts for one model" in shown
+        assert "made for one target" in shown
         assert "--draft auto" not in shown
 
     def test_the_list_does_not_complain_about_heads(self, run: Run, tmp_path: Path, target: Path) -> None:

@@ -43,7 +43,7 @@ def test_an_interrupted_training_of_other_heads_gives_the_same_heads(
     whole = train(tmp_path / "whole", method=method)
     with pytest.raises(CancelledError):
         train(tmp_path / "parts", Stops(3), method=method)
-    with pytest.raises(OptionError, match="another kind of head"):
+    with pytest.raises(OptionError, match="a different kind of head"):
         train(tmp_path / "parts")
     result = train(tmp_path / "parts", method=method)
     expected, found = (
@@ -100,7 +100,7 @@ def test_the_published_layout(finished: TrainingResult, tmp_path: Path) -> None:
 
 def test_an_unfinished_training_is_not_mixed_with_another(train: Train, tmp_path: Path) -> None:
     stopped(train, tmp_path, 0)
-    with pytest.raises(OptionError, match="an unfinished training with another --tokens"):
+    with pytest.raises(OptionError, match="an unfinished training with a different --tokens"):
         train(tmp_path, tokens=600)
 
 
