@@ -147,6 +147,9 @@ def _mapped_files(pair: ModelPair, options: LoadOptions, *, has_copy: bool) -> M
         if found and found.file_format.mapped and options.mmap:
             with suppress(OSError, ModelFileError):
                 paths += found.file_format.files(found.path)
+    if pair.target.file_format.mapped and options.mmap:
+        heads = (option.head.path for option in pair.heads if option.head)
+        paths += [path for path in heads if path and path.is_file()]
     if has_copy and pair.target.file_format.low_bit_copy_format and options.mmap:
         copy = find_lowbit(pair.target.path)
         if copy:

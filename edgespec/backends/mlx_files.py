@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from edgespec.errors import BackendMissingError, ModelFileError
-from edgespec.files import read_regular_file
+from edgespec.files import read_regular_file, regular_file_bytes
 from edgespec.installation import setup_command
 
 __all__ = [
@@ -162,7 +162,7 @@ def read_tensors(file: Path) -> dict[str, StoredTensor]:
         ModelFileError: The file cannot be read, or it is damaged or truncated.
     """
     try:
-        size_bytes = file.stat().st_size
+        size_bytes = regular_file_bytes(file)
         with file.open("rb") as stream:
             begin = stream.read(8)
             if begin.startswith(b"version "):

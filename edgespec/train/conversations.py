@@ -51,18 +51,24 @@ def save_conversations(path: Path, conversations: Sequence[Conversation]) -> Non
         )
 
 
-def read_conversations(path: Path) -> list[Conversation]:
+def read_conversations(path: Path, vocab_size: int) -> list[Conversation]:
     """Read a file written by `save_conversations`. Raises ModelFileError if it is missing or damaged."""
     try:
         with path.open("rb") as stored, np.load(stored, allow_pickle=False) as file:
-            texts = np.split(file["tokens"], file["ends"])[:-1]
+            stored_tokens = file["tokens"]
+            if stored_tokens.ndim != 1 or stored_tokens.dtype != np.int32:
+                raise ValueError("the tokens are not a list of whole numbers")
+            # MLX does not check token ids, and would read outside of the embedding table.
+            if stored_tokens.size and not 0 <= stored_tokens.min() <= stored_tokens.max() < vocab_size:
+                raise ValueError(f"a token id is outside the vocabulary of {vocab_size:,} tokens")
+            texts = np.split(stored_tokens, file["ends"])[:-1]
             return [
                 Conversation(tokens, int(prompt_length), str(kind))
                 for tokens, prompt_length, kind in zip(
                     texts, file["prompt_lengths"], file["kinds"], strict=True
                 )
             ]
-    except (OSError, ValueError, KeyError, BadZipFile) as error:
+    except (OSError, ValueError, TypeError, IndexError, KeyError, BadZipFile) as error:
         raise ModelFileError(
             f"the conversations in {path} cannot be read: {error}", "delete this file and train again"
         ) from error

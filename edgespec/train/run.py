@@ -110,7 +110,11 @@ def train_head(
     saved = TrainingFolder(folder / "training", settings)
     writer = ConversationWriter(teacher, target.template, prompts)
     try:
-        conversations = [each for file in saved.conversation_files() for each in read_conversations(file)]
+        conversations = [
+            each
+            for file in saved.conversation_files()
+            for each in read_conversations(file, teacher.vocabulary.size)
+        ]
         state = saved.progress()
         written = sum(len(each.tokens) for each in conversations)
         start, trained = writer.question_start, state.trained_tokens

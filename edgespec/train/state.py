@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -130,12 +131,12 @@ class TrainingFolder:
         found = _read_json(file)
         try:
             return TrainingProgress(
-                found["steps"],
-                found["trained_tokens"],
-                found["losses"],
-                [CurvePoint(**point) for point in found["curve"]],
+                operator.index(found["steps"]),
+                operator.index(found["trained_tokens"]),
+                [float(loss) for loss in found["losses"]],
+                [_curve_point(**point) for point in found["curve"]],
             )
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise _damaged(file) from error
 
     def save(self, progress: TrainingProgress, trainer: HeadTrainer) -> None:
@@ -148,6 +149,12 @@ class TrainingFolder:
                 file.unlink()
 
 
+def _curve_point(steps: int, trained_tokens: int, loss: float, tokens_per_pass: float) -> CurvePoint:
+    return CurvePoint(
+        operator.index(steps), operator.index(trained_tokens), float(loss), float(tokens_per_pass)
+    )
+
+
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     with replace_when_written(path) as unfinished:
         unfinished.write_text(json.dumps(value), encoding="utf-8")
@@ -158,7 +165,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(value, dict):
             raise ValueError("not an object")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _damaged(path) from error
     return value
 

@@ -410,3 +410,20 @@ def test_what_llama_cpp_does_not_support_is_not_converted(files: Files, tmp_path
         folder = write_published(tmp_path / str(number), **changes)  # type: ignore[arg-type]
         with pytest.raises(ModelFileError, match=message):
             prepare_head(folder, files.target, tmp_path / "head.gguf")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rms_norm_eps": 1e300},
+        {"rope_theta": 1e300},
+        {"max_position_embeddings": -5},
+        {"max_position_embeddings": 10**30},
+    ],
+)
+def test_settings_that_gguf_cannot_store_are_refused(
+    files: Files, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    folder = write_published(tmp_path / "published", **changes)
+    with pytest.raises(ModelFileError, match="invalid settings"):
+        prepare_head(folder, files.target, tmp_path / "head.gguf")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from edgespec.catalog.head_reference import resolve_head
 from edgespec.errors import ModelFileError
 from edgespec.heads.eagle_files import read_eagle
 from tests.heads.published import LAYOUTS, Layout, write_head
@@ -160,3 +162,26 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
             read_eagle(folder)
     with pytest.raises(ModelFileError, match="cannot be read"):
         read_eagle(tmp_path / "missing")
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    folder = write_head(tmp_path / "head", vocab=VOCAB)
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+    with pytest.raises(ModelFileError, match="not a regular file"):
+        read_eagle(folder)
+    with pytest.raises(ModelFileError, match="head"):
+        resolve_head(str(folder))
+
+
+def test_positions_must_be_whole_numbers(tmp_path: Path) -> None:
+    folder = write_head(tmp_path / "head", vocab=VOCAB)
+    weights = folder / "model.safetensors"
+    content = weights.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header["norm.weight"]["data_offsets"] = [float(each) for each in header["norm.weight"]["data_offsets"]]
+    changed = json.dumps(header).encode()
+    weights.write_bytes(len(changed).to_bytes(8, "little") + changed + content[8 + length :])
+    with pytest.raises(ModelFileError, match="damaged"):
+        read_eagle(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from edgespec.backends.mapped_files import MappedFiles
+from edgespec.catalog.catalogue import models_folder
 from edgespec.errors import ModelFileError
 from edgespec.prepare.lowbit import lowbit_file, prepare_lowbit
 from tests.backends.tiny_models import write_llama
@@ -49,6 +51,8 @@ with edgespec.load("demo", "none", **options) as runtime:
         print(error)
 """
 
+HEAD = COPY.replace('"lowbit", ', '"eagle", "head": sys.argv[1], ')
+
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a file that is mapped cannot be cut there")
 def test_file_of_a_low_bit_copy_is_checked_too(
@@ -61,6 +65,16 @@ def test_file_of_a_low_bit_copy_is_checked_too(
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert f"{copy} was truncated while in use" in done.stdout
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a file that is mapped cannot be cut there")
+def test_file_of_a_head_is_checked_too(tmp_path: Path) -> None:
+    head = tmp_path / "head.gguf"
+    shutil.copyfile(models_folder() / "demo-head-q8_0.gguf", head)
+    command = [sys.executable, "-c", HEAD, str(head)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"{head} was truncated while in use" in done.stdout
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a file that is mapped cannot be cut there")

@@ -7,7 +7,9 @@ import shutil
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from edgespec.backends.llamacpp.eagle_conversion import convert_eagle_head
 from edgespec.errors import CancelledError, ModelFileError, OptionError
@@ -120,6 +122,26 @@ def test_a_damaged_training_is_reported(train: Train, tmp_path: Path, name: str)
     (file,) = (tmp_path / "training").glob(name)
     file.write_bytes(file.read_bytes()[:40])
     with pytest.raises(ModelFileError, match=r"training.*(damaged|cannot be read).*train again"):
+        train(tmp_path)
+
+
+@pytest.mark.parametrize("tokens", [np.full(1200, 10**6, np.int32), np.zeros((1200, 2), np.int32)])
+def test_saved_tokens_are_checked(train: Train, tmp_path: Path, tokens: NDArray[np.int32]) -> None:
+    stopped(train, tmp_path, 2)
+    (file,) = (tmp_path / "training").glob("conversations-*.npz")
+    with np.load(file) as saved:
+        arrays = dict(saved) | {"tokens": tokens}
+    np.savez(file, **arrays)
+    with pytest.raises(ModelFileError, match=r"cannot be read.*train again"):
+        train(tmp_path)
+
+
+@pytest.mark.parametrize("changes", ['{"steps": "abc"}', '{"losses": [[]]}', '{"curve": [{"steps": 1}]}'])
+def test_saved_progress_is_checked(train: Train, tmp_path: Path, changes: str) -> None:
+    stopped(train, tmp_path, 2)
+    file = tmp_path / "training" / "progress.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | json.loads(changes)))
+    with pytest.raises(ModelFileError, match=r"progress\.json.*damaged"):
         train(tmp_path)
 
 

@@ -106,7 +106,7 @@ def conversations(*lengths: int) -> list[Conversation]:
 def test_conversations_are_saved_and_read(tmp_path: Path, lengths: tuple[int, ...]) -> None:
     saved = conversations(*lengths)
     save_conversations(tmp_path / "some.npz", saved)
-    read = read_conversations(tmp_path / "some.npz")
+    read = read_conversations(tmp_path / "some.npz", 1000)
     assert [(each.tokens.tolist(), each.prompt_length, each.kind) for each in read] == [
         (each.tokens.tolist(), each.prompt_length, each.kind) for each in saved
     ]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import struct
 from pathlib import Path
 
 import gguf
 import numpy as np
 
 from edgespec.backends.llamacpp.block_shape import MAX_BLOCK_TOKENS
+from edgespec.backends.llamacpp.conversion_errors import invalid_settings
 from edgespec.backends.llamacpp.rope_conversion import ROPE_TYPES, add_rope
 from edgespec.errors import ModelFileError
 from edgespec.heads.dflash_config import DFlashConfig
@@ -61,10 +63,8 @@ def convert_dflash_head(folder: Path, target_layers: int, output: Path) -> None:
     try:
         _add_metadata(writer, head.config)
         add_rope(writer, head.config)
-    except (KeyError, ValueError, TypeError, ArithmeticError) as error:
-        raise ModelFileError(
-            f"the config.json of the head in {folder} has invalid settings: {error}", "download it again"
-        ) from error
+    except (KeyError, ValueError, TypeError, ArithmeticError, struct.error) as error:
+        raise invalid_settings(folder, error) from error
     for name, tensor in head.tensors.items():
         data = tensor.read()
         writer.add_tensor(_gguf_name(name), data.astype(np.float16 if data.ndim > 1 else np.float32))
@@ -74,6 +74,8 @@ def convert_dflash_head(folder: Path, target_layers: int, output: Path) -> None:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
+    except (struct.error, OverflowError) as error:
+        raise invalid_settings(folder, error) from error
     finally:
         writer.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.backends.llamacpp.conversion_errors import invalid_settings
 from edgespec.backends.llamacpp.rope_conversion import ROPE_TYPES, add_rope
 from edgespec.errors import ModelFileError
 from edgespec.heads.eagle_config import EagleConfig
@@ -56,10 +58,8 @@ def convert_eagle_head(folder: Path, target_layers: int, output: Path) -> None:
     try:
         _add_metadata(writer, head.config, layers)
         add_rope(writer, head.config)
-    except (KeyError, ValueError, TypeError, ArithmeticError) as error:
-        raise ModelFileError(
-            f"the config.json of the head in {folder} has invalid settings: {error}", "download it again"
-        ) from error
+    except (KeyError, ValueError, TypeError, ArithmeticError, struct.error) as error:
+        raise invalid_settings(folder, error) from error
     for name, tensor in head.tensors.items():
         data = tensor.read()
         if name.endswith(("q_proj.weight", "k_proj.weight")):
@@ -71,6 +71,8 @@ def convert_eagle_head(folder: Path, target_layers: int, output: Path) -> None:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
+    except (struct.error, OverflowError) as error:
+        raise invalid_settings(folder, error) from error
     finally:
         writer.close()
 
