@@ -158,4 +158,4 @@ class TestSameness:
             whole = len(plain.tokens) if got.finish_reason != "cancelled" else len(got.tokens)
             assert got.tokens == plain.tokens[:whole]
             drafted += got.stats.drafted_tokens if method == "auto" else 0
-        assert drafted > 20
+        assert drafted > 10
