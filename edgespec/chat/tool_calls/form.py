@@ -2,18 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
 
 from edgespec.chat.tool_calls.calls import ToolCallDelta
 from edgespec.chat.tool_calls.reader import TextReader, Wait
 
-__all__ = ["CallForm", "CallWriter", "read_closes"]
+__all__ = [
+    "MAX_NAME_CHARACTERS",
+    "CallForm",
+    "CallWriter",
+    "ChoicePart",
+    "JsonPart",
+    "OptionalPart",
+    "Part",
+    "TextPart",
+    "read_closes",
+]
 
 MAX_NAME_CHARACTERS = 256
 # A call is reported once this many characters of its arguments are known to be valid JSON. Text such as
 # `{'city': ...}` therefore stays text.
 _FIRST_CHARACTERS = 2
+
+
+@dataclass(frozen=True)
+class JsonPart:
+    """The JSON text of a value with a schema."""
+
+    schema: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class TextPart:
+    """Any text up to the text `end`, which is included."""
+
+    end: str
+
+
+@dataclass(frozen=True)
+class ChoicePart:
+    """One of several texts."""
+
+    texts: Sequence[str]
+
+
+@dataclass(frozen=True)
+class OptionalPart:
+    """Parts that can be left out."""
+
+    parts: Sequence[Part]
+
+
+Part: TypeAlias = "str | JsonPart | TextPart | ChoicePart | OptionalPart"
+"""A part of a tool call. A string stands for itself."""
 
 
 class CallForm(Protocol):
@@ -37,8 +80,8 @@ class CallForm(Protocol):
         Calls that were reported by then remain calls.
         """
 
-    def spell(self, name: str, parameters: Mapping[str, Any]) -> Iterable[str | Mapping[str, Any]]:
-        """Return the parts of a call of one tool: texts, and the JSON schemas of values between them."""
+    def spell(self, name: str, parameters: Mapping[str, Any]) -> Sequence[Part]:
+        """Return the parts of a call of one tool, as the model was trained to write it."""
 
 
 class CallWriter:

@@ -1,8 +1,8 @@
 """The forms in which models write tool calls, recognised by their chat template.
 
-The libraries for this do not fit: the response templates of transformers (`utils/chat_parsing`) and the parsers
-of mlx-lm return a call only when it is complete, raise an error if it is invalid, and are not installed with
-llama.cpp. GGUF files name neither. Models share a few forms, however, so this table has one entry for each.
+The libraries for this do not fit. The response templates of transformers (`utils/chat_parsing`) and the
+parsers of mlx-lm return a call only when it is complete, raise an error if it is invalid, and require packages
+that GGUF models do not need. Models share a few forms, however, so one table covers them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _function_tags(opening: str, closing: str) -> TaggedForm:
 
 
 # Each form, with texts that occur in the chat templates of its models. The first match counts.
-_FORMS: Sequence[tuple[Sequence[str], CallForm]] = (
+_FORMS: tuple[tuple[Sequence[str], CallForm], ...] = (
     # gpt-oss. The name can also come before the channel.
     (
         ("<|channel|>", "functions."),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from edgespec.chat.tool_calls.form import CallWriter, read_closes
+from edgespec.chat.tool_calls.form import CallWriter, JsonPart, Part, read_closes
 from edgespec.chat.tool_calls.reader import TextReader, Wait
 
 __all__ = ["JsonForm"]
@@ -93,9 +93,13 @@ class JsonForm:
         writer.end()
         return True
 
-    def spell(self, name: str, parameters: Mapping[str, Any]) -> Iterable[str | Mapping[str, Any]]:
+    def spell(self, name: str, parameters: Mapping[str, Any]) -> Sequence[Part]:
         before, after = self.around
-        return f'{before}"{self.name_key}": {json.dumps(name)}, "{self.argument_key}": ', parameters, after
+        return (
+            f'{before}"{self.name_key}": {json.dumps(name)}, "{self.argument_key}": ',
+            JsonPart(parameters),
+            after,
+        )
 
 
 def _read_arguments(reader: TextReader, write: Callable[[str], None]) -> Wait[bool]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from edgespec.chat.tool_calls.form import MAX_NAME_CHARACTERS, CallWriter, read_closes
+from edgespec.chat.tool_calls.form import MAX_NAME_CHARACTERS, CallWriter, JsonPart, Part, read_closes
 from edgespec.chat.tool_calls.reader import TextReader, Wait
 
 __all__ = ["NamedForm"]
@@ -49,6 +49,6 @@ class NamedForm:
         yield from read_closes(reader, self.closes)
         return True
 
-    def spell(self, name: str, parameters: Mapping[str, Any]) -> Iterable[str | Mapping[str, Any]]:
+    def spell(self, name: str, parameters: Mapping[str, Any]) -> Sequence[Part]:
         before, between, after = self.around
-        return before + name + between, parameters, after
+        return before + name + between, JsonPart(parameters), after

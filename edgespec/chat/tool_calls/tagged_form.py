@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from edgespec.chat.tool_calls.form import MAX_NAME_CHARACTERS, CallWriter, read_closes
+from edgespec.chat.tool_calls.form import (
+    MAX_NAME_CHARACTERS,
+    CallWriter,
+    ChoicePart,
+    JsonPart,
+    OptionalPart,
+    Part,
+    TextPart,
+    read_closes,
+)
 from edgespec.chat.tool_calls.reader import TextReader, Wait
 
 __all__ = ["TaggedForm"]
@@ -102,6 +111,29 @@ class TaggedForm:
         writer.write('"' if is_text else _as_json("".join(parts), types))
         return True
 
+    def spell(self, name: str, parameters: Mapping[str, Any]) -> Sequence[Part]:
+        line = "" if self.name_end == "\n" else "\n"
+        parts: list[Part] = ["\n".join(self.opens) + name + self.name_end + line]
+        properties, required = parameters.get("properties") or {}, parameters.get("required") or ()
+        for key, schema in properties.items():
+            argument = self._spell_argument(key, schema, parameters)
+            parts += argument if key in required else [OptionalPart(argument)]
+        return [*parts, "\n".join((self.call_end, *self.closes))]
+
+    def _spell_argument(self, key: str, schema: Any, parameters: Mapping[str, Any]) -> list[Part]:
+        key_open, key_end = self.key
+        padding = "\n" if self.padded else ""
+        before = key_open + key + key_end + (f"\n{self.value_open}" if self.value_open else "") + padding
+        end = f"{padding}{self.value_end}"
+        if isinstance(schema, dict) and _types(schema) == {"string"}:
+            texts = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
+            return (
+                [before, ChoicePart(texts), f"{end}\n"] if texts else [before, TextPart(self.value_end), "\n"]
+            )
+        definitions = {name: parameters[name] for name in ("$defs", "definitions") if name in parameters}
+        with_definitions = {**schema, **definitions} if isinstance(schema, dict) else {}
+        return [before, JsonPart(with_definitions), f"{end}\n"]
+
 
 def _types(schema: Mapping[str, Any]) -> frozenset[str]:
     """Return the JSON types that a schema allows. It is empty if the schema does not tell."""
@@ -110,7 +142,8 @@ def _types(schema: Mapping[str, Any]) -> frozenset[str]:
         return frozenset({declared})
     if isinstance(declared, list):
         return frozenset(each for each in declared if isinstance(each, str))
-    if isinstance(values := schema.get("enum"), list):
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(values, list):
         return frozenset().union(*(_JSON_TYPES.get(type(value), frozenset()) for value in values))
     choices = schema.get("anyOf") or schema.get("oneOf")
     if isinstance(choices, list) and all(isinstance(choice, dict) for choice in choices):

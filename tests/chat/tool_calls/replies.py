@@ -1,4 +1,4 @@
-"""Replies with tool calls as models of many families write them, and the texts that tell their templates apart."""
+"""Replies with tool calls as models of many families write them, and texts from their chat templates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Family:
     Attributes:
         template: Texts from the chat template.
         call: A reply with one call of `get_weather` with `ARGUMENTS`.
-        calls: A reply with text, a call of `get_weather` with `ARGUMENTS`, and a call of `now` without arguments.
+        calls: A reply with text, the same call, and a call of `now` without arguments.
     """
 
     template: str
@@ -94,7 +94,7 @@ FAMILIES = {
         "Sure." + _minimax(_INVOKED, '<invoke name="now">\n</invoke>\n'),
     ),
     "llama-3": Family(
-        '<|eot_id|> Respond in the format {"name": function name, "parameters": dictionary of argument name and',
+        '<|eot_id|> {"name": function name, "parameters": dictionary of argument name and its value}',
         '{"name": "get_weather", "parameters": ' + ARGUMENTS + "}",
         'Sure.<|python_tag|>{"name": "get_weather", "parameters": '
         + ARGUMENTS
