@@ -1,7 +1,7 @@
 """The forms in which models write tool calls, recognised by their chat template.
 
 The libraries for this do not fit. The response templates of transformers (`utils/chat_parsing`) and the
-parsers of mlx-lm return a call only when it is complete, raise an error if it is invalid, and require packages
+parsers of mlx-lm return a call only when it is complete, raise an error if it is invalid, and need packages
 that GGUF models do not need. Models share a few forms, however, so one table covers them.
 """
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from edgespec.chat.tool_calls.form import CallForm, ChoicePart, JsonPart, OptionalPart, Part, TextPart
+from edgespec.chat.tool_calls.form import CallForm, ChoicePart, JsonPart, Part, TextPart
 
 __all__ = ["auto_grammar", "required_grammar"]
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from edgespec.chat.tool_calls.calls import parse_object
 from edgespec.chat.tool_calls.form import CallWriter, JsonPart, Part, read_closes
 from edgespec.chat.tool_calls.reader import TextReader, Wait
 
@@ -108,18 +109,10 @@ def _read_arguments(reader: TextReader, write: Callable[[str], None]) -> Wait[bo
     if character == "{":
         return (yield from reader.json_value(write))
     text = yield from reader.json_string()
-    if text is None or not is_json_object(text):
+    if text is None or parse_object(text) is None:
         return False
     write(text)
     return True
-
-
-def is_json_object(text: str) -> bool:
-    """Return whether a text is the JSON text of an object."""
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False
 
 
 def _ignore(text: str) -> None:

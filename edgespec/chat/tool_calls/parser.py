@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from edgespec.chat.tool_calls.calls import ToolCall, ToolCallDelta
+from edgespec.chat.tool_calls.calls import ToolCallDelta
 from edgespec.chat.tool_calls.form import CallForm, CallWriter
 from edgespec.chat.tool_calls.reader import SPACE, TextReader, Wait
 
-__all__ = ["ParsedText", "ToolCallParser", "collect_calls"]
+__all__ = ["ParsedText", "ToolCallParser"]
 
 
 class ParsedText(NamedTuple):
@@ -118,14 +117,3 @@ class ToolCallParser:
         reader.at = len(shown)
         reader.drop_read_text()
         return end - len(shown)
-
-
-def collect_calls(deltas: Iterable[ToolCallDelta]) -> tuple[ToolCall, ...]:
-    """Join the parts of tool calls."""
-    calls: list[ToolCall] = []
-    for delta in deltas:
-        if delta.index == len(calls):
-            calls.append(ToolCall(delta.id, delta.name, delta.arguments))
-        else:
-            calls[-1] = replace(calls[-1], arguments=calls[-1].arguments + delta.arguments)
-    return tuple(calls)

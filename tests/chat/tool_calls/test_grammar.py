@@ -7,15 +7,15 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-import jsonschema
+import jsonschema  # type: ignore[import-untyped]
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from edgespec.chat.tool_calls.calls import ToolCall
+from edgespec.chat.tool_calls.calls import ToolCall, collect_calls
 from edgespec.chat.tool_calls.form import CallForm
 from edgespec.chat.tool_calls.formats import call_form
 from edgespec.chat.tool_calls.grammar import auto_grammar, required_grammar
-from edgespec.chat.tool_calls.parser import ToolCallParser, collect_calls
+from edgespec.chat.tool_calls.parser import ToolCallParser
 from tests.chat.tool_calls.replies import FAMILIES
 
 FORMS = {name: call_form(family.template) for name, family in FAMILIES.items()}
@@ -97,10 +97,10 @@ def test_a_required_call_is_always_parsed_and_valid(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_required_call_looks_as_the_model_writes_it(name: str) -> None:
     """The grammar allows what the chat templates of the family write for an earlier call."""
-    schemas = {"get_weather": {"type": "object"}}
+    schemas: dict[str, Mapping[str, Any]] = {"get_weather": {"type": "object"}}
     if name in ("qwen3-coder", "glm-4.5", "seed-oss", "minimax-m2"):
         string, integer = {"type": "string"}, {"type": "integer"}
-        properties = {"city": string, "days": integer, "units": {"type": "array"}, "deep": {}}
+        properties: dict[str, Any] = {"city": string, "days": integer, "units": {"type": "array"}, "deep": {}}
         schemas = {"get_weather": {"properties": properties}}
     call = FAMILIES[name].call.replace("[\n    {", "[{").replace("}\n]", "}]")
     walk = matcher(required_grammar(FORMS[name], schemas, no_control_tokens))

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.chat.tool_calls.calls import ToolCall
+from edgespec.chat.tool_calls.calls import ToolCall, collect_calls
 from edgespec.chat.tool_calls.form import CallForm
 from edgespec.chat.tool_calls.formats import call_form
-from edgespec.chat.tool_calls.parser import ToolCallParser, collect_calls
+from edgespec.chat.tool_calls.parser import ToolCallParser
 from tests.chat.tool_calls.replies import ARGUMENTS, FAMILIES, PARAMETERS
 
 SCHEMAS = {"get_weather": PARAMETERS}
