@@ -10,7 +10,8 @@ import mlx.core as mx
 from edgespec.backends.hidden_state_log import MAX_LOGGED_TOKENS
 from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
 from edgespec.backends.mlx.attention_cache import cache_rows
-from edgespec.backends.mlx.dflash import BATCH_TOKENS, DFlashHead
+from edgespec.backends.mlx.cached_head import BATCH_TOKENS
+from edgespec.backends.mlx.dflash import DFlashHead
 from edgespec.backends.mlx.dflash_network import DFlashNetwork
 from edgespec.backends.mlx.head_loading import (
     check_finite,

@@ -11,7 +11,8 @@ import mlx.core as mx
 from edgespec.backends.hidden_state_log import MAX_LOGGED_TOKENS, POST_NORM
 from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
 from edgespec.backends.mlx.attention_cache import cache_rows
-from edgespec.backends.mlx.eagle import BATCH_TOKENS, EagleHead
+from edgespec.backends.mlx.cached_head import BATCH_TOKENS
+from edgespec.backends.mlx.eagle import EagleHead
 from edgespec.backends.mlx.eagle_network import EagleNetwork
 from edgespec.backends.mlx.head_loading import (
     check_finite,

@@ -15,7 +15,8 @@ from mlx.nn.layers.normalization import RMSNorm
 from edgespec.backends.hidden_state_log import MAX_LOGGED_TOKENS, POST_NORM
 from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
 from edgespec.backends.mlx.attention_cache import AttentionCache, cache_rows
-from edgespec.backends.mlx.eagle import BATCH_TOKENS, EagleHead
+from edgespec.backends.mlx.cached_head import BATCH_TOKENS
+from edgespec.backends.mlx.eagle import EagleHead
 from edgespec.backends.mlx.eagle_loading import most_accurate
 from edgespec.backends.mlx.head_loading import (
     check_finite,
