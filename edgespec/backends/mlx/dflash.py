@@ -10,11 +10,12 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import Capabilities, ModelFacts, Progress
+from edgespec.backends.base import Capabilities, ModelFacts, Progress, Snapshot
 from edgespec.backends.base_model import in_batches
 from edgespec.backends.hidden_state_log import HiddenStateLog
 from edgespec.backends.memory_check import check_tokens_fit
 from edgespec.backends.mlx.attention_cache import AttentionCache
+from edgespec.backends.mlx.cache_serialization import deserialize_head, serialize_head
 from edgespec.backends.mlx.dflash_network import DFlashNetwork
 from edgespec.backends.mlx.evaluation import evaluate, start_evaluation, translate_errors
 from edgespec.backends.mlx.logits import DeviceLogits
@@ -22,7 +23,7 @@ from edgespec.backends.mlx.pass_layout import PassLayout
 from edgespec.backends.mlx.target_ends import DraftVocabulary
 from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import CancelledError, CapabilityError
+from edgespec.errors import BackendError, CancelledError, CapabilityError
 from edgespec.heads.dflash_config import DFlashConfig
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class DFlashHead(SelfDraftView["MlxModel"]):
         facts: ModelFacts,
     ) -> None:
         super().__init__(target)
-        self._log, self._network, self._config = log, network, config
+        self.log, self._network, self._config = log, network, config
         self._embed, self._lm_head = embed, lm_head
         self._draft_vocabulary = DraftVocabulary(target_ids, target.facts.vocab_size)
         self._dtype = network.fc.weight.dtype
@@ -115,11 +116,11 @@ class DFlashHead(SelfDraftView["MlxModel"]):
 
     @property
     def first_position(self) -> int:
-        return self._log.start
+        return self.log.start
 
     @property
     def last_position(self) -> int:
-        return self._log.end
+        return self.log.end
 
     def start_at(self, position: int) -> None:
         """Empty the KV cache, and let it begin at a position. Tokens before it are never run."""
@@ -145,7 +146,7 @@ class DFlashHead(SelfDraftView["MlxModel"]):
         """Append the entries of positions [start, end) to the KV cache."""
         self._layout.set_chain(start - self._start)
         with translate_errors("the head could not be run"):
-            self._network.add_states(mx.array(self._log.rows(start, end)).astype(self._dtype), self._caches)
+            self._network.add_states(mx.array(self.log.rows(start, end)).astype(self._dtype), self._caches)
 
     @property
     def _state(self) -> list[mx.array]:
@@ -175,7 +176,7 @@ class DFlashHead(SelfDraftView["MlxModel"]):
     def _run_block(self, tree: TokenTree) -> None:
         """Run a block after the tokens of the tree whose hidden states are known."""
         self._end_round()
-        known = min(max(self._log.end - self._length, 0), tree.width - 1)
+        known = min(max(self.log.end - self._length, 0), tree.width - 1)
         begin = self._length + known
         if known:
             self._add_states(self._length, begin)
@@ -213,6 +214,32 @@ class DFlashHead(SelfDraftView["MlxModel"]):
         self._start = min(self._start, self._length)
         self._end_round()
 
+    def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
+        """Copy the KV cache at positions [start, end). If it begins later, start there."""
+        self._check()
+        self._end_round()
+        end = self._length if end is None else min(end, self._length)
+        start = min(max(start, self._start), end)
+        data = serialize_head(self._caches, self._start, start, end) if start < end else b""
+        return Snapshot(end, data, start)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        self._check()
+        self._end_round()
+        start, end = snapshot.start, snapshot.length
+        try:
+            if not self._length == start <= end <= self.facts.context_tokens:
+                raise BackendError(
+                    f"the saved KV cache does not fit {self.facts.name}", "process the prompt again"
+                )
+            if start < end:
+                deserialize_head(self._caches, self._start, start, snapshot.data)
+        except BackendError:
+            self._clear(0)
+            raise
+        self._length = end
+        self._end_round()
+
     def interrupt(self, enabled: bool) -> None:
         self._interrupted = enabled
 
@@ -224,6 +251,6 @@ class DFlashHead(SelfDraftView["MlxModel"]):
         if self._closed:
             return
         self._closed = True
-        self._target.stop_logging(self._log)
+        self._target.stop_logging(self.log)
         self._rows = mx.zeros((0, 0))
         del self._network, self._caches, self._embed, self._lm_head, self._draft_vocabulary

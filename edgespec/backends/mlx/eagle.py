@@ -10,18 +10,19 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import Capabilities, ModelFacts, Progress
+from edgespec.backends.base import Capabilities, ModelFacts, Progress, Snapshot
 from edgespec.backends.base_model import in_batches
 from edgespec.backends.hidden_state_log import HiddenStateLog
 from edgespec.backends.memory_check import check_tokens_fit
 from edgespec.backends.mlx.attention_cache import AttentionCache
+from edgespec.backends.mlx.cache_serialization import deserialize_head, serialize_head
 from edgespec.backends.mlx.evaluation import evaluate, start_evaluation, translate_errors
 from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.mlx.pass_layout import PassLayout, install_tree_ropes
 from edgespec.backends.mlx.target_ends import DraftVocabulary
 from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.tree import TokenTree, TreeBuilder
-from edgespec.errors import CancelledError, CapabilityError
+from edgespec.errors import BackendError, CancelledError, CapabilityError
 
 if TYPE_CHECKING:
     from edgespec.backends.mlx.model import MlxModel
@@ -78,7 +79,7 @@ class EagleHead(SelfDraftView["MlxModel"]):
         facts: ModelFacts,
     ) -> None:
         super().__init__(target)
-        self._log, self._network, self._embed, self._lm_head = log, network, embed, lm_head
+        self.log, self._network, self._embed, self._lm_head = log, network, embed, lm_head
         self._draft_vocabulary = DraftVocabulary(target_ids, target.facts.vocab_size)
         self._dtype = network.fc.weight.dtype
         self.vocabulary = target.vocabulary
@@ -121,12 +122,12 @@ class EagleHead(SelfDraftView["MlxModel"]):
     @property
     def first_position(self) -> int:
         """The first position at which a token can be run with a hidden state of the target."""
-        return self._log.start + 1
+        return self.log.start + 1
 
     @property
     def last_position(self) -> int:
         """The last position at which a token can be run with a hidden state of the target."""
-        return self._log.end
+        return self.log.end
 
     def start_at(self, position: int) -> None:
         """Empty the KV cache, and let it begin at a position. Tokens before it are never run."""
@@ -183,7 +184,7 @@ class EagleHead(SelfDraftView["MlxModel"]):
         begin, ranges = first, []
         if first == 0:
             # The root is run even before the target has run any tokens, to warm up.
-            last = max(self._log.end, self._length)
+            last = max(self.log.end, self._length)
             begin = self._known_nodes = sum(self._length + depth <= last for depth in self._round.depths)
             ranges.append((0, begin))
         while begin < tree.width:
@@ -210,7 +211,7 @@ class EagleHead(SelfDraftView["MlxModel"]):
 
     def _target_states(self, start: int, count: int) -> mx.array:
         """Return the target's reduced hidden states before each of `count` tokens."""
-        rows = self._log.rows(start - 1, start - 1 + count)
+        rows = self.log.rows(start - 1, start - 1 + count)
         return self._network.reduced(mx.array(rows).astype(self._dtype))
 
     def _run(self, tokens: Sequence[int], states: mx.array) -> mx.array:
@@ -236,6 +237,32 @@ class EagleHead(SelfDraftView["MlxModel"]):
         self._start = min(self._start, self._length)
         self._end_round()
 
+    def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
+        """Copy the KV cache at positions [start, end). If it begins later, start there."""
+        self._check()
+        self._end_round()
+        end = self._length if end is None else min(end, self._length)
+        start = min(max(start, self._start), end)
+        data = serialize_head([self._cache], self._start, start, end) if start < end else b""
+        return Snapshot(end, data, start)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        self._check()
+        self._end_round()
+        start, end = snapshot.start, snapshot.length
+        try:
+            if not self._length == start <= end <= self.facts.context_tokens:
+                raise BackendError(
+                    f"the saved KV cache does not fit {self.facts.name}", "process the prompt again"
+                )
+            if start < end:
+                deserialize_head([self._cache], self._start, start, snapshot.data)
+        except BackendError:
+            self._clear(0)
+            raise
+        self._length = end
+        self._end_round()
+
     def interrupt(self, enabled: bool) -> None:
         self._interrupted = enabled
 
@@ -247,6 +274,6 @@ class EagleHead(SelfDraftView["MlxModel"]):
         if self._closed:
             return
         self._closed = True
-        self._target.stop_logging(self._log)
+        self._target.stop_logging(self.log)
         self._own_states = []
         del self._network, self._cache, self._embed, self._lm_head, self._draft_vocabulary
