@@ -123,11 +123,7 @@ class _History:
         self.tokens += [*draft[:kept], *self._some(1)]
 
     def cut(self, number: int) -> None:
-        self.target.truncate(2 + number % (self.target.length - 2))
-        self.tokens[self.target.length :] = self._some(1)
-        if not self.target.length:  # A recurrent target may have no earlier state.
-            self.tokens += self._some(2)
-            self.target.prefill(self.tokens[:-1])
+        self._prepare([*self.tokens[: 2 + number % (self.target.length - 2)], *self._some(1)])
 
     def resize(self, number: int) -> None:
         if self.target.length < 256:

@@ -97,7 +97,10 @@ class GgufModel(BaseModel):
             try:
                 self._append(batch)
             except (BackendError, ContextFullError, CancelledError):
-                self._cut(self.length)
+                # Keep the logs of hidden states. After a rollback, a recurrent model runs tokens again whose
+                # hidden states are already known.
+                for cells in self._all_cells:
+                    cells.truncate(self.length)
                 raise
             self.cells.length += len(batch)
 
