@@ -138,7 +138,7 @@ class _History:
         """Continue an earlier text, or another one after a part of it."""
         text = self._left[number % len(self._left)]
         self._left.append(list(self.tokens))
-        kept = len(text) if number % 2 else len(text) * number // 41
+        kept = len(text) if number % 2 else 2 + (len(text) - 2) * number // 41
         self._prepare([*text[:kept], *self._some(1 + number % 3)])
 
     def cancel(self, number: int) -> None:
