@@ -18,6 +18,7 @@ from edgespec.drafters.base import BudgetedDrafter, Drafter
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.drafters.tree_growth import TreeGrowth
 from edgespec.errors import OptionError
+from edgespec.memory.prefix_cache import HeadState
 from edgespec.method_names import DRAFTER_NAMES, HEADS, parse_method
 from edgespec.reply import MethodReport
 
@@ -49,6 +50,7 @@ class DrafterSet:
 
     Args:
         drafters: Drafters by name, or the reasons why they are missing. `ngram` is always available.
+        heads: The states of the heads among the drafters.
         chain_model: The draft model, if the `model` drafter proposes plain chains of its tokens, or None.
         why_no_draft: Why there is no draft model, for reports and error messages.
         v: Cost of a verify pass as a multiple of a single-token pass, as a function of the number of tokens
@@ -61,11 +63,13 @@ class DrafterSet:
         target: LanguageModel,
         drafters: Mapping[str, Drafter | MissingDrafter] = MappingProxyType({}),
         *,
+        heads: Sequence[HeadState] = (),
         chain_model: LanguageModel | None = None,
         why_no_draft: str = "",
         v: CostFunction = assumed_cost,
         auto_config: AutoConfig | None = None,
     ) -> None:
+        self.heads = heads
         self._auto_config = auto_config
         self._model = target
         self._target = target.facts

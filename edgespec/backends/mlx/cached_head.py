@@ -10,18 +10,19 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import ModelFacts, Progress
+from edgespec.backends.base import ModelFacts, Progress, Snapshot
 from edgespec.backends.base_model import in_batches
 from edgespec.backends.hidden_state_log import HiddenStateLog
 from edgespec.backends.memory_check import check_tokens_fit
 from edgespec.backends.mlx.attention_cache import AttentionCache
+from edgespec.backends.mlx.cache_serialization import deserialize_head, serialize_head
 from edgespec.backends.mlx.evaluation import evaluate
 from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.mlx.pass_layout import PassLayout
 from edgespec.backends.mlx.target_ends import DraftVocabulary
 from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import CancelledError
+from edgespec.errors import BackendError, CancelledError
 
 if TYPE_CHECKING:
     from edgespec.backends.mlx.model import MlxModel
@@ -61,7 +62,7 @@ class CachedHead(SelfDraftView["MlxModel"]):
         facts: ModelFacts,
     ) -> None:
         super().__init__(target)
-        self._log, self._network, self._layers = log, network, layers
+        self.log, self._network, self._layers = log, network, layers
         self._embed, self._lm_head = embed, lm_head
         self._draft_vocabulary = DraftVocabulary(target_ids, target.facts.vocab_size)
         self._dtype = network.fc.weight.dtype
@@ -101,7 +102,7 @@ class CachedHead(SelfDraftView["MlxModel"]):
     @property
     def last_position(self) -> int:
         """The last position whose token can be run with the target's hidden states."""
-        return self._log.end
+        return self.log.end
 
     def start_at(self, position: int) -> None:
         """Empty the KV cache, and let it begin at `position`. Tokens before `position` are never run."""
@@ -153,6 +154,32 @@ class CachedHead(SelfDraftView["MlxModel"]):
         self._start = min(self._start, self._length)
         self._end_round()
 
+    def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
+        """Copy the KV cache at positions [start, end). If it begins later, start there."""
+        self._check()
+        self._end_round()
+        end = self._length if end is None else min(end, self._length)
+        start = min(max(start, self._start), end)
+        data = serialize_head(self._caches, self._start, start, end) if start < end else b""
+        return Snapshot(end, data, start)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        self._check()
+        self._end_round()
+        start, end = snapshot.start, snapshot.length
+        try:
+            if not self._length == start <= end <= self.facts.context_tokens:
+                raise BackendError(
+                    f"the saved KV cache does not fit {self.facts.name}", "process the prompt again"
+                )
+            if start < end:
+                deserialize_head(self._caches, self._start, start, snapshot.data)
+        except BackendError:
+            self._clear(0)
+            raise
+        self._length = end
+        self._end_round()
+
     def interrupt(self, enabled: bool) -> None:
         self._interrupted = enabled
 
@@ -164,6 +191,6 @@ class CachedHead(SelfDraftView["MlxModel"]):
         if self._closed:
             return
         self._closed = True
-        self._target.stop_logging(self._log)
+        self._target.stop_logging(self.log)
         self._end_round()
         del self._network, self._caches, self._embed, self._lm_head, self._draft_vocabulary

@@ -74,7 +74,7 @@ class DFlashHead(CachedHead):
     @property
     def first_position(self) -> int:
         """The first position whose hidden states are in the log."""
-        return self._log.start
+        return self.log.start
 
     def _append(self, tokens: Sequence[int]) -> None:
         self._add_states(self._length, self._length + len(tokens))
@@ -83,7 +83,7 @@ class DFlashHead(CachedHead):
         """Append the rows of positions [start, end) to the KV cache."""
         self._layout.set_chain(start - self._start)
         with translate_errors("the head could not be run"):
-            self._network.add_states(mx.array(self._log.rows(start, end)).astype(self._dtype), self._caches)
+            self._network.add_states(mx.array(self.log.rows(start, end)).astype(self._dtype), self._caches)
 
     def _run_tree(self, tree: TokenTree, first: int) -> DeviceLogits:
         if first == 0:
@@ -101,7 +101,7 @@ class DFlashHead(CachedHead):
     def _run_block(self, tree: TokenTree) -> None:
         """Add the known hidden states of the tree's first nodes to the cache, and run a block after them."""
         self._end_round()
-        known = min(max(self._log.end - self._length, 0), tree.width - 1)
+        known = min(max(self.log.end - self._length, 0), tree.width - 1)
         begin = self._length + known
         if known:
             self._add_states(self._length, begin)

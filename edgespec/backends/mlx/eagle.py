@@ -86,7 +86,7 @@ class EagleHead(CachedHead):
     @property
     def first_position(self) -> int:
         """The first position whose preceding hidden state is in the log."""
-        return self._log.start + 1
+        return self.log.start + 1
 
     def _append(self, tokens: Sequence[int]) -> None:
         self._layout.set_chain(self._length - self._start)
@@ -120,7 +120,7 @@ class EagleHead(CachedHead):
         begin, ranges = first, []
         if first == 0:
             # The root is run even before the target has run any tokens, to warm up.
-            last = max(self._log.end, self._length)
+            last = max(self.log.end, self._length)
             begin = self._known_nodes = sum(self._length + depth <= last for depth in self._round.depths)
             ranges.append((0, begin))
         while begin < tree.width:
@@ -147,7 +147,7 @@ class EagleHead(CachedHead):
 
     def _target_states(self, start: int, count: int) -> mx.array:
         """Return the target's reduced hidden states before each of `count` tokens."""
-        rows = self._log.rows(start - 1, start - 1 + count)
+        rows = self.log.rows(start - 1, start - 1 + count)
         return self._network.reduced(mx.array(rows).astype(self._dtype))
 
     def _run(self, tokens: Sequence[int], states: mx.array) -> mx.array:
