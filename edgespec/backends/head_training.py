@@ -1,4 +1,4 @@
-"""What a backend offers for training heads: the target as a teacher, and the trainer of a head."""
+"""Define the interfaces through which a backend trains heads."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["Guesser", "HeadTrainer", "Teacher", "TrainingBatch"]
 
 @dataclass(frozen=True, slots=True)
 class TrainingBatch:
-    """Conversations to train with, padded at the end to the same length.
+    """A batch of training conversations, padded at the end to the same length.
 
     Attributes:
         tokens: int32 [conversations, tokens].
-        replied: Whether the target wrote a token in a reply, bool [conversations, tokens]. A head learns to
-            guess these tokens only.
+        replied: Whether each token belongs to a reply, bool [conversations, tokens]. Heads learn to predict
+            only these tokens.
     """
 
     tokens: NDArray[np.int32]
@@ -30,20 +30,20 @@ class TrainingBatch:
 
 
 class Guesser(Protocol):
-    """A head whose guesses can be counted. All methods must be called from the same thread."""
+    """A head whose draft accuracy can be evaluated. All methods must be called from the same thread."""
 
     def guesses(self, batch: TrainingBatch, depth: int) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-        """Draft from every token from which the head could guess `depth` tokens of a reply.
+        """Draft `depth` tokens from every position that is followed by at least `depth` tokens of a reply.
 
         Returns:
-            Whether each guess is the target's most likely token, bool [drafts, depth], and the index of each
-            draft's conversation in the batch, int64 [drafts]. Each guess assumes that those before it were
-            right.
+            Whether each drafted token is the target's most likely token, bool [drafts, depth], and the index
+            of each draft's conversation in the batch, int64 [drafts]. A token is judged as if all drafted
+            tokens before it were correct.
         """
 
 
 class HeadTrainer(Guesser, Protocol):
-    """A head and the state of its optimiser."""
+    """A head in training, together with the state of its optimiser."""
 
     def step(self, batch: TrainingBatch, done: float) -> float:
         """Run a training step and return the loss before it.
@@ -60,14 +60,14 @@ class HeadTrainer(Guesser, Protocol):
         """Save the weights and the optimiser's state to a `.safetensors` file. Raises OSError."""
 
     def load_state(self, path: Path) -> None:
-        """Restore what `save_state` saved. Raises ModelFileError if the file does not fit this head."""
+        """Restore the state saved by `save_state`. Raises ModelFileError if it belongs to another head."""
 
     def publish(self, folder: Path) -> None:
-        """Write the head to a folder, in the layout of published heads. Raises OSError."""
+        """Write the head to a folder, in the file layout of published heads. Raises OSError."""
 
 
 class Teacher(Protocol):
-    """A target that writes text and trains heads. All methods must be called from the same thread."""
+    """A target that generates training text and trains heads. All methods must be called from the same thread."""
 
     vocabulary: Vocabulary
     context_tokens: int
@@ -104,14 +104,14 @@ class Teacher(Protocol):
         Args:
             method: The kind of head, such as `eagle3`.
             examples: Conversations from which to choose the initial weights.
-            counts: How often each token of the vocabulary occurs in the replies to train with.
+            counts: Number of occurrences of each token of the vocabulary in the training replies.
 
         Raises:
             CapabilityError: The target does not support heads of this kind.
         """
 
     def published_head(self, method: str, folder: Path) -> Guesser | None:
-        """Load a published head, to count its guesses, or return None if the folder contains no head.
+        """Load a published head for evaluation. Return None if the folder contains no head.
 
         Raises:
             ModelFileError: The folder contains a head of another kind, or one for another target.

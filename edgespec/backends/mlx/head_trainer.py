@@ -1,4 +1,4 @@
-"""Train heads of any kind, and count the right guesses of trained heads."""
+"""Train heads of any kind, and evaluate trained heads."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _MAX_GRADIENT_NORM = 5.0
 
 
 class _Goals(NamedTuple):
-    """What the head shall guess in each step of a draft.
+    """The distributions that the head learns in each step of a draft.
 
     Attributes:
-        probs: The target's probabilities of the candidate tokens, float32 [tokens of replies, candidates].
-        rows: For each step, the rows of the flattened batch from which a token of a reply is guessed.
-        indices: For each step, the row of `probs` that belongs to each of `rows`.
+        probs: The target's probabilities of the candidate tokens, float32 [reply tokens, candidates].
+        rows: For each step, the rows of the flattened batch from which the head predicts a reply token.
+        indices: For each step, the row of `probs` with the target's distribution for each of `rows`.
     """
 
     probs: mx.array
@@ -104,7 +104,7 @@ class MlxHeadTrainer(HeadGuesser):
             del states
 
             def loss(weights: Arrays) -> mx.array:
-                """Return the cross-entropy with the target's probabilities, summed over the steps."""
+                """Return the cross-entropy between the target's and the head's probabilities, summed over the steps."""
                 self.head.weights = weights
                 total = mx.array(0.0)
                 for step, state in enumerate(self.head.unroll(embeddings, hidden, unroll)):
@@ -126,7 +126,7 @@ class MlxHeadTrainer(HeadGuesser):
         return float(np.array(value))
 
     def _goals(self, batch: TrainingBatch, logits: mx.array, unroll: int) -> tuple[mx.array, _Goals]:
-        """Return the candidate tokens of a step, and the target's probabilities of them."""
+        """Return the candidate tokens of a training step, and the target's probabilities for them."""
         source = np.flatnonzero(_shifted(batch.replied, 1))
         probs = mx.softmax(logits.reshape(-1, logits.shape[-1])[mx.array(source)], axis=-1)
         mass = probs.sum(axis=0)[self._draft_tokens]
@@ -200,7 +200,7 @@ class MlxHeadTrainer(HeadGuesser):
 
 
 def load_published_head(teacher: MlxTeacher, kind: type[TrainableHead], folder: Path) -> HeadGuesser | None:
-    """Load a head of a kind. See `Teacher.published_head`."""
+    """Load a published head of this kind. See `Teacher.published_head`."""
     if not any((folder / name).exists() for name in (_CONFIG, kind.weights_file)):
         return None
     try:
@@ -210,7 +210,7 @@ def load_published_head(teacher: MlxTeacher, kind: type[TrainableHead], folder: 
         evaluate(*head.weights.values())
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelFileError(
-            f"{folder} contains no {kind.title} for {teacher.name} that could be compared: {error}",
+            f"{folder} contains no {kind.title} for {teacher.name} that can be compared with the new head: {error}",
             "choose another folder for the new head",
         ) from error
     return HeadGuesser(teacher, head)
@@ -224,5 +224,5 @@ def _shifted(replied: NDArray[np.bool_], count: int) -> NDArray[np.bool_]:
 
 
 def _guessing_rows(replied: NDArray[np.bool_], step: int) -> NDArray[np.int64]:
-    """Return the rows of the flattened batch from which step `step` of a draft guesses a reply's token."""
+    """Return the rows of the flattened batch from which draft step `step` predicts a reply token."""
     return np.flatnonzero(_shifted(replied, 2 + step))

@@ -1,4 +1,4 @@
-"""A target that is loaded to train heads: it writes text, and shows its hidden states and probabilities."""
+"""Load a target for training heads. It generates text, and provides hidden states and logits."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _HEADS: dict[str, type[TrainableHead]] = {
 
 
 class TargetStates(NamedTuple):
-    """What a target computes for a batch of conversations.
+    """A target's hidden states and logits for a batch of conversations.
 
     Attributes:
         hidden: The requested hidden states side by side, float32 [conversations, tokens, states x size].
@@ -54,7 +54,7 @@ class TargetStates(NamedTuple):
 
 
 def load_teacher(path: str, name: str, progress: Progress | None = None) -> MlxTeacher:
-    """Load an MLX or Hugging Face model to train heads for it.
+    """Load an MLX or Hugging Face model for which heads will be trained.
 
     Args:
         path: Path of the model folder.
@@ -101,7 +101,7 @@ class MlxTeacher:
         self._find_matrices()
 
     def _find_matrices(self) -> None:
-        """Find the embeddings, the final norm and the output matrix, which a head shares."""
+        """Find the embeddings, the final norm and the output matrix, which heads share with the target."""
         outside = [(key, one) for key, one in self._net.named_modules() if ".layers." not in f".{key}"]
         tables = [one for _, one in outside if isinstance(one, Embedding | QuantizedEmbedding)]
         heads = [one for key, one in outside if key.rpartition(".")[2] == "lm_head" and "weight" in one]
@@ -113,7 +113,7 @@ class MlxTeacher:
                 "choose another model",
             )
         self._table, self._output = tables[0], heads[0] if heads else tables[0]
-        # The norm of ones, because some architectures add 1 to the stored weights.
+        # Apply the norm to ones instead of reading its weights, because some architectures add 1 to them.
         self.final_norm = norms[0](mx.ones(norms[0]["weight"].shape)).astype(mx.float32)
         self.size: int = self.final_norm.shape[0]
         evaluate(self.final_norm)
@@ -173,12 +173,12 @@ class MlxTeacher:
     ) -> list[list[int]]:
         """See `Teacher`."""
         mx.random.seed(seed)
-        # mlx-lm draws the tokens of all prompts that share a sampler at once.
+        # Share one sampler between prompts with the same temperature, because mlx-lm then samples their tokens together.
         samplers = {each: _sampler(each) for each in set(temperatures)}
         ends = [[token] for token in range(self.vocabulary.size) if self.vocabulary.is_end(token)]
         texts: dict[int, list[int]] = {}
-        with translate_errors(f"{self.name} could not write text"):
-            # The current thread's stream, because the arrays are evaluated by this thread.
+        with translate_errors(f"{self.name} could not generate text"):
+            # Use this thread's stream, because this thread evaluates the arrays.
             generator = BatchGenerator(
                 self._net,
                 max_tokens=max_tokens,
