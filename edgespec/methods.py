@@ -24,12 +24,13 @@ from edgespec.reply import MethodReport
 
 __all__ = ["DrafterSet", "MissingDrafter"]
 
-# The method `auto` combines all of these drafters that are available with suffix lookup. Without any, it uses
-# the first available one of `_AUTO_SELF_DRAFTS`.
+# `auto` uses suffix lookup, and all available drafters in `_AUTO_MODELS`. If none of these is available, it uses
+# the first available drafter in `_AUTO_SELF_DRAFTS` instead.
 _AUTO_MODELS = (*HEADS, "model")
 _AUTO_SELF_DRAFTS = ("layerskip", "lowbit")
 _AUTO_LOOKUP = "suffix"
-_CLASSIFIED_TOKENS = 512
+# Number of tokens at the end of the text that determine its kind, such as code.
+_TEXT_KIND_TOKENS = 512
 
 
 class MissingDrafter(NamedTuple):
@@ -170,7 +171,7 @@ class DrafterSet:
         return self._controllers[names]
 
     def _text_kind(self, tokens: Sequence[int]) -> str:
-        pieces = map(self._model.vocabulary.piece, tokens[-_CLASSIFIED_TOKENS:])
+        pieces = map(self._model.vocabulary.piece, tokens[-_TEXT_KIND_TOKENS:])
         return text_kind("".join(piece.decode("utf-8", "replace") for piece in pieces))
 
     def _with_adaptive_length(self, drafter: Drafter, config: AutoConfig) -> Drafter:
@@ -205,7 +206,7 @@ class DrafterSet:
             drafter.reset()
 
     def interrupt(self, enabled: bool) -> None:
-        """Stop drafting in every drafter as soon as possible, or allow it again if `enabled` is False."""
+        """Stop all drafters as soon as possible. If `enabled` is False, allow them to draft again."""
         for drafter in self._drafters.values():
             drafter.interrupt(enabled)
 

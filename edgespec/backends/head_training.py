@@ -33,7 +33,7 @@ class Guesser(Protocol):
     """A head whose draft accuracy can be evaluated. All methods must be called from the same thread."""
 
     def guesses(self, batch: TrainingBatch, depth: int) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-        """Draft `depth` tokens from every position that is followed by at least `depth` tokens of a reply.
+        """Draft `depth` tokens from every position followed by at least `depth` reply tokens.
 
         Returns:
             Whether each drafted token is the target's most likely token, bool [drafts, depth], and the index
@@ -67,7 +67,10 @@ class HeadTrainer(Guesser, Protocol):
 
 
 class Teacher(Protocol):
-    """A target that generates training text and trains heads. All methods must be called from the same thread."""
+    """A target that generates training text and trains heads.
+
+    All methods must be called from the same thread.
+    """
 
     vocabulary: Vocabulary
     context_tokens: int

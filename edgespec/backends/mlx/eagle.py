@@ -27,22 +27,28 @@ __all__ = ["EagleHead", "HeadNetwork"]
 
 
 class HeadNetwork(Protocol):
-    """The layer of a head, which runs each token with the hidden state before it."""
+    """The network of a head whose inputs are a token and the hidden state before it."""
 
     fc: Any
-    """The matrix that combines the inputs, whose data type is that of the computation."""
+    """The matrix that combines the inputs. The head computes in the data type of its weights."""
 
     def reduced(self, states: mx.array) -> mx.array:
-        """Return the hidden states [tokens, size] that the layer reads, given the target's."""
+        """Convert the target's hidden states to those that the layer reads [tokens, size]."""
 
     def __call__(self, embeddings: mx.array, states: mx.array, cache: AttentionCache) -> mx.array:
-        """Return the head's hidden states [tokens, size] for tokens and the hidden states before them."""
+        """Run the layer, and return its hidden states [tokens, size].
+
+        Args:
+            embeddings: The embedding of each token [tokens, size].
+            states: The hidden state of the token before each token, from `reduced` or `fed_back`.
+            cache: The layer's KV cache. The pass appends a row for each token.
+        """
 
     def normalised(self, states: mx.array) -> mx.array:
-        """Return the hidden states that the LM head reads, given those of the layer."""
+        """Convert the layer's hidden states to those that the LM head reads."""
 
     def fed_back(self, states: mx.array) -> mx.array:
-        """Return the hidden states with which the layer runs the tokens that follow, given its own."""
+        """Convert the layer's hidden states to those that it reads in the next draft step."""
 
 
 class EagleHead(CachedHead):
@@ -139,7 +145,7 @@ class EagleHead(CachedHead):
             self._layout.set_tree(start, nodes.parents[:end], nodes.depths[:end], begin)
 
     def _states_before(self, tree: TokenTree, begin: int, end: int) -> mx.array:
-        """Return the hidden states before nodes: the target's if known, else the head's own."""
+        """Return the hidden state before each node: the target's if known, else the head's own."""
         if end <= self._known_nodes:
             return self._target_states(self._length + begin, end - begin)
         own = mx.concatenate(self._own_states)[mx.array(tree.parents[begin:end])]
@@ -151,13 +157,13 @@ class EagleHead(CachedHead):
         return self._network.reduced(mx.array(rows).astype(self._dtype))
 
     def _run(self, tokens: Sequence[int], states: mx.array) -> mx.array:
-        """Run tokens with the hidden states before them. Return the head's own hidden states after them."""
+        """Return the head's hidden states of tokens, given the hidden state before each of them."""
         with translate_errors("the head could not be run"):
             embeddings = self._embed(mx.array(list(tokens))).astype(self._dtype)
             return self._network(embeddings, states, self._caches[0])
 
     def _logits(self, states: mx.array) -> mx.array:
-        """Return the logits of the target's tokens. Those outside the draft vocabulary are -inf."""
+        """Return logits for the target's vocabulary. Tokens outside the draft vocabulary get -inf."""
         with translate_errors("the head could not be run"):
             rows = self._lm_head(self._network.normalised(states)).astype(mx.float32)
             return self._draft_vocabulary.spread(rows)

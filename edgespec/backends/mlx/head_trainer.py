@@ -22,12 +22,13 @@ if TYPE_CHECKING:
 __all__ = ["HeadGuesser", "MlxHeadTrainer", "load_published_head"]
 
 _CONFIG = "config.json"
-# Only this many tokens take part in the softmax of a training step: those to which the target gives the
-# highest total probability in the batch. The others barely change the loss, but would take most of the time.
+# Number of tokens in the softmax of a training step: those with the highest total probability in the batch,
+# according to the target. Further tokens barely change the loss, but would take most of the time.
 _CANDIDATES = 2_048
-# Weight of each further guess in the loss, relative to the one before it.
+# Weight of each draft step in the loss, relative to the step before it.
 _DECAY = 0.85
-# Muon trains matrices, AdamW norms and biases. The rates are flat at first and then fall to zero.
+# Learning rates of Muon, which trains matrices, and of AdamW, which trains norms and biases. After a warm-up,
+# they stay constant for `_FLAT_FRACTION` of the training, and then fall to zero.
 _MATRIX_RATE, _VECTOR_RATE = 0.02, 0.003
 _WARM_UP_STEPS, _FLAT_FRACTION = 20, 0.13
 _MAX_GRADIENT_NORM = 5.0
@@ -104,7 +105,7 @@ class MlxHeadTrainer(HeadGuesser):
             del states
 
             def loss(weights: Arrays) -> mx.array:
-                """Return the cross-entropy between the target's and the head's probabilities, summed over the steps."""
+                """Return the head's cross-entropy with respect to the target, summed over the draft steps."""
                 self.head.weights = weights
                 total = mx.array(0.0)
                 for step, state in enumerate(self.head.unroll(embeddings, hidden, unroll)):
@@ -210,7 +211,7 @@ def load_published_head(teacher: MlxTeacher, kind: type[TrainableHead], folder: 
         evaluate(*head.weights.values())
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelFileError(
-            f"{folder} contains no {kind.title} for {teacher.name} that can be compared with the new head: {error}",
+            f"{folder} contains no {kind.title} for {teacher.name} that can be evaluated: {error}",
             "choose another folder for the new head",
         ) from error
     return HeadGuesser(teacher, head)

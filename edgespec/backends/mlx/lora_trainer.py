@@ -1,4 +1,4 @@
-"""Train a LoRA adapter for a draft model on the tokens that the target corrected.
+"""Train a LoRA adapter for a draft model on the target's corrections, while the model is in use.
 
 Based on online speculative decoding (OSD, arXiv 2310.07177) and LoRA (arXiv 2106.09685).
 """

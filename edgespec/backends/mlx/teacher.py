@@ -173,7 +173,8 @@ class MlxTeacher:
     ) -> list[list[int]]:
         """See `Teacher`."""
         mx.random.seed(seed)
-        # Share one sampler between prompts with the same temperature, because mlx-lm then samples their tokens together.
+        # Share one sampler between prompts with the same temperature, because mlx-lm then samples their
+        # tokens together.
         samplers = {each: _sampler(each) for each in set(temperatures)}
         ends = [[token] for token in range(self.vocabulary.size) if self.vocabulary.is_end(token)]
         texts: dict[int, list[int]] = {}

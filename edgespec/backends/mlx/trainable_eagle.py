@@ -26,8 +26,8 @@ _MIN_LAYERS = 6
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads")
 # Largest draft vocabulary, as in most published heads. Larger output matrices make drafting slow.
 _MAX_DRAFT_TOKENS = 32_768
-# Fractions of the training after which the head drafts one more token per training step. Each one takes as much
-# time as the first, and is useful only once the earlier ones are accurate.
+# Fractions of the training after which the head drafts one more token per training step. Each one takes as
+# much time as the first, and is useful only once the earlier ones are accurate.
 _UNROLL_FROM = (0.0, 0.1, 0.25, 0.45)
 
 
@@ -83,7 +83,7 @@ class TrainableEagle(TrainableHead):
         return head
 
     def _choose_initial_weights(self, teacher: MlxTeacher, examples: TrainingBatch) -> None:
-        """Initialise `fc` with the linear map that best predicts the target's final hidden state of the next token."""
+        """Initialise `fc` with the linear map that best predicts the next token's final hidden state."""
         states = np.array(teacher.states(examples.tokens, [*self.states, teacher.layers]).hidden)
         size = teacher.size
         hidden = states[:, :-1, : 3 * size].reshape(-1, 3 * size)

@@ -63,7 +63,7 @@ class TrainableHead(ABC):
 
     @abstractmethod
     def steps(self, done: float) -> int:
-        """Return how many tokens to draft in a training step, given the completed fraction of the training."""
+        """Return how many tokens to draft per training step at a completed fraction of the training."""
 
     @abstractmethod
     def unroll(self, embeddings: mx.array, hidden: mx.array, steps: int) -> Iterator[mx.array]:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainableHydra", "TrainableMedusa"]
 
-# Number of heads, each of which guesses one more token ahead, and of residual blocks per head, as in most
-# published heads.
+# Number of heads, and of residual blocks per head, as in most published heads. Each head predicts one more
+# token ahead than the head before it.
 _HEADS, _BLOCKS = 4, 1
 
 

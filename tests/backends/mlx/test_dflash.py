@@ -178,7 +178,7 @@ def test_an_interrupt_stops_drafting(files: Files, target: MlxModel) -> None:
     ("options", "message"),
     [
         ({"size": 32}, "hidden states of size 32"),
-        ({"vocab": ROWS + 1}, "vocabularies of size"),
+        ({"vocab": ROWS + 1}, "a vocabulary of size"),
         ({"states": (0, 1, 9)}, "reads the layers"),
         ({"changes": {"norm.weight": np.full(SIZE, np.nan, np.float32)}}, "not finite"),
         ({"changes": {"norm.weight": None}}, "it lacks norm.weight"),
