@@ -24,8 +24,8 @@ from edgespec.reply import MethodReport
 
 __all__ = ["DrafterSet", "MissingDrafter"]
 
-# `auto` uses suffix lookup, and all available drafters in `_AUTO_MODELS`. If none of these is available, it uses
-# the first available drafter in `_AUTO_SELF_DRAFTS` instead.
+# `auto` uses suffix lookup, and all available drafters in `_AUTO_MODELS`. If none of these is available, it
+# uses the first available drafter in `_AUTO_SELF_DRAFTS` instead.
 _AUTO_MODELS = (*HEADS, "model")
 _AUTO_SELF_DRAFTS = ("layerskip", "lowbit")
 _AUTO_LOOKUP = "suffix"
