@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
@@ -25,7 +26,9 @@ from tests.memory.prefix_cache.helpers import keeper
 Round: TypeAlias = tuple[str, int, bool]
 # What happens to the target, a number that says how much of it, and whether the head drafts before.
 ROUNDS = st.tuples(
-    st.sampled_from(["say", "say", "say", "cut", "resize", "read", "leave", "return", "cancel", "restart"]),
+    st.sampled_from(
+        ["say", "say", "say", "cut", "resize", "read", "leave", "come back", "cancel", "restart"]
+    ),
     st.integers(0, 40),
     st.booleans(),
 )
@@ -134,7 +137,7 @@ class _History:
         self._left.append(list(self.tokens))
         self._prepare([*self.tokens[:number], *self._some(90)])
 
-    def return_(self, number: int) -> None:
+    def come_back(self, number: int) -> None:
         """Continue an earlier text, or another one after a part of it."""
         text = self._left[number % len(self._left)]
         self._left.append(list(self.tokens))
@@ -145,19 +148,15 @@ class _History:
         """Cancel the head's and the target's next computations, and repeat them."""
         for model in (self.head, self.target):
             model.interrupt(True)
-        try:
+        with suppress(CancelledError):
             first_logits(self.head, self.cache, self.tokens)
-        except CancelledError:
-            pass
-        try:
+        with suppress(CancelledError):
             self._prepare([*self.tokens, *self._some(number)])
-        except CancelledError:
-            pass
         for model in (self.head, self.target):
             model.interrupt(False)
         self._prepare(list(self.tokens))
 
-    def restart(self, number: int) -> None:  # noqa: ARG002
+    def restart(self) -> None:
         """Load everything again, as in a later process, which finds the text on disk."""
         self._target_cache.save()
         self._prefixes.store.write()
@@ -166,15 +165,23 @@ class _History:
         self._prepare(list(self.tokens))
 
     def run(self, what: str, number: int) -> None:
-        if what in ("read", "say") and len(self.tokens) > _LONG_TEXT:
-            return
-        if what == "cut" and self.target.length <= 4:
-            return
-        if what == "return":
-            if self._left:
-                self.return_(number)
-            return
-        getattr(self, what)(number)
+        match what:
+            case "read" if len(self.tokens) < _LONG_TEXT:
+                self.read(number)
+            case "say" if len(self.tokens) < _LONG_TEXT:
+                self.say(number)
+            case "cut" if self.target.length > 4:
+                self.cut(number)
+            case "resize":
+                self.resize(number)
+            case "leave":
+                self.leave(number)
+            case "come back" if self._left:
+                self.come_back(number)
+            case "cancel":
+                self.cancel(number)
+            case "restart":
+                self.restart()
 
 
 def check_history(

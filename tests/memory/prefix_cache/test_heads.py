@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -55,10 +55,10 @@ def _gguf(folder: Path) -> Files:
 
 def _mlx(folder: Path) -> Files:
     write_checkpoint(folder / "target", "llama", config={"num_hidden_layers": 3})
-    states = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    options: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
     arrays = random_arrays(MEDUSA, 64, ROWS, Attention(heads=4, kv_heads=2))
     heads = {
-        "eagle": write_head(folder / "head", "SafeAILab", size=64, vocab=ROWS, draft_vocab=200, **states),
+        "eagle": write_head(folder / "head", "SafeAILab", size=64, vocab=ROWS, draft_vocab=200, **options),
         "medusa": write_heads(folder / "medusa", MEDUSA, arrays),
     }
     return Files(folder / "target", heads, write_head(folder / "other", "EAGLE-1", size=64, vocab=ROWS))
@@ -96,7 +96,7 @@ def test_replies_and_drafts_are_those_of_a_fresh_run(
 ) -> None:
     with _runtime(files, tmp_path, branches) as runtime:
         first = _ask(runtime, PROMPT, method, temperature)
-    shorter = PROMPT[:90] + [7, 8]
+    shorter = [*PROMPT[:90], 7, 8]
     with _runtime(files, tmp_path, branches) as runtime:
         again = _ask(runtime, PROMPT, method, temperature)
         shortened = _ask(runtime, shorter, method, temperature)
