@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgespec.backends.base import Progress
-from edgespec.backends.head_training import Teacher
+from edgespec.backends.drafter_training import Student, Teacher
 from edgespec.train.conversations import Conversation, batch_of, token_counts
-from edgespec.train.state import TrainingSettings
 from edgespec.train.steps import PASSES
 from edgespec.train.writing import BATCH_CONVERSATIONS
 
@@ -23,7 +22,8 @@ _TRIAL_TOKENS = 24
 
 def estimate_seconds(
     teacher: Teacher,
-    settings: TrainingSettings,
+    student: Student,
+    wanted_tokens: int,
     question_start: Sequence[int],
     written_tokens: int,
     trained_tokens: int,
@@ -33,7 +33,8 @@ def estimate_seconds(
 
     Args:
         teacher: The target.
-        settings: Settings of the training.
+        student: What is trained.
+        wanted_tokens: Number of tokens in the conversations to train with.
         question_start: The prompt after which the target writes a question.
         written_tokens: Number of tokens in the conversations already written.
         trained_tokens: Number of tokens already trained on, including repetitions.
@@ -50,12 +51,12 @@ def estimate_seconds(
         Conversation(np.array([*question_start, *text], np.int32), len(question_start), "") for text in texts
     ]
     batch = batch_of(trial)
-    trainer = teacher.head_trainer(settings.method, batch, token_counts(trial, teacher.vocabulary.size))
+    trainer = student.trainer(batch, token_counts(trial, teacher.vocabulary.size))
     began = time.perf_counter()
-    # Time a step near the end of training, when the head predicts the most tokens ahead, which takes longest.
+    # Time a step near the end of training, when a head predicts the most tokens ahead, which takes longest.
     # The average step takes about 80 % of that time.
     trainer.step(batch, 0.999)
     train_seconds = 0.8 * (time.perf_counter() - began) / batch.tokens.size
-    left_to_write = max(0, settings.tokens - written_tokens)
-    left_to_train = max(0, settings.tokens * PASSES - trained_tokens)
+    left_to_write = max(0, wanted_tokens - written_tokens)
+    left_to_train = max(0, wanted_tokens * PASSES - trained_tokens)
     return left_to_write * write_seconds + left_to_train * train_seconds
