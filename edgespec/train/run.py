@@ -152,6 +152,8 @@ def train_drafter(
         plotted = plot_training(state.curve, f"{student.title} for {target.name}", plot)
     tokens = sum(len(each.tokens) for each in conversations)
     shutil.rmtree(saved.path)
+    if not any(folder.iterdir()):
+        folder.rmdir()
     return TrainingResult(
         folder, better, figures, before, state.curve, len(conversations), tokens, plot if plotted else None
     )
