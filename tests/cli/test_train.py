@@ -51,8 +51,8 @@ def test_an_interrupt_and_its_continuation(
     folder = tmp_path / "head"
     process = start(*arguments, "--to", str(folder), code=SLOW_STEPS)
     assert process.stderr is not None
-    # The first step is the trial from which the time is estimated.
-    for _ in range(4):
+    # The time is estimated from the first three steps.
+    for _ in range(6):
         while (line := process.stderr.readline()) != b"step\n":
             assert line
     process.send_signal(signal.SIGINT)
