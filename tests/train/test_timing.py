@@ -1,4 +1,4 @@
-"""The estimate of a training's duration: its trial steps must be short, because they cannot be interrupted."""
+"""The estimate of a training's duration, whose steps must be short, because they cannot be interrupted."""
 
 from __future__ import annotations
 
