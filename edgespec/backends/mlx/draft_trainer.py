@@ -65,9 +65,8 @@ class DraftGuesser:
         right = self._draft_logits(batch).argmax(axis=-1) == best
         evaluate(right)
         hits, rows = np.array(right), batch.drafting_rows(depth)
-        return np.stack([hits[rows + 1 + step] for step in range(depth)], axis=1), rows // batch.tokens.shape[
-            1
-        ]
+        guesses = np.stack([hits[rows + 1 + step] for step in range(depth)], axis=1)
+        return guesses, rows // batch.tokens.shape[1]
 
     def _target_logits(self, batch: TrainingBatch) -> mx.array:
         """Return the target's logits after each token, float32 [flattened tokens, vocabulary]."""
