@@ -45,7 +45,7 @@ def write_draft(
     rows: int = ROWS,
     quantisation: tuple[str, int, int] | None = None,
 ) -> Path:
-    """Write a copy of a target in which a few matrices were changed, so that it often guesses wrongly."""
+    """Write a copy of a target in which a few matrices were changed, so that it guesses wrongly at times."""
     config = {**CONFIG, "vocab_size": rows}
     write_checkpoint(folder, "llama", config=config, quantisation=quantisation)
     arrays, random = arrays_of(folder), np.random.default_rng(0)
@@ -53,7 +53,7 @@ def write_draft(
         if name.endswith(("o_proj.weight", "down_proj.weight")) and array.dtype == mx.float32:
             outputs, inputs = array.shape
             change = random.standard_normal((outputs, 2)) @ random.standard_normal((2, inputs))
-            arrays[name] = array + 0.1 * mx.array(change.astype(np.float32))
+            arrays[name] = array + 0.03 * mx.array(change.astype(np.float32))
     mx.save_safetensors(str(folder / "model.safetensors"), arrays, {"format": "mlx"})
     return folder
 
@@ -79,7 +79,7 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write little text, and learn much from it."""
     monkeypatch.setattr("edgespec.train.writing._MAX_REPLY_TOKENS", 60)
     monkeypatch.setattr("edgespec.train.steps._MIN_BATCH_TOKENS", 64)
-    monkeypatch.setattr("edgespec.backends.mlx.draft_trainer._RATE_TIMES_SIZE", 0.2)
+    monkeypatch.setattr("edgespec.backends.mlx.draft_trainer._RATE_TIMES_SIZE", 0.05)
     monkeypatch.setattr("edgespec.backends.mlx.draft_trainer._LORA_RATE", 0.003)
 
 
@@ -125,7 +125,7 @@ def test_training_raises_the_acceptance_on_other_text(
     for step in range(60):
         trainer.step(texts_of(2 + step, 8, 40), 0.1)
     after, owners = trainer.guesses(held_out, 4)
-    assert after.mean() > before.mean() + 0.1
+    assert after.mean() > before.mean() + 0.03
     # Four guesses fit into the reply from the token before it on.
     assert np.bincount(owners).tolist() == [30 - 6 - 3] * 8
     (tmp_path / "new").mkdir()
@@ -237,7 +237,7 @@ def test_the_draft_model_continues_the_replies(target: TrainingTarget, draft: Pa
     assert not np.array_equal(trainer.continued(batch).tokens, continued.tokens)
 
 
-def test_the_loss_is_the_jensen_shannon_divergence(target: TrainingTarget, draft: Path) -> None:
+def test_the_loss_is_the_share_of_rejected_tokens(target: TrainingTarget, draft: Path) -> None:
     trainer, batch = trainer_of(target, draft), texts_of(0, 2, 12)
     # In the second step, the draft model writes no text of its own.
     trainer.step(batch, 1.0)
@@ -246,11 +246,8 @@ def test_the_loss_is_the_jensen_shannon_divergence(target: TrainingTarget, draft
     other = np.array(mx.softmax(load_model(target.path)[0](mx.array(batch.tokens)), axis=-1), np.float64)[
         replied
     ]
-    middle = (mine + other) / 2
-    expected = (mine * np.log(mine / middle) + other * np.log(other / middle)).sum(axis=-1).mean() / 2
+    expected = np.abs(mine - other).sum(axis=-1).mean() / 2
     assert trainer.step(batch, 1.0) == pytest.approx(expected, rel=1e-4)
-    distance = np.abs(mine - other).sum(axis=-1) / 2
-    assert (distance**2).mean() / 2 <= expected <= distance.mean() * np.log(2)
 
 
 def test_padding_tokens_of_one_model_only(target: TrainingTarget, tmp_path: Path) -> None:

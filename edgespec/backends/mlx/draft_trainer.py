@@ -5,7 +5,6 @@ Based on on-policy distillation (GKD, arXiv 2306.13649) and on DistillSpec (arXi
 
 from __future__ import annotations
 
-import math
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,8 +31,8 @@ _WEIGHTS_FILE = "model.safetensors"
 # Files that are copied from the original to the trained draft model: the configuration and the tokenizer.
 _COPIED_SUFFIXES = frozenset({".json", ".jinja", ".model", ".tiktoken", ".txt"})
 # Learning rate of all weights, times the size of a hidden state. Wider networks need lower rates
-# (arXiv 2203.03466).
-_RATE_TIMES_SIZE = 0.05
+# (arXiv 2203.03466). On the demo models, a rate five times as high made the draft model worse.
+_RATE_TIMES_SIZE = 0.01
 # Learning rate of low-rank changes, as in online training.
 _LORA_RATE = 3e-4
 _MAX_GRADIENT_NORM = 1.0
@@ -113,7 +112,7 @@ class DraftTrainer(DraftGuesser):
             target_logits = self._target_logits(batch)[rows]
             evaluate(target_logits)
             return self._descent.step(
-                lambda: _divergence(target_logits, self._draft_logits(batch)[rows]), done
+                lambda: _total_variation(target_logits, self._draft_logits(batch)[rows]), done
             )
 
     def continued(self, batch: TrainingBatch) -> TrainingBatch:
@@ -195,16 +194,13 @@ def _config(folder: Path) -> bytes:
     return file.read_bytes() if file.exists() else b""
 
 
-def _divergence(target_logits: mx.array, draft_logits: mx.array) -> mx.array:
-    """Return the mean Jensen-Shannon divergence of the draft model's distributions from the target's.
+def _total_variation(target_logits: mx.array, draft_logits: mx.array) -> mx.array:
+    """Return the mean total variation distance of the draft model's distributions from the target's.
 
-    Speculative decoding accepts a drafted token with probability 1 - TV, where TV is the total variation
-    distance. TV itself gives no gradient for tokens that the draft model considers impossible, and the KL
-    divergence is dominated by tokens that a small model cannot learn. The Jensen-Shannon divergence has
-    neither problem, and bounds TV from both sides: TV^2 / 2 <= JSD <= TV ln 2.
+    Rejection sampling accepts a drafted token with a probability of 1 - TV. On the demo models, training with
+    this loss raised 1 - TV on other text, and the Jensen-Shannon divergence raised it less. KL divergence
+    lowered it, because it is dominated by tokens that a small model cannot learn. TV gives almost no gradient
+    for tokens that the draft model considers impossible, but a draft model to train has few of these.
     """
-    target = target_logits - mx.logsumexp(target_logits, axis=-1, keepdims=True)
-    draft = draft_logits - mx.logsumexp(draft_logits, axis=-1, keepdims=True)
-    middle = mx.logaddexp(target, draft) - math.log(2.0)
-    divergences = mx.exp(target) * (target - middle) + mx.exp(draft) * (draft - middle)
-    return 0.5 * divergences.sum(axis=-1).mean()
+    difference = mx.softmax(target_logits, axis=-1) - mx.softmax(draft_logits, axis=-1)
+    return 0.5 * mx.abs(difference).sum(axis=-1).mean()
