@@ -9,10 +9,11 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.head_training import TrainingBatch
+from edgespec.backends.drafter_training import TrainingBatch
 from edgespec.backends.mlx.eagle_net import EagleNet
 from edgespec.backends.mlx.evaluation import evaluate
-from edgespec.backends.mlx.trainable_head import Arrays, TrainableHead, least_squares
+from edgespec.backends.mlx.gradient_descent import Arrays
+from edgespec.backends.mlx.trainable_head import TrainableHead, least_squares
 from edgespec.errors import CapabilityError
 
 if TYPE_CHECKING:

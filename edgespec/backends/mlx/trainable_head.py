@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import mlx.core as mx
 import numpy as np
@@ -12,14 +12,14 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten, tree_unflatten
 from numpy.typing import NDArray
 
-from edgespec.backends.head_training import TrainingBatch
+from edgespec.backends.drafter_training import TrainingBatch
+from edgespec.backends.mlx.gradient_descent import Arrays
 
 if TYPE_CHECKING:
     from edgespec.backends.mlx.teacher import MlxTeacher
 
-__all__ = ["Arrays", "TrainableHead", "least_squares"]
+__all__ = ["TrainableHead", "least_squares"]
 
-Arrays: TypeAlias = dict[str, mx.array]
 # Strength of the regularisation of a least-squares fit, relative to the mean square of the inputs.
 _RIDGE = 0.01
 
@@ -50,7 +50,7 @@ class TrainableHead(ABC):
     @classmethod
     @abstractmethod
     def create(cls, teacher: MlxTeacher, examples: TrainingBatch, counts: NDArray[np.int64]) -> Self:
-        """Create a new head. See `Teacher.head_trainer`."""
+        """Create a new head. See `Student.trainer`."""
 
     @classmethod
     @abstractmethod

@@ -13,10 +13,11 @@ from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 from numpy.typing import NDArray
 
-from edgespec.backends.head_training import TrainingBatch
+from edgespec.backends.drafter_training import TrainingBatch
 from edgespec.backends.hidden_state_log import POST_NORM
 from edgespec.backends.mlx.evaluation import evaluate
-from edgespec.backends.mlx.trainable_head import Arrays, TrainableHead, least_squares
+from edgespec.backends.mlx.gradient_descent import Arrays
+from edgespec.backends.mlx.trainable_head import TrainableHead, least_squares
 
 if TYPE_CHECKING:
     from edgespec.backends.mlx.teacher import MlxTeacher
