@@ -112,6 +112,7 @@ class LoadOptions:
             `LowBit` self-drafting needs no separate copy. Plain decoding uses this format too.
         mtp: Whether to load the multi-token prediction (MTP) layers in the model's own files. Required to
             draft with `Head("mtp")`.
+        parallel: Number of replies that share the model's passes. Each has a context of `context_tokens`.
     """
 
     context_tokens: int | None = None
@@ -132,6 +133,7 @@ class LoadOptions:
     exact: bool = False
     low_bits: bool = False
     mtp: bool = False
+    parallel: int = 1
 
     def for_draft(self) -> LoadOptions:
         """Return these options for a draft model, without those that apply only to the target."""

@@ -1,0 +1,266 @@
+"""Combine the forward passes that concurrent replies request into shared passes."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter as now
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.errors import BackendError, CancelledError, ClosedError
+
+__all__ = ["PassPart", "PassScheduler"]
+
+# Guards the state of all schedulers. They share one condition, because a reply that waits for a pass of the
+# draft model must not keep a pass of the target waiting, and vice versa.
+_CHANGED = threading.Condition()
+# The scheduler that each waiting thread waits in, by thread id.
+_WAITING_IN: dict[int, PassScheduler] = {}
+
+# Wait for a reply's next request for up to this many times its usual pause, plus a fixed time. Heuristics: a
+# reply that is a little late should still join the pass, which then takes hardly longer.
+_PAUSES, _EXTRA_SECONDS = 2.0, 0.0005
+# Weight of the newest measurement in the moving averages of pauses and durations of passes.
+_WEIGHT = 0.3
+# Count a pause as at most this many passes, because a caller can stop reading its reply for minutes.
+_MAX_PAUSE_PASSES = 4.0
+
+
+@dataclass(eq=False, slots=True)
+class PassPart:
+    """The tokens of one reply in a pass.
+
+    Attributes:
+        place: The reply's place in the shared context, from 0.
+        tokens: The tokens to run.
+        positions: The position of each token in its text.
+        sequences: The ids of the llama.cpp sequences that each token belongs to.
+        needs_logits: Whether the pass computes logits for the tokens.
+        rows: The resulting logits as float32 [tokens, vocabulary size]. Empty if they were not needed.
+        error: Why the pass failed, or None.
+        pass_tokens: Number of tokens of all replies in the pass.
+        is_done: Whether the pass has ended.
+    """
+
+    place: int
+    tokens: Sequence[int]
+    positions: Sequence[int]
+    sequences: Sequence[Sequence[int]]
+    needs_logits: bool
+    rows: NDArray[np.float32] = field(default_factory=lambda: np.empty((0, 0), np.float32))
+    error: Exception | None = None
+    pass_tokens: int = 0
+    is_done: bool = False
+
+
+@dataclass(slots=True)
+class _Place:
+    """What the scheduler knows about the reply in one place.
+
+    Attributes:
+        thread: The thread that last requested a pass.
+        is_cancelled: Whether the reply's passes are to be cancelled.
+        returned_at: When the reply's last pass ended.
+        expected_by: Until when to wait for its next request.
+        pause_seconds: Moving average of the time between two of its passes, or None if unknown.
+    """
+
+    thread: int = 0
+    is_cancelled: bool = False
+    returned_at: float = 0.0
+    expected_by: float = 0.0
+    pause_seconds: float | None = None
+
+
+@dataclass(slots=True)
+class _State:
+    waiting: deque[PassPart] = field(default_factory=deque)
+    running: Sequence[PassPart] = ()
+    is_closed: bool = False
+
+
+class PassScheduler:
+    """Runs the passes of one context in a thread of its own, for several replies at a time.
+
+    A pass starts as soon as all replies that are being generated have requested one. Replies draft and sample
+    between their passes, so a pass waits for them for as long as they usually take, but never longer than a
+    pass takes. A reply whose caller has stopped reading it is therefore waited for once.
+
+    All methods can be called from any thread.
+
+    Args:
+        places: Number of places for replies.
+        max_tokens: Maximum number of tokens in a pass.
+        max_rows: Maximum number of tokens in a pass for which logits are computed.
+        run: Runs one pass and sets the logits or the error of each part. Called in the scheduler's thread.
+        set_interrupt: Called with True to stop the running pass, and with False before each pass.
+    """
+
+    def __init__(
+        self,
+        places: int,
+        max_tokens: int,
+        max_rows: int,
+        run: Callable[[Sequence[PassPart]], None],
+        set_interrupt: Callable[[bool], None],
+    ) -> None:
+        self._places = [_Place() for _ in range(places)]
+        self._max_tokens, self._max_rows = max_tokens, max_rows
+        self._run, self._set_interrupt = run, set_interrupt
+        self._pass_seconds = 0.0
+        self._state = _State()
+        self._thread = threading.Thread(target=self._serve, name="edgespec-passes", daemon=True)
+        self._thread.start()
+
+    def run(self, part: PassPart) -> PassPart:
+        """Run tokens in the next shared pass, and wait until it has ended.
+
+        Raises:
+            CancelledError: The place was cancelled.
+            ClosedError: The scheduler was closed.
+            EdgespecError: The pass failed.
+        """
+        place, thread = self._places[part.place], threading.get_ident()
+        with _CHANGED:
+            self._check(place)
+            self._record_pause(place)
+            place.thread = thread
+            self._state.waiting.append(part)
+            _WAITING_IN[thread] = self
+            _CHANGED.notify_all()
+            try:
+                _CHANGED.wait_for(lambda: part.is_done)
+            except BaseException:
+                # A Ctrl-C must not leave the tokens behind for a later pass, nor return during the pass.
+                self._withdraw(part)
+                _CHANGED.wait_for(lambda: part.is_done)
+                raise
+            finally:
+                del _WAITING_IN[thread]
+        if part.error:
+            raise part.error
+        return part
+
+    def _check(self, place: _Place) -> None:
+        if self._state.is_closed:
+            raise ClosedError("the model is closed")
+        if place.is_cancelled:
+            raise CancelledError("the model's computation was cancelled")
+
+    def _record_pause(self, place: _Place) -> None:
+        if place.returned_at:
+            pause = min(now() - place.returned_at, _MAX_PAUSE_PASSES * self._pass_seconds)
+            before = pause if place.pause_seconds is None else place.pause_seconds
+            place.pause_seconds = before + _WEIGHT * (pause - before)
+
+    def is_shared(self, place: int) -> bool:
+        """Return whether replies in other places are being generated."""
+        with _CHANGED:
+            others = {part.place for part in (*self._state.waiting, *self._state.running)} | {
+                index for index, each in enumerate(self._places) if now() < each.expected_by
+            }
+            return bool(others - {place})
+
+    def cancel(self, place: int, enabled: bool) -> None:
+        """Cancel the current and all later passes of a place with CancelledError, or stop cancelling.
+
+        A pass that other replies share continues, and only this reply's tokens are discarded.
+        """
+        self._places[place].is_cancelled = enabled
+        if not enabled:
+            return
+        with _CHANGED:
+            for part in list(self._state.waiting):
+                if part.place == place:
+                    self._withdraw(part)
+            running = self._state.running
+            if running and all(self._places[part.place].is_cancelled for part in running):
+                self._set_interrupt(True)
+
+    def _withdraw(self, part: PassPart) -> None:
+        """Remove a part that waits for its pass. The caller must hold the lock."""
+        if part in self._state.waiting:
+            self._state.waiting.remove(part)
+            self._finish(part, CancelledError("the model's computation was cancelled"))
+
+    def _finish(self, part: PassPart, error: Exception | None) -> None:
+        place = self._places[part.place]
+        place.returned_at = now()
+        usual = self._pass_seconds if place.pause_seconds is None else place.pause_seconds
+        patience = min(_PAUSES * usual + _EXTRA_SECONDS, self._pass_seconds)
+        place.expected_by = 0.0 if error else place.returned_at + patience
+        part.error, part.is_done = error, True
+        _CHANGED.notify_all()
+
+    def _serve(self) -> None:
+        while parts := self._next_parts():
+            started = now()
+            try:
+                self._run(parts)
+            except Exception as error:
+                for part in parts:
+                    part.error = part.error or BackendError(f"a forward pass failed: {error}")
+            with _CHANGED:
+                seconds = now() - started
+                before = self._pass_seconds or seconds
+                self._pass_seconds = before + _WEIGHT * (seconds - before)
+                self._state.running = ()
+                for part in parts:
+                    part.pass_tokens = sum(len(each.tokens) for each in parts)
+                    self._finish(part, part.error or self._cancellation(part))
+
+    def _cancellation(self, part: PassPart) -> Exception | None:
+        if self._places[part.place].is_cancelled:
+            return CancelledError("the model's computation was cancelled")
+        return None
+
+    def _next_parts(self) -> Sequence[PassPart]:
+        """Wait until a pass can start, and return its parts. Returns none after `close`."""
+        state = self._state
+        with _CHANGED:
+            while not state.is_closed:
+                seconds = self._seconds_to_wait() if state.waiting else None
+                if seconds is not None and seconds <= 0.0:
+                    state.running = self._take()
+                    self._set_interrupt(False)
+                    return state.running
+                _CHANGED.wait(seconds)
+            for part in (*state.waiting,):
+                state.waiting.remove(part)
+                self._finish(part, ClosedError("the model is closed"))
+            return ()
+
+    def _seconds_to_wait(self) -> float:
+        """Return how long to wait for more replies. 0 or less if all expected ones have requested a pass."""
+        waiting = {part.place for part in self._state.waiting}
+        expected = (
+            place.expected_by
+            for index, place in enumerate(self._places)
+            if index not in waiting and _WAITING_IN.get(place.thread, self) is self
+        )
+        return max(expected, default=0.0) - now()
+
+    def _take(self) -> Sequence[PassPart]:
+        """Remove and return the parts of the next pass, in the order of their requests."""
+        tokens = rows = 0
+        taken: list[PassPart] = []
+        for part in list(self._state.waiting):
+            tokens += len(part.tokens)
+            rows += len(part.tokens) if part.needs_logits else 0
+            if taken and (tokens > self._max_tokens or rows > self._max_rows):
+                break
+            self._state.waiting.remove(part)
+            taken.append(part)
+        return taken
+
+    def close(self) -> None:
+        """Fail all waiting requests with ClosedError, and wait for the running pass."""
+        with _CHANGED:
+            self._state.is_closed = True
+            _CHANGED.notify_all()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
