@@ -64,6 +64,7 @@ def _backend_options(drafting: DraftingOptions) -> LoadOptions:
         memory_bytes=available_bytes() if memory_bytes is None else memory_bytes,
         adapter=None if adapter is None else _adapter_folder(str(adapter)),
         exact=arguments["exact"],
+        parallel=arguments["parallel"],
     )
 
 

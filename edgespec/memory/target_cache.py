@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from time import perf_counter as now
 
 from edgespec.backends.base import LanguageModel, Progress
@@ -40,6 +41,10 @@ class TargetCache:
     @property
     def saves_to_disk(self) -> bool:
         return self._prefix_cache is not None and self._prefix_cache.saves_to_disk
+
+    def common_tokens(self, tokens: Sequence[int]) -> int:
+        """Return how many of the first `tokens` are in the target's cache."""
+        return common_prefix_length(self._tokens, tokens)
 
     def sync_length(self) -> None:
         """Forget tokens that are no longer in the target's KV cache. Call this only between passes."""
