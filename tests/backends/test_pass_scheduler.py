@@ -153,7 +153,10 @@ def test_a_pass_is_interrupted_when_all_its_replies_are_cancelled(passes: Passes
 
 
 def test_an_unexpected_error_reaches_every_reply(passes: Passes) -> None:
-    passes.scheduler._run = lambda _parts: 1 // 0  # type: ignore[assignment,return-value]
+    def fail(_parts: Sequence[PassPart]) -> None:
+        raise ZeroDivisionError
+
+    passes.scheduler._run = fail
     with pytest.raises(Exception, match="forward pass failed"):
         passes.submit(0)
 

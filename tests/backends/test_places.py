@@ -24,7 +24,7 @@ from edgespec.errors import (
     MemoryBudgetError,
     OptionError,
 )
-from tests.backends.contract import TREES, fresh, path_to, step, tokens_for, tokens_to, tree_of
+from tests.backends.contract import TREES, Rows, fresh, path_to, step, tokens_for, tokens_to, tree_of
 from tests.backends.tiny_models import write_gemma2, write_llama, write_mamba
 
 PLACES, CONTEXT = 3, 512
@@ -72,7 +72,7 @@ def places(all_places: Sequence[LanguageModel]) -> Sequence[LanguageModel]:
     return all_places
 
 
-def follow(model: LanguageModel, history: list[Round], seed: int) -> tuple[list[int], object]:
+def follow(model: LanguageModel, history: list[Round], seed: int) -> tuple[list[int], Rows]:
     """Run a history of rounds. Return the tokens in the cache, and the logits after a last one."""
     model.truncate(0)
     kept = tokens_for(model, 20 + seed, seed)
@@ -103,7 +103,7 @@ def check(places: Sequence[LanguageModel], alone: LanguageModel, histories: Sequ
     with ThreadPoolExecutor(PLACES) as pool:
         results = list(pool.map(follow, places, histories, range(PLACES)))
     for kept, row in results:
-        np.testing.assert_allclose(row, fresh(alone, [*kept, 4]), rtol=0, atol=ROUNDING)  # type: ignore[arg-type]
+        np.testing.assert_allclose(row, fresh(alone, [*kept, 4]), rtol=0, atol=ROUNDING)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -131,7 +131,7 @@ def test_passes_are_shared(demo_target: Path) -> None:
     def generate(model: LanguageModel) -> None:
         model.prefill(tokens_for(model, 30))
         for _ in range(40):
-            others.append(model.verify(TokenTree.chain(5, [6, 7])).other_tokens)  # type: ignore[attr-defined]
+            others.append(model.verify(TokenTree.chain(5, [6, 7])).other_tokens)
             model.commit((1,))
 
     with ThreadPoolExecutor(PLACES) as pool:
@@ -194,7 +194,7 @@ def test_a_cancelled_reply_does_not_disturb_the_others(
         cancelling.result()
         assert counted.result() > 0
     for kept, row in rows:
-        np.testing.assert_allclose(row, fresh(alone, [*kept, 4]), rtol=0, atol=ROUNDING)  # type: ignore[arg-type]
+        np.testing.assert_allclose(row, fresh(alone, [*kept, 4]), rtol=0, atol=ROUNDING)
 
 
 def test_closing_a_place_keeps_the_others_usable(tiny: Path) -> None:
