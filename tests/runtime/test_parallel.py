@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -236,9 +237,11 @@ def test_closing_during_replies() -> None:
         next(queued[0])
         next(queued[1])
         runtime.close()
-        for reply in queued:
-            with pytest.raises(ClosedError):
-                reply.wait()
+        for running in queued[:2]:
+            with suppress(ClosedError):
+                assert running.wait().finish_reason == "cancelled"
+        with pytest.raises(ClosedError):
+            queued[2].wait()
     with pytest.raises(ClosedError):
         runtime.generate(HOWTO)
     assert ACTIVE_REPLIES.count == 0
