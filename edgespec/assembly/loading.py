@@ -103,7 +103,9 @@ def _load_planned(planned: LoadPlan, trial_notice: str, progress: Progress | Non
         assumed_costs = FreeCosts() if _ignores_costs.get() else costs
         places: list[Place] = []
         for each, draft in zip(models, drafts, strict=True):
-            drafters, notices = make_drafters(pair, each, draft, drafting, assumed_costs, progress)
+            drafters, notices = make_drafters(
+                pair, each, draft, drafting, assumed_costs, progress, shares_passes=len(models) > 1
+            )
             undo.callback(drafters.close)
             for method in drafting.methods:
                 # Report a missing drafter now, instead of at the first reply.

@@ -61,7 +61,9 @@ class _Round:
         was_considered: Whether drafting was neither paused nor ruled out by `--max-loss`.
         was_asked: Whether a draft was requested from the drafters.
         draft_done: Time at which the draft was complete.
-        pass_seconds: Duration of the target's pass.
+        pass_seconds: Duration of the target's pass, or what it would have been if all replies that shared it
+            had had the same number of tokens.
+        others_seconds: Duration of the target's pass that is due to other replies, which can be negative.
         width: Number of tokens in the target's pass.
     """
 
@@ -70,6 +72,7 @@ class _Round:
     was_asked: bool = False
     draft_done: float = 0.0
     pass_seconds: float = 0.0
+    others_seconds: float = 0.0
     width: int = 1
 
 
@@ -252,7 +255,9 @@ class AutoController(Drafter):
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
         if self._round is None:
             return
-        self._round.pass_seconds = self._clock() - self._round.draft_done
+        seconds = self._clock() - self._round.draft_done
+        self._round.pass_seconds = self.costs.comparable_seconds(seconds, tree.width, logits.other_tokens)
+        self._round.others_seconds = seconds - self._round.pass_seconds
         self._round.width = tree.width
         if self._is_drafting:
             self._drafter.observe(tree, logits, sampler)
@@ -262,7 +267,8 @@ class AutoController(Drafter):
         if self._is_drafting:
             self._drafter.commit(tokens)
         if tokens and self._round:
-            self._record_round(self._round, len(tokens), self._clock() - self._round.started)
+            seconds = self._clock() - self._round.started - self._round.others_seconds
+            self._record_round(self._round, len(tokens), seconds)
         else:
             self.loss_limit.record_target_step(len(tokens))
         self._round = None

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.auto.live_costs import LiveCosts
+from edgespec.auto.live_costs import Conditions, LiveCosts
 from edgespec.costs.curve import CostCurve
 
 CURVE = CostCurve((1, 2, 4, 8), (0.1, 0.15, 0.2, 0.4))
@@ -97,3 +97,28 @@ def test_costs_are_restored() -> None:
     again.restore_statistics(costs.saved_statistics())
     assert again.target_step_seconds == pytest.approx(costs.target_step_seconds)
     assert [again.v(rows) for rows in range(1, 12)] == pytest.approx([costs.v(rows) for rows in range(1, 12)])
+
+
+def test_replies_that_share_passes_count_the_tokens_of_all() -> None:
+    costs = LiveCosts(CURVE, shares_passes=True)
+    assert costs.v(2) == pytest.approx(1.5)
+    costs.set_conditions(Conditions(replies=2))
+    # Two replies with two tokens each need a pass over four, instead of one over two.
+    assert costs.pass_seconds(1) == pytest.approx(0.15)
+    assert costs.v(2) == pytest.approx(0.2 / 0.15)
+    costs.set_conditions(Conditions(replies=4))
+    assert costs.pass_seconds(1) == pytest.approx(0.2)
+    assert costs.v(2) == pytest.approx(2.0)
+    assert costs.v(4) == pytest.approx(4.0)
+
+
+def test_a_shared_pass_is_compared_with_one_of_equal_replies() -> None:
+    costs = LiveCosts(CURVE, shares_passes=True)
+    costs.set_conditions(Conditions(replies=2))
+    assert costs.comparable_seconds(0.3, 2, 2) == pytest.approx(0.3)
+    # Another reply verified six tokens, or did not take part.
+    assert costs.comparable_seconds(0.4, 2, 6) == pytest.approx(0.2)
+    assert costs.comparable_seconds(0.15, 2, 0) == pytest.approx(0.2)
+    alone = LiveCosts(CURVE)
+    alone.set_conditions(Conditions(replies=2))
+    assert alone.comparable_seconds(0.4, 2, 6) == 0.4
