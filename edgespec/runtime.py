@@ -71,6 +71,7 @@ class Runtime:
         prefix_cache: PrefixCache | None = None,
         record: AcceptanceRecorder | None = None,
         mapped: MappedFiles | None = None,
+        unadapted_acceptance: float | None = None,
         more_places: Sequence[Place] = (),
     ) -> None:
         self._target, self._draft, self._notice = target, draft, notice
@@ -85,8 +86,7 @@ class Runtime:
         self._defaults = defaults
         self._costs = costs or TargetCosts(target, LoadOptions())
         reserve_bytes = plan.budget.reserve_bytes if plan else DEFAULT_RESERVE_BYTES
-        self._session = Session(target, drafters, prefix_cache, draft, reserve_bytes)
-        step_seconds = self._session.target_step_seconds
+        self._session = Session(target, drafters, prefix_cache, draft, reserve_bytes, unadapted_acceptance)
         others = [
             Session(
                 place.target,
@@ -94,7 +94,8 @@ class Runtime:
                 prefix_cache and prefix_cache.for_model(place.target),
                 place.draft,
                 reserve_bytes,
-                step_seconds,
+                unadapted_acceptance,
+                self._session.target_step_seconds,
             )
             for place in more_places
         ]

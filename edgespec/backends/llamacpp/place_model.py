@@ -6,15 +6,18 @@ import gc
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progress, SelfDraft, Snapshot
 from edgespec.backends.base_model import BaseModel
+from edgespec.backends.llamacpp.adapters import LoraAdapters, adapter_bytes
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_planning import plan_context
 from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.kv_types import parse_kv_types
 from edgespec.backends.llamacpp.loading import describe, load_weights, threads_for
 from edgespec.backends.llamacpp.metadata import vocabulary_size
+from edgespec.backends.llamacpp.mtp_files import unloaded_bytes
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import probe
 from edgespec.backends.llamacpp.resizing import cache_variant
@@ -65,14 +68,20 @@ def load_places(
             raise CapabilityError(f"replies cannot share the passes of {name}: {why}", "omit --parallel")
         plan = plan_context(weights, options)
         check_places(plan, options)
-        context = LlamaContext(weights, options, plan, threads_for(weights, options))
+        adapters = LoraAdapters(weights, options.adapters)
+        context = LlamaContext(weights, options, plan, threads_for(weights, options), adapters=adapters)
         result = probe(context, weights, options)
         capabilities = replace(result.capabilities, self_draft_methods=frozenset())
         vocabularies = [LlamaVocabulary(weights) for _ in range(plan.places)]
         facts = describe(
             weights, path, name, plan.share, vocabularies[0], replace(result, capabilities=capabilities)
         )
-        facts = replace(facts, cache_variant=cache_variant(weights, plan.share))
+        facts = replace(
+            facts,
+            weight_bytes=facts.weight_bytes - unloaded_bytes(Path(path)) + adapter_bytes(options.adapters),
+            cache_variant=cache_variant(weights, plan.share),
+            adapters=options.adapters,
+        )
         shared = SharedContext(context, partial(library().llama_model_free, weights))
     except BaseException:
         if context:
