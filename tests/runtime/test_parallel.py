@@ -277,6 +277,11 @@ def test_the_plan_counts_all_contexts(pair: Runtime) -> None:
     assert cache_bytes(two) == 2 * cache_bytes(one) == pair.memory().kv_bytes
 
 
+def test_heads_are_refused_if_named() -> None:
+    with pytest.raises(OptionError, match="heads cannot draft for several replies at once"):
+        edgespec.plan("demo", parallel=2, context=256, head="demo-head")
+
+
 @pytest.mark.parametrize("method", ["lowbit", "layerskip", "swift"])
 def test_methods_that_draft_on_the_targets_cache_are_refused(method: str) -> None:
     with pytest.raises(OptionError, match=method):
