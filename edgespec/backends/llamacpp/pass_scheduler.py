@@ -16,10 +16,8 @@ from edgespec.errors import BackendError, CancelledError, ClosedError
 __all__ = ["PassPart", "PassScheduler"]
 
 # Guards the state of all schedulers. They share one condition, because a reply that waits for a pass of the
-# draft model must not keep a pass of the target waiting, and vice versa.
+# target must not keep a pass of the draft model waiting.
 _CHANGED = threading.Condition()
-# The scheduler that each waiting thread waits in, by thread id.
-_WAITING_IN: dict[int, PassScheduler] = {}
 
 # Wait for a reply's next request for up to this many times its usual pause, plus a fixed time. Heuristics: a
 # reply that is a little late should still join the pass, which then takes hardly longer.
@@ -58,18 +56,43 @@ class PassPart:
 
 
 @dataclass(slots=True)
-class _Place:
-    """What the scheduler knows about the reply in one place.
+class _Caller:
+    """What is known about a thread that generates a reply.
 
     Attributes:
-        thread: The thread that last requested a pass.
+        waiting_in: The scheduler that the thread waits in, or None.
+        returned_at: When the thread's last pass of any model ended, or 0 if it failed.
+        pause_seconds: Moving average of the time between two passes of any models, or None if unknown.
+    """
+
+    waiting_in: PassScheduler | None = None
+    returned_at: float = 0.0
+    pause_seconds: float | None = None
+
+
+class _ThisThread(threading.local):
+    """Provides the calling thread's `_Caller`."""
+
+    def __init__(self) -> None:
+        self.caller = _Caller()
+
+
+_THIS_THREAD = _ThisThread()
+
+
+@dataclass(slots=True)
+class _Place:
+    """What a scheduler knows about the reply in one place.
+
+    Attributes:
+        caller: The thread that last requested a pass.
         is_cancelled: Whether the reply's passes are to be cancelled.
         returned_at: When the reply's last pass ended.
         expected_by: Until when to wait for its next request.
         pause_seconds: Moving average of the time between two of its passes, or None if unknown.
     """
 
-    thread: int = 0
+    caller: _Caller = field(default_factory=_Caller)
     is_cancelled: bool = False
     returned_at: float = 0.0
     expected_by: float = 0.0
@@ -124,13 +147,13 @@ class PassScheduler:
             ClosedError: The scheduler was closed.
             EdgespecError: The pass failed.
         """
-        place, thread = self._places[part.place], threading.get_ident()
+        place, caller = self._places[part.place], _THIS_THREAD.caller
         with _CHANGED:
             self._check(place)
-            self._record_pause(place)
-            place.thread = thread
+            place.pause_seconds = self._mean_pause(place.pause_seconds, place.returned_at)
+            caller.pause_seconds = self._mean_pause(caller.pause_seconds, caller.returned_at)
+            place.caller, caller.waiting_in = caller, self
             self._state.waiting.append(part)
-            _WAITING_IN[thread] = self
             _CHANGED.notify_all()
             try:
                 _CHANGED.wait_for(lambda: part.is_done)
@@ -140,7 +163,7 @@ class PassScheduler:
                 _CHANGED.wait_for(lambda: part.is_done)
                 raise
             finally:
-                del _WAITING_IN[thread]
+                caller.waiting_in = None
         if part.error:
             raise part.error
         return part
@@ -151,11 +174,17 @@ class PassScheduler:
         if place.is_cancelled:
             raise CancelledError("the model's computation was cancelled")
 
-    def _record_pause(self, place: _Place) -> None:
-        if place.returned_at:
-            pause = min(now() - place.returned_at, _MAX_PAUSE_PASSES * self._pass_seconds)
-            before = pause if place.pause_seconds is None else place.pause_seconds
-            place.pause_seconds = before + _WEIGHT * (pause - before)
+    def _mean_pause(self, mean_seconds: float | None, returned_at: float) -> float | None:
+        """Return a mean pause after another one that began at `returned_at`, if it is not 0."""
+        if not returned_at:
+            return mean_seconds
+        pause = min(now() - returned_at, _MAX_PAUSE_PASSES * self._pass_seconds)
+        return pause if mean_seconds is None else mean_seconds + _WEIGHT * (pause - mean_seconds)
+
+    def _patience(self, pause_seconds: float | None) -> float:
+        """Return how long to wait for a reply after a pass, in seconds, given its usual pause."""
+        usual = self._pass_seconds if pause_seconds is None else pause_seconds
+        return min(_PAUSES * usual + _EXTRA_SECONDS, self._pass_seconds)
 
     def is_shared(self, place: int) -> bool:
         """Return whether replies in other places are being generated."""
@@ -189,10 +218,8 @@ class PassScheduler:
 
     def _finish(self, part: PassPart, error: Exception | None) -> None:
         place = self._places[part.place]
-        place.returned_at = now()
-        usual = self._pass_seconds if place.pause_seconds is None else place.pause_seconds
-        patience = min(_PAUSES * usual + _EXTRA_SECONDS, self._pass_seconds)
-        place.expected_by = 0.0 if error else place.returned_at + patience
+        place.returned_at = place.caller.returned_at = 0.0 if error else now()
+        place.expected_by = 0.0 if error else place.returned_at + self._patience(place.pause_seconds)
         part.error, part.is_done = error, True
         _CHANGED.notify_all()
 
@@ -237,12 +264,19 @@ class PassScheduler:
     def _seconds_to_wait(self) -> float:
         """Return how long to wait for more replies. 0 or less if all expected ones have requested a pass."""
         waiting = {part.place for part in self._state.waiting}
-        expected = (
-            place.expected_by
-            for index, place in enumerate(self._places)
-            if index not in waiting and _WAITING_IN.get(place.thread, self) is self
-        )
-        return max(expected, default=0.0) - now()
+        others = (place for index, place in enumerate(self._places) if index not in waiting)
+        return max(map(self._expected_by, others), default=0.0) - now()
+
+    def _expected_by(self, place: _Place) -> float:
+        """Return until when to wait for a reply's next request."""
+        caller = place.caller
+        if caller.waiting_in is None:
+            # After a pass of one model, a reply may continue with any other one.
+            return max(place.expected_by, caller.returned_at + self._patience(caller.pause_seconds))
+        # A pass of the target waits for replies that are drafting. A pass of the draft model does not wait
+        # for replies that have finished their drafts.
+        is_away = caller.waiting_in._pass_seconds > self._pass_seconds
+        return 0.0 if is_away else place.expected_by
 
     def _take(self) -> Sequence[PassPart]:
         """Remove and return the parts of the next pass, in the order of their requests."""
