@@ -223,6 +223,12 @@ class PlaceModel(BaseModel):
             "omit --parallel, or choose another method, such as model or suffix",
         )
 
+    def set_adapter_scales(self, scales: Sequence[float]) -> None:  # noqa: ARG002
+        raise CapabilityError(
+            f"the scales of adapters for {self.facts.name} are fixed while several replies share its passes",
+            "omit --parallel, or load the model with other scales for --adapter",
+        )
+
     def interrupt(self, enabled: bool) -> None:
         self._place.interrupt(enabled)
 
