@@ -53,19 +53,23 @@ def _llama_made(name: str, write: Callable[[Path], Path]) -> Maker:
     return make
 
 
-def _place(folder: Path, _demo: Path) -> LanguageModel:
-    """Return a model that shares its context with another reply, whose tokens are in the cache."""
-    options = LoadOptions(context_tokens=CONTEXT, max_branches=8, parallel=2)
-    neighbour, model = load_places(str(write_llama(folder / "model.gguf")), "tiny", options)
-    neighbour.prefill(list(range(3, 80)))
-    close = model.close
+def _place(name: str, write: Callable[[Path], Path]) -> Maker:
+    """Return a maker of a model that shares its context with another reply, whose tokens are in the cache."""
 
-    def close_both() -> None:
-        neighbour.close()
-        close()
+    def make(folder: Path, demo: Path) -> LanguageModel:
+        options = LoadOptions(context_tokens=CONTEXT, max_branches=8, parallel=2)
+        neighbour, model = load_places(str(write(folder / "model.gguf")), name, options)
+        neighbour.prefill(list(range(3, 80)))
+        close = model.close
 
-    model.close = close_both  # type: ignore[method-assign]
-    return model
+        def close_both() -> None:
+            neighbour.close()
+            close()
+
+        model.close = close_both  # type: ignore[method-assign]
+        return model
+
+    return make
 
 
 def _in_halves(name: str, write: Callable[[Path], Path], exit_layer: int) -> Maker:
@@ -91,7 +95,8 @@ BACKENDS: dict[str, Maker] = {
     "llama.cpp demo": _llama_demo,
     "tabular replay": _replayed_table,
     "llama.cpp tiny": _llama_made("tiny", write_llama),
-    "llama.cpp place": _place,
+    "llama.cpp place": _place("tiny", write_llama),
+    "llama.cpp window place": _place("window", partial(write_gemma2, window=16)),
     # Narrower than the trees of the tests are deep.
     "llama.cpp window": _llama_made("window", partial(write_gemma2, window=4)),
     "llama.cpp mamba": _llama_made("mamba", write_mamba),

@@ -29,7 +29,7 @@ from tests.backends.tiny_models import write_gemma2, write_llama, write_mamba
 
 PLACES, CONTEXT = 3, 512
 # Attention adds up the cells of a text in the order of their addresses, which depends on the other replies.
-ROUNDING = 2e-3
+ROUNDING = 2e-2
 
 Round = tuple[tuple[int, ...], int, int, str]
 ROUNDS: st.SearchStrategy[list[Round]] = st.lists(
@@ -44,9 +44,10 @@ ROUNDS: st.SearchStrategy[list[Round]] = st.lists(
 )
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_llama(tmp_path_factory.mktemp("tiny") / "model.gguf", layers=2)
+@pytest.fixture(scope="module", params=["full attention", "sliding window"])
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny") / "model.gguf"
+    return write_llama(path, layers=2) if request.param == "full attention" else write_gemma2(path)
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +224,6 @@ def test_a_shared_context_cannot_grow(places: Sequence[LanguageModel]) -> None:
     ("write", "reason"),
     [
         (write_mamba, "recurrent layers"),
-        (write_gemma2, "sliding-window"),
         (lambda path: write_llama(path, long_from=128), "LongRoPE"),
     ],
 )
@@ -233,5 +233,5 @@ def test_models_that_cannot_share_passes(write: Callable[[Path], Path], reason: 
 
 
 def test_too_many_branches_for_the_places(tiny: Path) -> None:
-    with pytest.raises(OptionError, match="--parallel 15 or less"):
+    with pytest.raises(OptionError, match="--parallel 1[45] or less"):
         load_places(str(tiny), "tiny", LoadOptions(context_tokens=256, parallel=20, max_branches=16))

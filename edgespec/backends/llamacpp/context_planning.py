@@ -86,8 +86,10 @@ def choose_context(weights: Any, options: LoadOptions, states: States | None) ->
     if states is None:
         same_type = has_latent_attention(weights)
         types = choose_kv_types(options, kv_bytes(weights, _F16, wanted), same_type=same_type)
-        # Reserve one llama.cpp sequence for each branch of the draft tree, and one for moving KV cells.
+        # Reserve one llama.cpp sequence for each branch of the draft tree, one for moving KV cells, and one
+        # for `WindowPlace`.
         places, sequences = options.parallel, options.max_branches + 1
+        sequences += places > 1 and library().llama_model_n_swa(weights) > 0
         whole = ContextPlan(wanted * places, types, sequences * places, places=places)
         plan = _with_rows(whole, options.max_logit_rows)
         if prefill_kernel_differs(types, options, threads_for(weights, options)) and not options.is_draft:

@@ -25,6 +25,7 @@ from edgespec.backends.llamacpp.shared_context import (
     ContextPlace,
     SharedContext,
     check_places,
+    max_pass_tokens,
     why_not_shared,
 )
 from edgespec.backends.llamacpp.text_export import export_text, import_text
@@ -71,7 +72,8 @@ def load_places(
         adapters = LoraAdapters(weights, options.adapters)
         context = LlamaContext(weights, options, plan, threads_for(weights, options), adapters=adapters)
         result = probe(context, weights, options)
-        capabilities = replace(result.capabilities, self_draft_methods=frozenset())
+        max_width = min(result.capabilities.max_width, max_pass_tokens(context))
+        capabilities = replace(result.capabilities, max_width=max_width, self_draft_methods=frozenset())
         vocabularies = [LlamaVocabulary(weights) for _ in range(plan.places)]
         facts = describe(
             weights, path, name, plan.share, vocabularies[0], replace(result, capabilities=capabilities)

@@ -11,12 +11,11 @@ from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
 from edgespec.backends.llamacpp.kv_sequences import KvSequences
 from edgespec.backends.llamacpp.metadata import has_state
-from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.pass_scheduler import PassPart, PassScheduler
 from edgespec.backends.llamacpp.resizing import longrope_switch_tokens
 from edgespec.errors import EdgespecError, OptionError
 
-__all__ = ["ContextPlace", "SharedContext", "check_places", "why_not_shared"]
+__all__ = ["ContextPlace", "SharedContext", "check_places", "max_pass_tokens", "why_not_shared"]
 
 # The maximum number of sequences in a llama.cpp context (LLAMA_MAX_SEQ).
 _MAX_SEQUENCES = 256
@@ -29,10 +28,6 @@ def why_not_shared(weights: Any) -> str:
     """Return why replies cannot share the passes of a GGUF model, or an empty string if they can."""
     if has_state(weights):
         return "it has recurrent layers"
-    if library().llama_model_n_swa(weights):
-        # llama.cpp reuses the cells outside the window of one reply for another, although a rollback needs
-        # them again.
-        return "it has sliding-window attention"
     if longrope_switch_tokens(weights):
         # llama.cpp chooses the factors by the size of the whole context instead of a reply's share.
         return "it uses LongRoPE"
@@ -42,12 +37,20 @@ def why_not_shared(weights: Any) -> str:
 def check_places(plan: ContextPlan, options: LoadOptions) -> None:
     """Raise OptionError if a context has more sequences than llama.cpp supports."""
     if plan.sequences > _MAX_SEQUENCES:
-        most = _MAX_SEQUENCES // (options.max_branches + 1)
+        most = _MAX_SEQUENCES * plan.places // plan.sequences
         raise OptionError(
             f"{plan.places} replies at once with up to {options.max_branches} branches per draft need"
             f" {plan.sequences} llama.cpp sequences, but there are only {_MAX_SEQUENCES}",
             f"use --parallel {most} or less, or fewer --draft-branches",
         )
+
+
+def max_pass_tokens(context: LlamaContext) -> int:
+    """Return how many tokens of one reply a pass can verify."""
+    if not context.window:
+        return context.max_width
+    # The root of a deeper tree could be outside the window before it is committed (see `WindowPlace`).
+    return max(1, min(context.max_width, context.window - 1))
 
 
 class SharedContext:
@@ -70,7 +73,8 @@ class SharedContext:
         self.scheduler = PassScheduler(
             count, context.batch_tokens, context.max_width, self._run, self._set_interrupt
         )
-        self.places = tuple(ContextPlace(self, context, place) for place in range(count))
+        make = WindowPlace if context.window else ContextPlace
+        self.places = tuple(make(self, context, place) for place in range(count))
         self._open_places = count
 
     def _set_interrupt(self, requested: bool) -> None:
@@ -97,7 +101,9 @@ class SharedContext:
         )
         row = 0
         for part in parts:
-            if part.needs_logits:
+            if not part.needs_logits:
+                self.places[part.place].protect(part.positions[0], part.positions[-1] + 1)
+            else:
                 end = row + len(part.tokens)
                 # The next pass, which may be one of other replies, overwrites the rows.
                 part.rows, row = logits[row:end].copy(), end
@@ -126,16 +132,19 @@ class ContextPlace(KvSequences):
         tokens: The number of KV cells of the place.
     """
 
+    # Number of the place's llama.cpp sequences that are neither text nor scratch space.
+    _EXTRA_SEQUENCES = 0
+
     def __init__(self, shared: SharedContext, context: LlamaContext, place: int) -> None:
         self.plan: ContextPlan = context.plan.share
-        first = place * self.plan.sequences
-        super().__init__(self.plan.sequences, window=context.window, first=first, lock=shared.lock)
+        first, count = place * self.plan.sequences, self.plan.sequences - self._EXTRA_SEQUENCES
+        super().__init__(count, window=context.window, first=first, lock=shared.lock)
         self._attach(context.handle)
         self.tokens = self.plan.tokens
         self.shared = shared
         self._whole = context
         self._place = place
-        self.max_width = context.max_width
+        self.max_width = max_pass_tokens(context)
 
     @property
     def batch_tokens(self) -> int:
@@ -187,3 +196,46 @@ class ContextPlace(KvSequences):
     def interrupt(self, enabled: bool) -> None:
         """Cancel the current and all later passes of this place with CancelledError, or stop cancelling."""
         self.shared.scheduler.cancel(self._place, enabled)
+
+    def protect(self, start: int, end: int) -> None:
+        """Keep llama.cpp from using the cells at positions [start, end) of sequence 0 for other tokens."""
+
+
+class WindowPlace(ContextPlace):
+    """The place of one reply in the shared context of a model with sliding-window attention.
+
+    llama.cpp uses the cells of a sequence outside the window for tokens of other replies, although a rollback
+    needs them again. It only does so with cells that belong to a single sequence. The last sequence of the
+    place therefore shares all committed cells.
+    """
+
+    _EXTRA_SEQUENCES = 1
+
+    def __init__(self, shared: SharedContext, context: LlamaContext, place: int) -> None:
+        super().__init__(shared, context, place)
+        self._protecting = self._first + self._scratch + 1
+
+    def protect(self, start: int, end: int) -> None:
+        with self._lock:
+            self._lib.llama_memory_seq_cp(self._memory, self._first, self._protecting, start, end)
+
+    def copy(self, source: int, sequence: int, start: int = -1, end: int = -1) -> None:
+        with self._lock:
+            super().copy(source, sequence, start, end)
+            if sequence == 0:
+                self.protect(start, end)
+
+    def drop(self, sequence: int, start: int, end: int = -1) -> bool:
+        with self._lock:
+            if sequence == 0:
+                self._lib.llama_memory_seq_rm(self._memory, self._protecting, start, end)
+            dropped = super().drop(sequence, start, end)
+            if sequence == 0:
+                # The cells that remain may include accepted tokens of a draft tree.
+                self.protect(0, start)
+            return dropped
+
+    def remove_range(self, start: int, end: int) -> None:
+        with self._lock:
+            self._lib.llama_memory_seq_rm(self._memory, self._protecting, start, end)
+            super().remove_range(start, end)
