@@ -36,7 +36,8 @@ class SessionPool:
 
     def __init__(self, sessions: Sequence[Session]) -> None:
         self.sessions = sessions
-        self._starting = threading.Lock()
+        # Reentrant, because starting a reply can end an abandoned one, whose callback may start another.
+        self._starting = threading.RLock()
         self._closed = False
 
     @property

@@ -74,7 +74,7 @@ def test_a_pass_knows_how_many_tokens_it_has(passes: Passes) -> None:
         first = pool.submit(passes.submit, 2)
         wait_until(lambda: bool(passes.ran))
         others = [pool.submit(passes.submit, place, [1] * (2 + place)) for place in range(2)]
-        wait_until(lambda: len(passes.scheduler._state.waiting) == 2)
+        wait_until(lambda: len(passes.scheduler._waiting) == 2)
         passes.blocked.set()
         assert first.result().pass_tokens == 1
         assert [other.result().pass_tokens for other in others] == [5, 5]
@@ -86,9 +86,9 @@ def test_passes_stay_within_their_limits(passes: Passes) -> None:
         futures = [pool.submit(passes.submit, 0)]
         wait_until(lambda: bool(passes.ran))
         futures.append(pool.submit(passes.submit, 1, [1] * MAX_TOKENS, False))
-        wait_until(lambda: len(passes.scheduler._state.waiting) == 1)
+        wait_until(lambda: len(passes.scheduler._waiting) == 1)
         futures.append(pool.submit(passes.submit, 2, [1] * MAX_ROWS))
-        wait_until(lambda: len(passes.scheduler._state.waiting) == 2)
+        wait_until(lambda: len(passes.scheduler._waiting) == 2)
         passes.blocked.set()
         for future in futures:
             future.result()
@@ -119,7 +119,7 @@ def test_cancelling_a_waiting_reply_returns_at_once(passes: Passes) -> None:
         first = pool.submit(passes.submit, 0)
         wait_until(lambda: bool(passes.ran))
         second = pool.submit(passes.submit, 1)
-        wait_until(lambda: bool(passes.scheduler._state.waiting))
+        wait_until(lambda: bool(passes.scheduler._waiting))
         passes.scheduler.cancel(1, True)
         with pytest.raises(CancelledError):
             second.result(5)
@@ -137,7 +137,7 @@ def test_a_pass_is_interrupted_when_all_its_replies_are_cancelled(passes: Passes
         blocker = pool.submit(passes.submit, 2)
         wait_until(lambda: bool(passes.ran))
         futures: list[Future[PassPart]] = [pool.submit(passes.submit, place) for place in range(2)]
-        wait_until(lambda: len(passes.scheduler._state.waiting) == 2)
+        wait_until(lambda: len(passes.scheduler._waiting) == 2)
         passes.blocked.set()
         blocker.result()
         passes.blocked.clear()
@@ -167,9 +167,9 @@ def test_closing_ends_waiting_requests(passes: Passes) -> None:
         first = pool.submit(passes.submit, 0)
         wait_until(lambda: bool(passes.ran))
         second = pool.submit(passes.submit, 1)
-        wait_until(lambda: bool(passes.scheduler._state.waiting))
+        wait_until(lambda: bool(passes.scheduler._waiting))
         closing = pool.submit(passes.scheduler.close)
-        wait_until(lambda: passes.scheduler._state.is_closed)
+        wait_until(lambda: passes.scheduler._closed)
         passes.blocked.set()
         closing.result(5)
         assert first.result().rows[0, 0] == 1

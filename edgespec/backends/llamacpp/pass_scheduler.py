@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter as now
@@ -99,13 +98,6 @@ class _Place:
     pause_seconds: float | None = None
 
 
-@dataclass(slots=True)
-class _State:
-    waiting: deque[PassPart] = field(default_factory=deque)
-    running: Sequence[PassPart] = ()
-    is_closed: bool = False
-
-
 class PassScheduler:
     """Runs the passes of one context in a thread of its own, for several replies at a time.
 
@@ -135,7 +127,9 @@ class PassScheduler:
         self._max_tokens, self._max_rows = max_tokens, max_rows
         self._run, self._set_interrupt = run, set_interrupt
         self._pass_seconds = 0.0
-        self._state = _State()
+        self._waiting: list[PassPart] = []
+        self._running: Sequence[PassPart] = ()
+        self._closed = False
         self._thread = threading.Thread(target=self._serve, name="edgespec-passes", daemon=True)
         self._thread.start()
 
@@ -153,7 +147,7 @@ class PassScheduler:
             place.pause_seconds = self._mean_pause(place.pause_seconds, place.returned_at)
             caller.pause_seconds = self._mean_pause(caller.pause_seconds, caller.returned_at)
             place.caller, caller.waiting_in = caller, self
-            self._state.waiting.append(part)
+            self._waiting.append(part)
             _CHANGED.notify_all()
             try:
                 _CHANGED.wait_for(lambda: part.is_done)
@@ -169,7 +163,7 @@ class PassScheduler:
         return part
 
     def _check(self, place: _Place) -> None:
-        if self._state.is_closed:
+        if self._closed:
             raise ClosedError("the model is closed")
         if place.is_cancelled:
             raise CancelledError("the model's computation was cancelled")
@@ -189,7 +183,7 @@ class PassScheduler:
     def is_shared(self, place: int) -> bool:
         """Return whether replies in other places are being generated."""
         with _CHANGED:
-            others = {part.place for part in (*self._state.waiting, *self._state.running)} | {
+            others = {part.place for part in (*self._waiting, *self._running)} | {
                 index for index, each in enumerate(self._places) if now() < each.expected_by
             }
             return bool(others - {place})
@@ -203,17 +197,16 @@ class PassScheduler:
         if not enabled:
             return
         with _CHANGED:
-            for part in list(self._state.waiting):
+            for part in list(self._waiting):
                 if part.place == place:
                     self._withdraw(part)
-            running = self._state.running
-            if running and all(self._places[part.place].is_cancelled for part in running):
+            if self._running and all(self._places[part.place].is_cancelled for part in self._running):
                 self._set_interrupt(True)
 
     def _withdraw(self, part: PassPart) -> None:
         """Remove a part that waits for its pass. The caller must hold the lock."""
-        if part in self._state.waiting:
-            self._state.waiting.remove(part)
+        if part in self._waiting:
+            self._waiting.remove(part)
             self._finish(part, CancelledError("the model's computation was cancelled"))
 
     def _finish(self, part: PassPart, error: Exception | None) -> None:
@@ -235,7 +228,7 @@ class PassScheduler:
                 seconds = now() - started
                 before = self._pass_seconds or seconds
                 self._pass_seconds = before + _WEIGHT * (seconds - before)
-                self._state.running = ()
+                self._running = ()
                 for part in parts:
                     part.pass_tokens = sum(len(each.tokens) for each in parts)
                     self._finish(part, part.error or self._cancellation(part))
@@ -247,23 +240,22 @@ class PassScheduler:
 
     def _next_parts(self) -> Sequence[PassPart]:
         """Wait until a pass can start, and return its parts. Returns none after `close`."""
-        state = self._state
         with _CHANGED:
-            while not state.is_closed:
-                seconds = self._seconds_to_wait() if state.waiting else None
+            while not self._closed:
+                seconds = self._seconds_to_wait() if self._waiting else None
                 if seconds is not None and seconds <= 0.0:
-                    state.running = self._take()
+                    self._running = self._take()
                     self._set_interrupt(False)
-                    return state.running
+                    return self._running
                 _CHANGED.wait(seconds)
-            for part in (*state.waiting,):
-                state.waiting.remove(part)
+            for part in self._waiting:
                 self._finish(part, ClosedError("the model is closed"))
+            self._waiting.clear()
             return ()
 
     def _seconds_to_wait(self) -> float:
         """Return how long to wait for more replies. 0 or less if all expected ones have requested a pass."""
-        waiting = {part.place for part in self._state.waiting}
+        waiting = {part.place for part in self._waiting}
         others = (place for index, place in enumerate(self._places) if index not in waiting)
         return max(map(self._expected_by, others), default=0.0) - now()
 
@@ -282,19 +274,19 @@ class PassScheduler:
         """Remove and return the parts of the next pass, in the order of their requests."""
         tokens = rows = 0
         taken: list[PassPart] = []
-        for part in list(self._state.waiting):
+        for part in list(self._waiting):
             tokens += len(part.tokens)
             rows += len(part.tokens) if part.needs_logits else 0
             if taken and (tokens > self._max_tokens or rows > self._max_rows):
                 break
-            self._state.waiting.remove(part)
+            self._waiting.remove(part)
             taken.append(part)
         return taken
 
     def close(self) -> None:
         """Fail all waiting requests with ClosedError, and wait for the running pass."""
         with _CHANGED:
-            self._state.is_closed = True
+            self._closed = True
             _CHANGED.notify_all()
         if self._thread is not threading.current_thread():
             self._thread.join()
