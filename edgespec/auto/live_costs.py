@@ -165,9 +165,11 @@ class LiveCosts:
             width: Number of the reply's own tokens in the pass.
             other_tokens: Number of tokens of other replies in the pass.
         """
-        if not self._shares_passes:
-            return seconds
-        return seconds * self.curve.v(self._sharing_replies * width) / self.curve.v(width + other_tokens)
+        return seconds * self.v(width) / self.v(self._mean_width(width, other_tokens))
+
+    def _mean_width(self, width: int, other_tokens: int) -> int:
+        """Return the mean number of tokens per reply in a pass."""
+        return max(1, round((width + other_tokens) / self._sharing_replies)) if other_tokens else width
 
     @property
     def needs_target_step(self) -> bool:
@@ -183,7 +185,15 @@ class LiveCosts:
         """Relative standard error of the estimated duration of a single-token pass."""
         return self._spread / math.sqrt(max(1, min(self._steps, 4)))
 
-    def record_pass(self, width: int, seconds: float) -> None:
+    def record_pass(self, width: int, seconds: float, other_tokens: int = 0) -> None:
+        """Record the duration of a pass. See `comparable_seconds` for the arguments."""
+        mean_width = self._mean_width(width, other_tokens)
+        self._record(mean_width, seconds)
+        if width == 1 < mean_width:
+            # Other replies drafted. Do not wait for a pass without drafts.
+            self._bucket.target_steps += 1
+
+    def _record(self, width: int, seconds: float) -> None:
         bucket = self._bucket
         change = math.log(max(seconds, 1e-9) / self.pass_seconds(width))
         change = max(-self._MAX_LOG_CHANGE, min(change, self._MAX_LOG_CHANGE))
