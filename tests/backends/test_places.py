@@ -142,6 +142,29 @@ def test_passes_are_shared(demo_target: Path) -> None:
     assert sum(count > 0 for count in others) > len(others) / 2
 
 
+def test_a_long_prompt_does_not_stall_the_others(places: Sequence[LanguageModel]) -> None:
+    others: list[int] = []
+    stop = threading.Event()
+
+    def generate() -> None:
+        places[0].prefill(tokens_for(places[0], 30))
+        while not stop.is_set():
+            others.append(places[0].verify(TokenTree.chain(5)).other_tokens)
+
+    with ThreadPoolExecutor(1) as pool:
+        generating = pool.submit(generate)
+        try:
+            while len(others) < 3:
+                stop.wait(0.001)
+            for _ in range(20):
+                places[1].truncate(0)
+                places[1].prefill(tokens_for(places[1], 400))
+        finally:
+            stop.set()
+        generating.result()
+    assert 0 < max(others) <= 64
+
+
 def test_a_full_context_fails_only_its_own_reply(
     places: Sequence[LanguageModel], alone: LanguageModel
 ) -> None:

@@ -23,6 +23,8 @@ _CHANGED = threading.Condition()
 _PAUSES, _EXTRA_SECONDS = 2.0, 0.0005
 # Weight of the newest measurement in the moving averages of pauses and durations of passes.
 _WEIGHT = 0.3
+# A reply counts as being generated for this many seconds after its last pass. A heuristic.
+_ACTIVE_SECONDS = 1.0
 # Count a pause as at most this many passes, because a caller can stop reading its reply for minutes.
 _MAX_PAUSE_PASSES = 4.0
 
@@ -183,10 +185,10 @@ class PassScheduler:
     def is_shared(self, place: int) -> bool:
         """Return whether replies in other places are being generated."""
         with _CHANGED:
-            others = {part.place for part in (*self._waiting, *self._running)} | {
-                index for index, each in enumerate(self._places) if now() < each.expected_by
+            active = {part.place for part in (*self._waiting, *self._running)} | {
+                index for index, each in enumerate(self._places) if now() - each.returned_at < _ACTIVE_SECONDS
             }
-            return bool(others - {place})
+            return bool(active - {place})
 
     def cancel(self, place: int, enabled: bool) -> None:
         """Cancel the current and all later passes of a place with CancelledError, or stop cancelling.
