@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from edgespec.backends import llamacpp
 from edgespec.backends.base import EarlyExit, LanguageModel, LoadOptions
+from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.place_model import load_places
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import (
@@ -23,6 +25,7 @@ from edgespec.errors import (
     ContextFullError,
     MemoryBudgetError,
     OptionError,
+    OutOfMemoryError,
 )
 from tests.backends.contract import TREES, Rows, fresh, path_to, step, tokens_for, tokens_to, tree_of
 from tests.backends.tiny_models import write_gemma2, write_llama, write_mamba
@@ -185,6 +188,31 @@ def test_a_full_context_fails_only_its_own_reply(
         model.verify(tree_of(model, TREES["binary"]))
         model.commit((2, 6))
         assert model.length == CONTEXT - 5
+
+
+def test_a_failed_pass_is_repeated_for_each_reply(
+    places: Sequence[LanguageModel], alone: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, sizes = LlamaContext.run, []
+
+    def run_few(self: LlamaContext, tokens: Sequence[int], *args: Any) -> Any:
+        sizes.append(len(tokens))
+        if len(tokens) > 1:
+            raise OutOfMemoryError("the buffers cannot be allocated")
+        return run(self, tokens, *args)
+
+    for place, model in enumerate(places):
+        model.prefill(tokens_for(model, 30, place))
+    monkeypatch.setattr(LlamaContext, "run", run_few)
+    with ThreadPoolExecutor(PLACES) as pool:
+        rows = list(pool.map(lambda model: [step(model, token) for token in (4, 5, 6)], places))
+        with pytest.raises(OutOfMemoryError):
+            places[0].verify(TokenTree.chain(4, [5]))
+    monkeypatch.undo()
+    assert max(sizes) > 1
+    for place, row in enumerate(rows):
+        expected = fresh(alone, [*tokens_for(alone, 30, place), 4, 5, 6])
+        np.testing.assert_allclose(row[-1], expected, rtol=0, atol=ROUNDING)
 
 
 def test_a_cancelled_reply_does_not_disturb_the_others(
