@@ -29,6 +29,8 @@ __all__ = ["LOAD_OPTIONS", "LoadArguments"]
 _MIN_CONTEXT_TOKENS = 256
 # Maximum context size. No published model was trained for more than 10,485,760 tokens (Llama 4 Scout).
 _MAX_CONTEXT_TOKENS = 1 << 24
+# Maximum number of concurrent replies. llama.cpp has 256 sequences, and each reply needs at least 9.
+_MAX_PARALLEL = 28
 
 
 class LoadArguments(TypedDict, total=False):
@@ -53,6 +55,10 @@ class LoadArguments(TypedDict, total=False):
     reserve: Annotated[str | int | None, Option(Size(), "model",
         "Memory to leave free for other programs when --memory is not set.",
         default_text="512 MiB or 5% of the available memory, whichever is less")]
+    parallel: Annotated[int, Option(Integer(1, _MAX_PARALLEL), "model",
+        "Number of replies to generate at once. They share the model's weights and computations, and each has"
+        " a context of its own, so memory for several contexts is allocated.",
+        default=1)]
     reserve_full_context: Annotated[bool, Option(Flag(), "model",
         "Allocate memory for the full context at load time (8192 tokens unless --context is set) instead of"
         " growing it with the chat.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -30,6 +31,7 @@ from edgespec.options import ReplyArguments
 from edgespec.reply import MethodReport, Reply
 from edgespec.request import StreamArguments, build_request, check_options, defaults_for
 from edgespec.session import Session
+from edgespec.session_pool import Place, SessionPool
 from edgespec.stream import ReplyStream
 
 __all__ = ["Runtime"]
@@ -43,13 +45,17 @@ _DEFAULTS: Mapping[str, Any] = MappingProxyType(
 class Runtime:
     """A loaded target model with its drafters. Created by `edgespec.load`.
 
-    A runtime generates one reply at a time. A second one raises BusyError. To serve several callers, use a
-    `RequestQueue`. `cancel` and `close` can be called from any thread.
+    A runtime generates up to `parallel` replies at a time, each in its caller's thread. A further one raises
+    BusyError. To serve several callers, use a `RequestQueue`. `cancel` and `close` can be called from any
+    thread.
 
     Attributes:
         vocabulary: The target's tokenizer.
         method: The default drafting method.
         plan: The memory plan that was made before loading.
+
+    Args:
+        more_places: What further replies that are generated at the same time use.
     """
 
     def __init__(
@@ -66,6 +72,7 @@ class Runtime:
         record: AcceptanceRecorder | None = None,
         mapped: MappedFiles | None = None,
         unadapted_acceptance: float | None = None,
+        more_places: Sequence[Place] = (),
     ) -> None:
         self._target, self._draft, self._notice = target, draft, notice
         self.vocabulary: Vocabulary = target.vocabulary
@@ -80,7 +87,27 @@ class Runtime:
         self._costs = costs or TargetCosts(target, LoadOptions())
         reserve_bytes = plan.budget.reserve_bytes if plan else DEFAULT_RESERVE_BYTES
         self._session = Session(target, drafters, prefix_cache, draft, reserve_bytes, unadapted_acceptance)
+        others = [
+            Session(
+                place.target,
+                place.drafters,
+                prefix_cache and prefix_cache.for_model(place.target),
+                place.draft,
+                reserve_bytes,
+                unadapted_acceptance,
+                self._session.target_step_seconds,
+            )
+            for place in more_places
+        ]
+        self._sessions = SessionPool([self._session, *others])
         self._prompts: PromptBuilder | None = None
+        # A `PromptBuilder` must not be used by several threads at once.
+        self._prompts_lock = threading.RLock()
+
+    @property
+    def parallel(self) -> int:
+        """Number of replies that can be generated at once."""
+        return len(self._sessions.sessions)
 
     @property
     def target(self) -> ModelFacts:
@@ -199,7 +226,7 @@ class Runtime:
         cache, pressure = self._session.prefix_cache, self._session.memory_pressure
         return MemoryUse(
             weight_bytes=sum(model.weight_bytes for model in models),
-            kv_bytes=sum(model.kv_bytes for model in models),
+            kv_bytes=self.parallel * sum(model.kv_bytes for model in models),
             resident_bytes=resident_bytes(),
             prefix_cache=cache.usage() if cache else PrefixCacheUsage(),
             plan=self.plan,
@@ -298,15 +325,17 @@ class Runtime:
         builder = self._prompt_builder()
         fitting = as_messages(messages), self.context_tokens, context_full
         progress = options.get("progress")
-        prompt = (
-            builder.build_continued(*fitting, reply_start, progress)
-            if reply_start
-            else builder.build_fitting(*fitting, progress)
-        )
+        with self._prompts_lock:
+            prompt = (
+                builder.build_continued(*fitting, reply_start, progress)
+                if reply_start
+                else builder.build_fitting(*fitting, progress)
+            )
 
         def remember(reply: Reply | None) -> None:
             if reply and not self._session.closed:
-                builder.remember(prompt, reply.tokens)
+                with self._prompts_lock:
+                    builder.remember(prompt, reply.tokens)
             if on_end:
                 on_end(reply)
 
@@ -320,7 +349,8 @@ class Runtime:
 
         The number is approximate if it exceeds the context.
         """
-        return self._prompt_builder().count_tokens(messages, self.context_tokens)
+        with self._prompts_lock:
+            return self._prompt_builder().count_tokens(messages, self.context_tokens)
 
     def chat(
         self, system: str | None = None, messages: Sequence[Message] = (), context_full: ContextFull = "slide"
@@ -393,7 +423,7 @@ class Runtime:
             if on_end:
                 on_end(reply)
 
-        return ReplyStream(self._session, request, record, progress, reply_start)
+        return ReplyStream(self._sessions, request, record, progress, reply_start)
 
     def borrowed_target(self) -> AbstractContextManager[LanguageModel]:
         """Return a context manager that provides the target model with an empty KV cache.
@@ -404,14 +434,14 @@ class Runtime:
             BusyError: A reply is running.
             ClosedError: The runtime was closed.
         """
-        return self._session.borrowed_target()
+        return self._sessions.borrowed_target()
 
     def clear_cache(self) -> None:
         """Clear the KV caches and the prefix cache, so that the next reply processes its whole prompt.
 
         Keeps trained drafters and measured costs. Raises BusyError or ClosedError.
         """
-        self._session.clear_cache()
+        self._sessions.clear_cache()
 
     def save_prefix_cache(self) -> None:
         """Save the prefix cache to disk if the runtime was loaded with an on-disk cache.
@@ -419,7 +449,8 @@ class Runtime:
         The cache is also saved when the runtime is idle and when it is closed. Failures raise no error,
         because an unsaved prompt is simply processed again.
         """
-        self._session.save_prefix_cache()
+        for session in self._sessions.sessions:
+            session.save_prefix_cache()
 
     def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
         """Run the idle work of the drafters, such as online training, in this thread.
@@ -428,17 +459,18 @@ class Runtime:
         replies back to back can call this method between them. It returns when the work is done, when
         `should_continue()` returns False, or when a reply starts in another thread.
         """
-        self._session.run_idle_work(should_continue)
+        for session in self._sessions.sessions:
+            session.run_idle_work(should_continue)
 
     def cancel(self) -> None:
-        """Stop the reply in progress after the current target pass."""
-        self._session.cancel()
+        """Stop all replies in progress after the current target pass."""
+        self._sessions.cancel()
 
     def close(self) -> None:
-        """Stop the running reply and free the models. Further calls have no effect."""
+        """Stop the running replies and free the models. Further calls have no effect."""
         if self._template:
             self._template.close()
-        self._session.close()
+        self._sessions.close()
         if self._record:
             self._record.save()
 

@@ -56,6 +56,7 @@ class Session:
         memory_pressure: Frees caches when other programs need memory.
         unadapted_acceptance: The acceptance rate that was measured without the target's adapters, or None.
         target_step_seconds: Moving average of the time for a single-token pass of the target.
+        ended_at: When the last reply ended, or 0 if there was none.
     """
 
     def __init__(
@@ -66,9 +67,11 @@ class Session:
         draft: LanguageModel | None = None,
         reserve_bytes: int = DEFAULT_RESERVE_BYTES,
         unadapted_acceptance: float | None = None,
+        target_step_seconds: float | None = None,
     ) -> None:
         self.target, self.draft = target, draft
         self.unadapted_acceptance = unadapted_acceptance
+        self.ended_at = 0.0
         self.prefix_cache = prefix_cache
         self.context = ResizableContext(target, draft)
         self.drafters = drafters
@@ -85,7 +88,7 @@ class Session:
         self._closed_by_reader = threading.Event()
         self._idle_worker = IdleWorker()
         self._idle_drafters: Sequence[Drafter] = ()
-        self.target_step_seconds = self._measure_target_step()
+        self.target_step_seconds = target_step_seconds or self._measure_target_step()
         store = prefix_cache.store if prefix_cache else None
         self.memory_pressure = MemoryPressure(self.context, store, reserve_bytes=reserve_bytes)
         self._target_cache = TargetCache(
@@ -96,6 +99,15 @@ class Session:
     @property
     def closed(self) -> bool:
         return self._closing
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a reply is being generated."""
+        return self._active_request is not None
+
+    def cached_prefix_tokens(self, tokens: Sequence[int]) -> int:
+        """Return how many of the first `tokens` are in the target's KV cache. Call it between replies."""
+        return self._target_cache.common_tokens(tokens)
 
     def start(
         self,
@@ -263,7 +275,7 @@ class Session:
         if not self._closed:
             self._target_cache.sync_length()
             self._interrupt(False)
-        self._active_request = None
+        self._active_request, self.ended_at = None, now()
         if not self._closing and (
             self._idle_drafters or self._target_cache.saves_to_disk or self.memory_pressure.can_reclaim
         ):

@@ -23,7 +23,7 @@ from edgespec.errors import BusyError, EdgespecError
 from edgespec.memory import peak_bytes
 from edgespec.reply import MethodReport, Reply, TextChunk
 from edgespec.request import Request
-from edgespec.session import Session
+from edgespec.session_pool import SessionPool
 
 __all__ = ["ReplyStream"]
 
@@ -46,18 +46,20 @@ class ReplyStream:
 
     def __init__(
         self,
-        session: Session,
+        sessions: SessionPool,
         request: Request,
         on_end: Callable[[Reply | None], None],
         progress: Progress | None = None,
         reply_start: str = "",
     ) -> None:
+        # The session that generates the reply, once it has started.
+        self._session = session = sessions.first
+        self._sessions = sessions
         self.stats = Stats(target_step_seconds=session.target_step_seconds)
         self.prompt_tokens = len(request.tokens)
         self.dropped_messages = 0
         self.reply_start = reply_start
         self._method = session.drafters.choose(request.method)[1]
-        self._session = session
         self._request = request
         self._on_end = on_end
         self._progress = progress
@@ -141,7 +143,7 @@ class ReplyStream:
             raise BusyError("another thread is reading this reply", "read each reply in a single thread")
         try:
             if self._steps is None:
-                self._steps = self._session.start(
+                self._session, self._steps = self._sessions.start(
                     self._request,
                     is_stop=self._text.feed,
                     is_cancelled=self._cancelled.is_set,

@@ -50,17 +50,20 @@ def make_drafters(
     options: DraftingOptions,
     costs: PassCosts,
     progress: Progress | None,
+    *,
+    shares_passes: bool = False,
 ) -> tuple[DrafterSet, tuple[str, ...]]:
     """Create the drafters for a loaded target, and return them with notices for the user.
 
-    Can clear the target's KV cache, to measure the target's speed.
+    Can clear the target's KV cache, to measure the target's speed. `shares_passes` is whether the target
+    shares its passes with other replies.
 
     Raises:
         CapabilityError, OptionError, ModelFileError, MemoryBudgetError: A drafter that a method needs cannot
             be created. Drafters already created are closed.
         CancelledError: `progress` returned False.
     """
-    factory = _DrafterFactory(pair, model, options, costs, progress)
+    factory = _DrafterFactory(pair, model, options, costs, progress, shares_passes)
     try:
         return factory.make_all(draft)
     except BaseException:
@@ -80,8 +83,10 @@ class _DrafterFactory:
         options: DraftingOptions,
         costs: PassCosts,
         progress: Progress | None,
+        shares_passes: bool,
     ) -> None:
         self._pair = pair
+        self._shares_passes = shares_passes
         self._target = pair.target
         self._format = pair.target.file_format
         self._costs = costs
@@ -174,7 +179,7 @@ class _DrafterFactory:
 
         return AutoConfig(
             limits,
-            LiveCosts(curve, threads),
+            LiveCosts(curve, threads, shares_passes=self._shares_passes),
             saved_statistics,
             controls_named=max_loss is not None,
             adapts_length=adapts,

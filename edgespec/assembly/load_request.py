@@ -62,4 +62,5 @@ def _backend_options(drafting: DraftingOptions) -> LoadOptions:
         memory_bytes=available_bytes() if memory_bytes is None else memory_bytes,
         adapters=tuple(Adapter(*one) for one in cast(Sequence[tuple[str, float]], arguments["adapter"])),
         exact=arguments["exact"],
+        parallel=arguments["parallel"],
     )

@@ -24,6 +24,7 @@ from edgespec.memory import check_room_to_plan
 from edgespec.options import LoadArguments, as_bytes
 from edgespec.prepare.lowbit import find_lowbit, lowbit_file
 from edgespec.runtime import Runtime
+from edgespec.session_pool import Place
 
 __all__ = ["always_draft", "load"]
 
@@ -89,20 +90,27 @@ def _load_planned(planned: LoadPlan, trial_notice: str, progress: Progress | Non
     arguments = drafting.arguments
     states = file_states(pair.target.path, options.adapters)
     with ExitStack() as undo:
-        model = load_target(pair, planned.target_options, progress)
-        undo.callback(model.close)
+        models = load_target(pair, planned.target_options, progress)
+        for each in models:
+            undo.callback(each.close)
+        model = models[0]
         costs = TargetCosts(model, options, arguments["measure_costs"])
         costs.choose_threads(progress)
         exact_notice = restrict_to_exact(model, costs.settings_key, progress) if options.exact else ""
-        draft = load_draft(pair, model, drafting, options, progress)
-        if draft:
-            undo.callback(draft.model.close)
+        drafts = load_draft(pair, models, drafting, options, progress)
+        for loaded in filter(None, drafts):
+            undo.callback(loaded.model.close)
         assumed_costs = FreeCosts() if _ignores_costs.get() else costs
-        drafters, notices = make_drafters(pair, model, draft, drafting, assumed_costs, progress)
-        undo.callback(drafters.close)
-        for method in drafting.methods:
-            # Report a missing drafter now, instead of at the first reply.
-            drafters.choose(method)
+        places: list[Place] = []
+        for each, draft in zip(models, drafts, strict=True):
+            drafters, notices = make_drafters(
+                pair, each, draft, drafting, assumed_costs, progress, shares_passes=len(models) > 1
+            )
+            undo.callback(drafters.close)
+            for method in drafting.methods:
+                # Report a missing drafter now, instead of at the first reply.
+                drafters.choose(method)
+            places.append(Place(each, draft.model if draft else None, drafters))
         entry = pair.target.entry
         notices = (
             entry.notice if entry else "",
@@ -111,12 +119,10 @@ def _load_planned(planned: LoadPlan, trial_notice: str, progress: Progress | Non
             model.facts.notice,
             exact_notice,
             *notices,
-            draft.notice if draft else "",
+            drafts[0].notice if drafts[0] else "",
         )
         runtime = Runtime(
-            model,
-            draft.model if draft else None,
-            drafters,
+            *places[0],
             defaults={
                 "method": arguments["method"],
                 "draft_length": arguments["draft_length"],
@@ -138,6 +144,7 @@ def _load_planned(planned: LoadPlan, trial_notice: str, progress: Progress | Non
             ),
             unadapted_acceptance=_unadapted_acceptance(pair, options),
             mapped=_mapped_files(pair, options, has_copy="lowbit" in drafters.names),
+            more_places=places[1:],
         )
         undo.pop_all()
         return runtime

@@ -258,19 +258,22 @@ def _without_crashing_heads(
     return replace(pair, heads=tuple(heads), why_no_head=reason, why_heads=""), reason
 
 
-def load_target(pair: ModelPair, options: LoadOptions, progress: Progress | None) -> LanguageModel:
-    """Load the target. Raises the same errors as its backend's `load`."""
-    return _load_model(pair.target, options_in_pair(pair.target, pair.draft, options), progress)
+def load_target(pair: ModelPair, options: LoadOptions, progress: Progress | None) -> Sequence[LanguageModel]:
+    """Load the target, and return one model for each of `options.parallel` concurrent replies.
+
+    Raises the same errors as the backend's `load`.
+    """
+    return _load_models(pair.target, options_in_pair(pair.target, pair.draft, options), progress)
 
 
 def load_draft(
     pair: ModelPair,
-    target: LanguageModel,
+    targets: Sequence[LanguageModel],
     drafting: DraftingOptions,
     options: LoadOptions,
     progress: Progress | None,
-) -> LoadedDraft | None:
-    """Load the draft model for a loaded target, or return None if `pair` has no draft model.
+) -> Sequence[LoadedDraft | None]:
+    """Load the draft model for each model that `load_target` returned, or None if there is no draft model.
 
     Raises:
         VocabularyMismatchError: The vocabularies have no tokens in common.
@@ -279,11 +282,12 @@ def load_draft(
     """
     found = pair.draft
     if found is None:
-        return None
+        return [None] * len(targets)
+    target = targets[0]
     facts, memory_bytes = target.facts, options.memory_bytes
     context_tokens = facts.max_context_tokens
     if memory_bytes is not None:
-        memory_bytes = max(0, memory_bytes - facts.weight_bytes - facts.max_kv_bytes)
+        memory_bytes = max(0, memory_bytes - facts.weight_bytes - len(targets) * facts.max_kv_bytes)
     options = draft_load_options(options, drafting, context_tokens, memory_bytes)
     if drafting.draft_kv_type:
         options = replace(options, kv_type=drafting.draft_kv_type)
@@ -297,13 +301,19 @@ def load_draft(
         window = window_for(trained_tokens)
         return window.context_tokens if window else context_tokens
 
-    model = _load_model(found, replace(options, choose_context_tokens=context_for), progress)
+    models = _load_models(found, replace(options, choose_context_tokens=context_for), progress)
     try:
-        use_fastest_threads(model, settings_key(options), progress)
-        compared = compare_vocabularies(target.vocabulary, model.vocabulary, target.facts.name, found.name)
-        return _adapted_to_target(model, pair, target, drafting, compared, window_for)
+        use_fastest_threads(models[0], settings_key(options), progress)
+        compared = compare_vocabularies(
+            target.vocabulary, models[0].vocabulary, target.facts.name, found.name
+        )
+        return [
+            _adapted_to_target(model, pair, each, drafting, compared, window_for)
+            for each, model in zip(targets, models, strict=True)
+        ]
     except BaseException:
-        model.close()
+        for model in models:
+            model.close()
         raise
 
 
@@ -370,8 +380,11 @@ def _check_trainable(
     raise OptionError(f"the draft model {found.name} cannot learn: {why}", f"{hint}, or omit --learn")
 
 
-def _load_model(found: Resolved, options: LoadOptions, progress: Progress | None) -> LanguageModel:
-    return found.file_format.load(str(found.path), found.name, options, progress)
+def _load_models(found: Resolved, options: LoadOptions, progress: Progress | None) -> Sequence[LanguageModel]:
+    form, arguments = found.file_format, (str(found.path), found.name, options, progress)
+    if options.parallel > 1 and form.load_places:
+        return form.load_places(*arguments)
+    return [form.load(*arguments)]
 
 
 def draft_load_options(

@@ -132,6 +132,7 @@ class LoadOptions:
             `LowBit` self-drafting needs no separate copy. Plain decoding uses this format too.
         mtp: Whether to load the multi-token prediction (MTP) layers in the model's own files. Required to
             draft with `Head("mtp")`.
+        parallel: Number of replies that share the model's passes. Each has a context of `context_tokens`.
     """
 
     context_tokens: int | None = None
@@ -152,6 +153,7 @@ class LoadOptions:
     exact: bool = False
     low_bits: bool = False
     mtp: bool = False
+    parallel: int = 1
 
     def for_draft(self) -> LoadOptions:
         """Return these options for a draft model, without those that apply only to the target."""

@@ -41,6 +41,14 @@ def _load_gguf(path: str, name: str, options: LoadOptions, progress: Progress | 
     return llamacpp.load(path, name, options, progress)
 
 
+def _load_gguf_places(
+    path: str, name: str, options: LoadOptions, progress: Progress | None
+) -> Sequence[LanguageModel]:
+    from edgespec.backends.llamacpp.place_model import load_places
+
+    return load_places(path, name, options, progress)
+
+
 def _estimate_gguf(path: str, name: str, _options: LoadOptions) -> MemoryEstimator:
     from edgespec.backends.llamacpp.memory_estimate import GgufMemoryEstimator
 
@@ -199,6 +207,7 @@ _GGUF = FileFormat(
     recognise=lambda path: not path.is_dir(),
     load=_load_gguf,
     open_estimator=_estimate_gguf,
+    load_places=_load_gguf_places,
     read_info=read_gguf_info,
     read_tokens=_gguf_tokens,
     files=gguf_files,

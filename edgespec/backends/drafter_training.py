@@ -1,4 +1,4 @@
-"""What a backend offers for training heads and draft models: the target as a teacher, and its students."""
+"""Define the interfaces through which a backend trains heads and draft models."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TrainingBatch:
 
 
 class Guesser(Protocol):
-    """A drafter whose guesses can be counted. All methods must be called from the same thread."""
+    """A drafter whose accuracy can be evaluated. All methods must be called from the same thread."""
 
     def guesses(self, batch: TrainingBatch, depth: int) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
         """Draft from every token from which the drafter could guess `depth` tokens of a reply.

@@ -316,6 +316,10 @@ class _LaterRows:
         self.vocab_size = logits.vocab_size
 
     @property
+    def other_tokens(self) -> int:
+        return self._logits.other_tokens
+
+    @property
     def waited_seconds(self) -> float:
         return self._logits.waited_seconds
 

@@ -67,6 +67,10 @@ class TargetCache:
     def saves_to_disk(self) -> bool:
         return self._cache is not None and self._cache.saves_to_disk
 
+    def common_tokens(self, tokens: Sequence[int]) -> int:
+        """Return how many of the first `tokens` are in the target's cache."""
+        return common_prefix_length(self._tokens, tokens)
+
     def sync_length(self) -> None:
         """Forget tokens that are no longer in the target's KV cache. Call this only between passes."""
         self._tokens = self._tokens[: self._target.length]

@@ -14,7 +14,7 @@ import pytest
 import edgespec
 from edgespec.assembly.drafting_options import DraftingOptions
 from edgespec.assembly.loading import _acceptance_recorder
-from edgespec.assembly.pairing import _load_model, draft_load_options, find_pair, options_in_pair
+from edgespec.assembly.pairing import _load_models, draft_load_options, find_pair, options_in_pair
 from edgespec.backends import mlx_files
 from edgespec.backends.base import Adapter, Capabilities, LoadOptions, ModelFacts
 from edgespec.catalog import resolve
@@ -50,7 +50,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
 @pytest.mark.parametrize(("reference", "backend"), [("demo", "llamacpp"), ("demo-mlx", "mlx")])
 def test_the_format_chooses_the_backend(loaded: list[tuple[str, Any]], reference: str, backend: str) -> None:
     found, options = resolve(reference), LoadOptions()
-    _load_model(found, options, None)
+    _load_models(found, options, None)
     assert loaded == [(backend, (str(found.path), found.name, options, None))]
 
 
@@ -59,7 +59,7 @@ def test_without_mlx_the_error_names_the_setup_command(
 ) -> None:
     monkeypatch.setattr(mlx_files, "mlx_installed", lambda: False)
     with pytest.raises(BackendMissingError, match=r"demo-mlx is an MLX model.*scripts/setup mlx"):
-        _load_model(resolve("demo-mlx"), LoadOptions(), None)
+        _load_models(resolve("demo-mlx"), LoadOptions(), None)
     assert not loaded
 
 

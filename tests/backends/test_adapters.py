@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import edgespec
 from edgespec.assembly.loading import always_draft
 from edgespec.backends import llamacpp
 from edgespec.backends.base import Adapter, LoadOptions
-from edgespec.errors import ModelFileError, OptionError
+from edgespec.errors import CapabilityError, ModelFileError, OptionError
 from tests.backends.contract import step
 from tests.backends.gguf_adapters import write_gguf_adapter
 
@@ -97,6 +98,15 @@ def test_adapters_survive_a_resize(demo_target: Path, adapters: list[str]) -> No
         logits.append(step(model, 8))
         model.close()
     np.testing.assert_array_equal(logits[0], logits[1])
+
+
+def test_concurrent_replies_use_the_adapter(adapters: list[str]) -> None:
+    with load(draft="none", adapter=adapters[0]) as alone:
+        expected = ask(alone)
+    with load(draft="none", adapter=adapters[0], parallel=2) as runtime, ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda _: ask(runtime), range(2))) == [expected] * 2
+        with pytest.raises(CapabilityError, match="several replies share its passes"):
+            runtime.generate(PROMPT, adapter_scales={})
 
 
 def test_the_plan_counts_adapters(adapters: list[str]) -> None:

@@ -98,6 +98,7 @@ class ExactLogits:
         self.paths = list(paths)
         self.table = table
         self.vocab_size = len(table(()))
+        self.other_tokens = 0
         self.waited_seconds = self.overlapped_seconds = 0.0
 
     def __len__(self) -> int:

@@ -24,12 +24,12 @@ from edgespec.backends.base import (
 )
 from edgespec.backends.base_model import BaseModel, in_batches
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
-from edgespec.backends.llamacpp.exported_parts import first_part, sized_parts, split_parts
 from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.lowbit import load_low_bit_view
 from edgespec.backends.llamacpp.merged_kv import merge_kv
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.resizing import check_resize_fits, rebuild_context
+from edgespec.backends.llamacpp.text_export import export_text, first_part, import_text, sized_parts
 from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
 from edgespec.backends.memory_check import round_up_to_block
 from edgespec.backends.self_draft_view import SelfDraftView
@@ -54,10 +54,14 @@ class GgufModel(BaseModel):
     """
 
     def __init__(
-        self, weights: Sequence[Any], cells: Sequence[KvCells], max_plan: ContextPlan, options: LoadOptions
+        self,
+        weights: Sequence[Any],
+        contexts: Sequence[LlamaContext],
+        cells: Sequence[KvCells],
+        max_plan: ContextPlan,
+        options: LoadOptions,
     ) -> None:
-        self.weights, self._all_cells = weights, cells
-        self._contexts: list[LlamaContext] = [each.context for each in cells]
+        self.weights, self._contexts, self._all_cells = weights, contexts, cells
         self.cells, self._context = cells[-1], self._contexts[-1]
         self.max_plan, self.options = max_plan, options
         self.low_bit_error: CapabilityError | None = None
@@ -166,12 +170,10 @@ class GgufModel(BaseModel):
         self._check(0)
         self._end_round()
         start, end = self._span(start, end)
-        *lower, last = (self._exported(context, start, end) for context in self._contexts)
+        *lower, last = (
+            export_text(context, start, end, recurrent=self._recurrent) for context in self._contexts
+        )
         return Snapshot(end, b"".join([*sized_parts(lower), last]), start)
-
-    def _exported(self, context: LlamaContext, start: int, end: int) -> bytes:
-        parts = [context.export_sequence()] if self._recurrent else context.export_cells(0, start, end)
-        return b"".join(sized_parts(parts))
 
     def restore(self, snapshot: Snapshot) -> None:
         self._check(0)
@@ -182,7 +184,7 @@ class GgufModel(BaseModel):
         fits = self.length == start <= length <= self._context.tokens
         for context in self._contexts:
             own, data = (data, data[:0]) if context is self._context else first_part(data)
-            fits = fits and self._imported(context, own, start, length)
+            fits = fits and import_text(context, own, start, length, recurrent=self._recurrent)
         if not fits:
             self._cut(min(start, self.length))
             raise BackendError(
@@ -191,13 +193,6 @@ class GgufModel(BaseModel):
             )
         for cells in self._all_cells:
             cells.length = length
-
-    def _imported(self, context: LlamaContext, data: memoryview, start: int, length: int) -> bool:
-        """Append exported KV cells to a context, and return whether they are compatible with it."""
-        parts = split_parts(data)
-        if self._recurrent:
-            return len(parts) == 1 and context.import_sequence(parts[0])
-        return context.import_cells(parts, start, length)
 
     def resize(self, context_tokens: int) -> None:
         self._check_size(context_tokens)

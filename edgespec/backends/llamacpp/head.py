@@ -14,13 +14,13 @@ from edgespec.backends.base import Capabilities, LoadOptions, Progress, Snapshot
 from edgespec.backends.base_model import in_batches
 from edgespec.backends.hidden_state_log import HiddenStateLog
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
-from edgespec.backends.llamacpp.exported_parts import sized_parts, split_parts
 from edgespec.backends.llamacpp.head_context import HeadContext
 from edgespec.backends.llamacpp.head_loading import BATCH_TOKENS
 from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.loading import describe
 from edgespec.backends.llamacpp.probe import ProbeResult
 from edgespec.backends.llamacpp.resizing import check_resize_fits, rebuild_context
+from edgespec.backends.llamacpp.text_export import export_text, import_text
 from edgespec.backends.memory_check import check_tokens_fit
 from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.logits import HostLogits
@@ -114,14 +114,14 @@ class CachedHead(SelfDraftView["LlamaCppModel"]):
         end = self.length if end is None else min(end, self.length)
         first = self._context.first_position
         start = end if first is None else min(max(start, first), end)
-        return Snapshot(end, b"".join(sized_parts(self._context.export_cells(0, start, end))), start)
+        return Snapshot(end, export_text(self._context, start, end), start)
 
     def restore(self, snapshot: Snapshot) -> None:
         self._check()
         self._end_round()
         start, end = snapshot.start, snapshot.length
         fits = self.length == start <= end <= self._context.tokens
-        if not (fits and self._context.import_cells(split_parts(memoryview(snapshot.data)), start, end)):
+        if not (fits and import_text(self._context, memoryview(snapshot.data), start, end)):
             self.start_at(0)
             raise BackendError(
                 f"the saved KV cache does not fit {self.facts.name}", "process the prompt again"

@@ -89,7 +89,7 @@ class LlamaCppModel(GgufModel):
         try:
             self.probe_result = result = probe(context, weights, options)
             cells = KvCells(context, options.max_branches, replays=result.replays)
-            super().__init__([weights], [cells], max_plan, options)
+            super().__init__([weights], [context], [cells], max_plan, options)
             facts = describe(weights, path, name, max_plan, self.vocabulary, result)
             self.facts: ModelFacts = replace(
                 facts,

@@ -83,6 +83,7 @@ class MlxMemoryEstimator:
 
     layers = 0
     longrope_switch_tokens = 0
+    why_not_shared = "MLX runs one reply at a time"
 
     def __init__(self, path: str, name: str, options: LoadOptions) -> None:
         self.name = name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from math import ceil, inf
 from time import perf_counter as now
@@ -88,7 +89,6 @@ class PrefixCache:
         notice: str = "",
     ) -> None:
         self.reuse_costs = reuse_costs
-        self.hits = self.reused_tokens = 0
         self._model, self._heads = model, heads
         self._can_truncate = model.facts.capabilities.partial_truncate
         self._max_copied_bytes = max_copied_bytes
@@ -97,6 +97,12 @@ class PrefixCache:
         self._is_off = False
         # Tokens in the model's KV cache when the user deleted all cached prefixes. They are not stored again.
         self._deleted: Tokens | None = None
+
+    def for_model(self, model: LanguageModel) -> PrefixCache:
+        """Return a cache with the same stored prefixes for another context of the same model."""
+        other = copy(self)
+        other._model = model
+        return other
 
     @property
     def saves_to_disk(self) -> bool:
@@ -305,8 +311,8 @@ class PrefixCache:
             self._model.truncate(min(common, self._model.length))
             restored = self._model.length
             if restored > cached:
-                self.hits += 1
-                self.reused_tokens += restored - cached
+                self.store.hits += 1
+                self.store.reused_tokens += restored - cached
             self.store.enforce_limits()
             return restored
 
@@ -383,7 +389,7 @@ class PrefixCache:
                 memory_limit_bytes=self.store.max_bytes,
                 disk_bytes=sum(segment.size_bytes for segment in segments if segment.on_disk),
                 disk_limit_bytes=disk.quota_bytes if disk else 0,
-                hits=self.hits,
-                reused_tokens=self.reused_tokens,
+                hits=self.store.hits,
+                reused_tokens=self.store.reused_tokens,
                 notice=" · ".join(filter(None, (self._notice, disk.notice if disk else ""))),
             )
