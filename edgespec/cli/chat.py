@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
-_REPLY_NAMES = tuple(name for name in REPLY_NAMES if name != "logit_bias")
+_UNUSED = ("logit_bias", "regex", "grammar", "choice", "schema")
+_REPLY_NAMES = tuple(name for name in REPLY_NAMES if name not in _UNUSED)
 
 
 @click.command(

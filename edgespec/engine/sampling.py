@@ -60,6 +60,10 @@ class Sampler:
         for processor in self._processors:
             processor.pop(count)
 
+    def forced_tokens(self, limit: int) -> list[int]:
+        """Return tokens that almost certainly come next because of a constraint, at most `limit`."""
+        return next((tokens for each in self._processors if (tokens := each.forced_tokens(limit))), [])
+
     def token(self, logits: Logits, row: int) -> int:
         """Sample a token from a row of logits. At temperature 0, return the most likely token."""
         return self.ranked(logits, row, 1)[0]
