@@ -55,7 +55,8 @@ class ReplyStream:
         self.prompt_tokens = len(request.tokens)
         self.dropped_messages = 0
         self.reply_start = reply_start
-        self._method = session.drafters.choose(request.method)[1]
+        self._constrained = request.constraint is not None
+        self._method = session.drafters.choose(request.method, constrained=self._constrained)[1]
         self._session = session
         self._request = request
         self._on_end = on_end
@@ -87,7 +88,7 @@ class ReplyStream:
         """The drafting method of this reply and its speed-up so far."""
         if self._reply or not self.stats.target_passes:
             return self._method
-        return self._session.report(self._request.method)
+        return self._session.report(self._request.method, constrained=self._constrained)
 
     @property
     def reply(self) -> Reply:

@@ -32,6 +32,7 @@ __all__ = [
 _SOURCES = {
     "dflash": "DFlash head",
     "eagle": "EAGLE head",
+    "grammar": "text that the schema determines",
     "hydra": "Hydra heads",
     "layerskip": "first layers of the model",
     "lookahead": "parallel guesses",
