@@ -56,6 +56,10 @@ class ReplyArguments(TypedDict, total=False):
     choice: Annotated[str | Sequence[str], Option(TextList(), "reply",
         "Make the answer this text. Can be repeated, so that the model chooses one of several texts.",
         default=(), per_run=True)]
+    logprobs: Annotated[int | None, Option(Integer(0, 20), "reply",
+        "Report the log-probability of each token, and of the N most likely tokens at its position. On the"
+        " command line, use it with --json.",
+        per_run=True)]
     method: Annotated[str | None, METHOD]
     draft_length: Annotated[int | None, DRAFT_LENGTH]
     acceptance: Annotated[str | None, ACCEPTANCE]

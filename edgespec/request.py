@@ -60,6 +60,7 @@ class Request:
     method: str
     draft_length: int | None
     acceptance: str
+    logprobs: int | None = None
     constraint: Constraint | None = None
     processors: tuple[LogitsProcessor, ...] = ()
 

@@ -209,6 +209,7 @@ class Session:
             is_stop=is_stop,
             is_cancelled=is_cancelled,
             stats=stats,
+            logprobs=request.logprobs,
         )
         drafted_tokens, decode_seconds = 0, 0.0
         for step in steps:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
-_UNUSED = ("logit_bias", "regex", "grammar", "choice", "schema")
+_UNUSED = ("logit_bias", "logprobs", "regex", "grammar", "choice", "schema")
 _REPLY_NAMES = tuple(name for name in REPLY_NAMES if name not in _UNUSED)
 
 
