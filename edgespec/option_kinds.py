@@ -274,7 +274,7 @@ class TextFile(Kind):
     def parse(self, text: str) -> Any:
         """Return the text of a file. Raises OptionError if it cannot be read."""
         try:
-            return Path(text).read_text("utf-8")
+            return Path(text).expanduser().read_text("utf-8")
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not a UTF-8 text"
             raise OptionError(

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
-_UNUSED = ("logit_bias", "logprobs", "regex", "grammar", "choice", "schema")
+# Options that the chat does not offer, because it cannot show or change them.
+_UNUSED = ("logit_bias", "logprobs", "regex", "grammar", "choice")
 _REPLY_NAMES = tuple(name for name in REPLY_NAMES if name not in _UNUSED)
 
 
