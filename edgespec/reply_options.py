@@ -8,6 +8,7 @@ from typing import Annotated, Any, TypedDict
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.option import ACCEPTANCE, DRAFT_LENGTH, METHOD, Option, declared_options
 from edgespec.option_kinds import (
+    AdapterScales,
     Integer,
     JsonSchema,
     SamplingNumber,
@@ -60,6 +61,10 @@ class ReplyArguments(TypedDict, total=False):
         "Report the log-probability of each token, and of the N most likely tokens at its position. On the"
         " command line, use it with --json.",
         per_run=True)]
+    adapter_scales: Annotated[Mapping[str, float] | None, Option(AdapterScales(), "reply",
+        "Scale of each loaded adapter for this reply, by the name of its file without .gguf. Adapters that"
+        " are not named are not used. GGUF models only.",
+        default_text="the scales given to `load`", api_only=True)]
     method: Annotated[str | None, METHOD]
     draft_length: Annotated[int | None, DRAFT_LENGTH]
     acceptance: Annotated[str | None, ACCEPTANCE]

@@ -100,7 +100,7 @@ def test_only_the_settings_that_were_written_are_set(run: Run, opened: Opened) -
 def test_every_reply_option_becomes_a_setting(run: Run, opened: Opened, tmp_path: Path) -> None:
     schema = tmp_path / "schema.json"
     schema.write_text('{"type": "string"}', "utf-8")
-    names = set(REPLY_OPTIONS) - set(LOAD_OPTIONS) - {"schema", *chat._UNUSED}
+    names = set(REPLY_OPTIONS) - set(LOAD_OPTIONS) - {"schema", "adapter_scales", *chat._UNUSED}
     given = (word for name in names for word in (f"--{name.replace('_', '-')}", "1"))
     result = run("chat", "--schema", str(schema), *given)
     assert result.exit_code == 0, result.stderr
