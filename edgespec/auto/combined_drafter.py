@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from edgespec.auto.drafter_stats import MEASURED_ROUNDS, DrafterStats
 from edgespec.auto.expected_gain import RoundEstimate
-from edgespec.auto.merging import merge_trees, prune_optional
+from edgespec.auto.merging import merge_trees, prune_optional, with_prefix
 from edgespec.costs.curve import CostFunction, assumed_cost
 from edgespec.costs.pass_limits import PassLimits
 from edgespec.drafters.base import Drafter, MemoryUse
@@ -45,6 +45,8 @@ class _Proposal:
     tree: TokenTree
     # For each node, the probability that it is accepted, given that its parent is accepted.
     node_probs: list[float]
+    # Tokens that a constraint determines. The root of the tree is the last of them, if there are any.
+    forced: tuple[int, ...] = ()
 
     @cached_property
     def levels(self) -> tuple[list[float], list[int]]:
@@ -65,8 +67,9 @@ class CombinedDrafter(Drafter):
     most one runs in a round, because two models mostly draft the same tokens, but cost the sum of their
     times. It is the one with the highest expected gain, if its recent acceptance rate justifies its cost.
     Others are run instead for a small share of the time, to measure them and to notice when they become
-    better. Lookup tokens that are unlikely to be accepted are dropped. Other drafts are kept whole, because
-    dropping tokens that were drawn at random would bias rejection sampling.
+    better. If a constraint determines the next tokens, a draft model drafts what follows them. Lookup tokens
+    that are unlikely to be accepted are dropped. Other drafts are kept whole, because dropping tokens that
+    were drawn at random would bias rejection sampling.
 
     Args:
         drafters: The drafters, in the order in which their drafts are merged.
@@ -187,7 +190,8 @@ class CombinedDrafter(Drafter):
             self._ask(stats, sampler, acceptance, lookup_length)
         if chosen := self._choose_model(model_lengths):
             self.model_name = chosen.drafter.name
-            tree = self._ask(chosen, sampler, acceptance, model_lengths[self.model_name])
+            length = model_lengths[self.model_name]
+            tree = self._ask(chosen, sampler, acceptance, length, self._forced_before(chosen))
             self.drafted_levels = max(tree.depths)
         proposals = self._proposals
         tree = self._merged_tree() if proposals else TokenTree.chain(self._last_token)
@@ -197,12 +201,26 @@ class CombinedDrafter(Drafter):
         self._proposed_at = self._clock()
         return tree
 
-    def _ask(self, stats: DrafterStats, sampler: Sampler, acceptance: Acceptance, length: int) -> TokenTree:
+    def _ask(
+        self,
+        stats: DrafterStats,
+        sampler: Sampler,
+        acceptance: Acceptance,
+        length: int,
+        forced: tuple[int, ...] = (),
+    ) -> TokenTree:
         started = self._clock()
-        tree = stats.drafter.propose(sampler, acceptance, length)
+        tree = stats.propose(forced, sampler, acceptance, length)
         stats.record_draft(tree, length, self._clock() - started)
-        self._proposals[stats] = _Proposal(tree, stats.acceptance.node_probs(tree))
+        self._proposals[stats] = _Proposal(tree, stats.acceptance.node_probs(tree), forced)
         return tree
+
+    def _forced_before(self, stats: DrafterStats) -> tuple[int, ...]:
+        """Return the tokens that a constraint determines, if the drafter can draft what follows them."""
+        if not stats.drafts_after_forced:
+            return ()
+        drafts = (self._proposals[each].tree for each in self._lookups if each.drafter.name == "grammar")
+        return next((draft.tokens[1:] for draft in drafts), ())
 
     @property
     def _asked(self) -> list[DrafterStats]:
@@ -325,9 +343,10 @@ class CombinedDrafter(Drafter):
 
     def _merged_tree(self) -> TokenTree:
         chosen = self._asked if self._can_branch else self._best_chain()
+        proposals = [self._proposals[stats] for stats in chosen]
         return prune_optional(
-            merge_trees([self._proposals[stats].tree for stats in chosen]),
-            [self._proposals[stats].node_probs for stats in chosen],
+            merge_trees([with_prefix(self._last_token, each.forced, each.tree) for each in proposals]),
+            [[*[1.0] * len(each.forced), *each.node_probs] for each in proposals],
             [stats.is_lookup for stats in chosen],
             self._limits,
             self._v,
@@ -350,9 +369,11 @@ class CombinedDrafter(Drafter):
             return 0.0
         return stats.draft_cost(step, levels)
 
-    def _estimate(self) -> RoundEstimate:
+    def _estimate(self, without: str = "") -> RoundEstimate:
         estimate = RoundEstimate()
         for stats, proposal in self._proposals.items():
+            if stats.drafter.name == without:
+                continue
             estimate = estimate.with_draft(*proposal.levels, self._draft_cost(stats))
         return estimate
 
@@ -370,13 +391,15 @@ class CombinedDrafter(Drafter):
         if not self._is_measured(stats):
             can_draft_more = 0 < stats.empty_draft_levels < draft_length
             return inf if can_draft_more or not acceptance.was_empty else 0.0
-        estimate = self._estimate()
+        forced = len(self._forced_before(stats))
+        # The drafter's own tree also contains these tokens.
+        estimate = self._estimate(without="grammar" if forced else "")
         reach_probs = acceptance.reach_probs(draft_length, long_term=long_term)
         usual = max(1, min(draft_length, round(acceptance.levels.value)))
         speed = max(
             estimate.speed_with(
-                reach_probs[:levels],
-                round(levels * acceptance.level_rows),
+                [*[1.0] * forced, *reach_probs[:levels]],
+                forced + round(levels * acceptance.level_rows),
                 self._draft_cost(stats, levels),
                 self._v,
                 self._limits.max_width,
@@ -385,7 +408,7 @@ class CombinedDrafter(Drafter):
             for levels in (_DRAFT_LENGTHS if stats.drafter.chooses_length else (usual,))
             if levels <= draft_length
         )
-        return speed / estimate.speed(self._v)
+        return speed / self._estimate().speed(self._v)
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
         if self._proposed_at is not None:
@@ -396,9 +419,11 @@ class CombinedDrafter(Drafter):
 
     def commit(self, tokens: tuple[int, ...]) -> None:
         for stats, proposal in self._proposals.items():
-            tree = proposal.tree
-            stats.acceptance.record_outcome(tree, tokens)
-            if tree.drafted and len(tree.walk(tokens)) > max(tree.depths):
+            tree, forced = proposal.tree, proposal.forced
+            if tokens[: len(forced)] != forced or len(tokens) == len(forced):
+                continue
+            stats.acceptance.record_outcome(tree, tokens[len(forced) :])
+            if tree.drafted and len(tree.walk(tokens[len(forced) :])) > max(tree.depths):
                 stats.retries.retry_next_round()
         self._proposals = {}
         if tokens:

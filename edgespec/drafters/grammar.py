@@ -11,11 +11,14 @@ from edgespec.engine.tree import TokenTree
 
 __all__ = ["GrammarDrafter"]
 
+_MAX_TOKENS = 16
+
 
 class GrammarDrafter(Drafter):
     """Drafts while the reply's schema, regular expression or grammar leaves the model no choice.
 
-    The target accepts nearly all of these tokens. Without a constraint, nothing is drafted.
+    The target accepts nearly all of these tokens, so that the draft length does not limit them. Without a
+    constraint, nothing is drafted.
     """
 
     name = "grammar"
@@ -28,7 +31,7 @@ class GrammarDrafter(Drafter):
         self._last_token = tokens[-1]
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
-        return TokenTree.chain(self._last_token, sampler.forced_tokens(draft_length))
+        return TokenTree.chain(self._last_token, sampler.forced_tokens(_MAX_TOKENS))
 
     def commit(self, tokens: tuple[int, ...]) -> None:
         if tokens:

@@ -94,7 +94,7 @@ def decode(
         vocab_size: Size of the target's vocabulary. Drafted tokens with larger ids are dropped.
         max_width: Maximum number of tokens in a verify pass.
         max_branches: Maximum number of leaves of a draft tree.
-        draft_length: Maximum depth of a draft tree.
+        draft_length: Maximum depth of a draft tree, not counting tokens that a constraint determines.
         max_tokens: Maximum number of tokens to emit.
         is_stop: Called once for every emitted token, in order. No token is emitted after it returns True.
         is_cancelled: Called before each draft-and-verify round. Returning True ends the reply.
@@ -112,14 +112,15 @@ def decode(
             yield Step((), 0, "length")
             return
         timer.start()
-        depth = min(draft_length, max_tokens - emitted_total - 1, target.free_tokens - 1)
+        room = min(max_tokens - emitted_total - 1, target.free_tokens - 1)
+        depth = min(draft_length, room)
         width = min(max_width, target.free_tokens)
         try:
             tree = drafter.propose(sampler, acceptance, depth) if drafter and depth > 0 else None
             # Discard a draft that does not continue the last token.
             if tree is None or tree.tokens[0] != last_token:
                 tree = TokenTree.chain(last_token)
-            tree = tree.pruned(vocab_size, depth, width, max_branches)
+            tree = tree.pruned(vocab_size, room, width, max_branches)
             timer.lap("draft")
             logits = target.verify(tree)
             timer.lap("verify")
