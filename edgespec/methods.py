@@ -90,7 +90,8 @@ class DrafterSet:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(name for name in DRAFTER_NAMES if name in self._drafters)
+        """Names of the available drafters, without `grammar`, which drafts only in constrained replies."""
+        return tuple(name for name in DRAFTER_NAMES if name in self._drafters and name != "grammar")
 
     @property
     def loss_limits(self) -> tuple[float, float] | None:

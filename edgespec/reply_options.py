@@ -18,7 +18,10 @@ from edgespec.option_kinds import (
     TokenBiases,
 )
 
-__all__ = ["REPLY_OPTIONS", "ReplyArguments"]
+__all__ = ["CONSTRAINT_NAMES", "REPLY_OPTIONS", "ReplyArguments"]
+
+# Options that describe a constraint. A reply can have one of them.
+CONSTRAINT_NAMES = ("schema", "regex", "grammar", "choice")
 
 _MAX_SEED = (1 << 63) - 1
 

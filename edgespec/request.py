@@ -10,11 +10,11 @@ from typing import Any
 
 from edgespec.backends.base import ModelFacts, Progress
 from edgespec.constraints import Constraint, constraint_from
-from edgespec.constraints.specification import CONSTRAINT_OPTIONS
 from edgespec.engine.processors import LogitsProcessor
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.errors import ContextFullError, OptionError
 from edgespec.options import REPLY_OPTIONS, ReplyArguments, check_names
+from edgespec.reply_options import CONSTRAINT_NAMES
 
 __all__ = [
     "Request",
@@ -167,7 +167,9 @@ def check_options(facts: ModelFacts, options: Mapping[str, Any]) -> tuple[Sampli
         for name, option in REPLY_OPTIONS.items()
         if name not in sampling
     }
-    values["constraint"] = constraint_from({name: values.pop(name) for name in CONSTRAINT_OPTIONS})
+    values["constraint"] = constraint_from(values)
+    for name in CONSTRAINT_NAMES:
+        del values[name]
     _check_vocabulary("logit_bias", params.logit_bias, facts)
     return params, values
 

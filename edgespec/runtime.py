@@ -102,7 +102,7 @@ class Runtime:
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        """Names of the available drafters, which methods can combine."""
+        """Names of the available drafters, which methods can combine, and also with `grammar`."""
         return self._session.drafters.names
 
     @property

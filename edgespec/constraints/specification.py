@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from edgespec.errors import OptionError
+from edgespec.reply_options import CONSTRAINT_NAMES
 
-__all__ = ["CONSTRAINT_OPTIONS", "Constraint", "constraint_from"]
-
-CONSTRAINT_OPTIONS = ("schema", "regex", "grammar", "choice")
+__all__ = ["Constraint", "constraint_from"]
 
 
 class Constraint(NamedTuple):
@@ -20,12 +19,12 @@ class Constraint(NamedTuple):
 
 
 def constraint_from(values: Mapping[str, Any]) -> Constraint | None:
-    """Return the constraint that the options `CONSTRAINT_OPTIONS` of a reply describe, or None.
+    """Return the constraint that the checked options of a reply describe, or None.
 
     Raises:
         OptionError: They describe several constraints.
     """
-    given = [Constraint(name, value) for name, value in values.items() if value not in (None, ())]
+    given = [Constraint(name, values[name]) for name in CONSTRAINT_NAMES if values[name] not in (None, ())]
     if len(given) > 1:
         names = " and ".join(constraint.option for constraint in given)
         raise OptionError(f"{names} cannot be used together", "choose one of them for each reply")
