@@ -15,6 +15,7 @@ from edgespec.costs.curve import CostFunction, assumed_cost
 from edgespec.costs.pass_limits import PassLimits
 from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
 from edgespec.drafters.base import BudgetedDrafter, Drafter
+from edgespec.drafters.grammar import GrammarDrafter
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.drafters.tree_growth import TreeGrowth
 from edgespec.errors import OptionError
@@ -24,8 +25,9 @@ from edgespec.reply import MethodReport
 
 __all__ = ["DrafterSet", "MissingDrafter"]
 
-# `auto` uses suffix lookup, and all available drafters in `_AUTO_MODELS`. If none of these is available, it
-# uses the first available drafter in `_AUTO_SELF_DRAFTS` instead.
+# `auto` uses suffix lookup, `grammar` if the reply has a constraint, and all available drafters in
+# `_AUTO_MODELS`. If none of these is available, it uses the first available drafter in `_AUTO_SELF_DRAFTS`
+# instead.
 _AUTO_MODELS = (*HEADS, "model")
 _AUTO_SELF_DRAFTS = ("layerskip", "lowbit")
 _AUTO_LOOKUP = "suffix"
@@ -50,7 +52,8 @@ class DrafterSet:
     rates.
 
     Args:
-        drafters: Drafters by name, or the reasons why they are missing. `ngram` is always available.
+        drafters: Drafters by name, or the reasons why they are missing. `grammar` and `ngram` are always
+            available.
         heads: The states of the heads among the drafters.
         chain_model: The draft model, if the `model` drafter proposes plain chains of its tokens, or None.
         why_no_draft: Why there is no draft model, for reports and error messages.
@@ -76,7 +79,7 @@ class DrafterSet:
         self._target = target.facts
         self._why_no_draft = why_no_draft
         self._v = v
-        self._drafters: dict[str, Drafter] = {"ngram": NgramDrafter()}
+        self._drafters: dict[str, Drafter] = {"grammar": GrammarDrafter(), "ngram": NgramDrafter()}
         self._missing: dict[str, MissingDrafter] = {
             "model": MissingDrafter(
                 f"it needs a draft model: {why_no_draft}", "use --draft REF or --method ngram"
@@ -93,7 +96,8 @@ class DrafterSet:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(name for name in DRAFTER_NAMES if name in self._drafters)
+        """Names of the available drafters, without `grammar`, which drafts only in constrained replies."""
+        return tuple(name for name in DRAFTER_NAMES if name in self._drafters and name != "grammar")
 
     @property
     def loss_limits(self) -> tuple[float, float] | None:
@@ -104,13 +108,17 @@ class DrafterSet:
         """
         return self._auto_config.limits if self._auto_config else None
 
-    def choose(self, method: str) -> tuple[Drafter | None, MethodReport]:
+    def choose(self, method: str, *, constrained: bool = False) -> tuple[Drafter | None, MethodReport]:
         """Return the drafter for a method and a report on the drafters in use.
+
+        Args:
+            method: The method.
+            constrained: Whether the reply has a constraint, so that `auto` also uses `grammar`.
 
         Raises:
             OptionError: The method is unknown, or one of its drafters is unavailable.
         """
-        names, report = self._resolve(method)
+        names, report = self._resolve(method, constrained)
         if not names:
             return None, report
         if self._auto_config and (method == "auto" or self._auto_config.controls_named):
@@ -121,14 +129,14 @@ class DrafterSet:
         """Raise OptionError if the method is unknown or one of its drafters is unavailable."""
         self._resolve(method)
 
-    def _resolve(self, method: str) -> tuple[tuple[str, ...], MethodReport]:
+    def _resolve(self, method: str, constrained: bool = False) -> tuple[tuple[str, ...], MethodReport]:
         names = parse_method(method)
         capabilities = self._target.capabilities
         if names and not capabilities.rollback:
             reason = f"{self._target.name} cannot verify drafts: {capabilities.reason}"
             return (), MethodReport(method, "none", reason)
         if method == "auto":
-            names = self._auto_names()
+            names = self._auto_names(constrained)
             has_model = any(not self._drafters[name].is_lookup for name in names)
             reason = "chosen automatically" if has_model else self._why_no_draft
         else:
@@ -140,11 +148,12 @@ class DrafterSet:
         report = MethodReport(method, "+".join(names) or "none", reason)
         return tuple(sorted(names, key=DRAFTER_NAMES.index)), report
 
-    def _auto_names(self) -> tuple[str, ...]:
+    def _auto_names(self, constrained: bool) -> tuple[str, ...]:
         models = [name for name in _AUTO_MODELS if name in self._drafters]
         if not models:
             models = [name for name in _AUTO_SELF_DRAFTS if name in self._drafters][:1]
-        return tuple(name for name in (*models, _AUTO_LOOKUP) if name in self._drafters)
+        lookups = ("grammar", _AUTO_LOOKUP) if constrained else (_AUTO_LOOKUP,)
+        return tuple(name for name in (*models, *lookups) if name in self._drafters)
 
     def _controlled(self, config: AutoConfig, names: tuple[str, ...]) -> AutoController:
         if names not in self._controllers:

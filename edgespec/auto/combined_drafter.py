@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from edgespec.auto.drafter_stats import DrafterStats
 from edgespec.auto.expected_gain import RoundEstimate
-from edgespec.auto.merging import merge_trees, prune_optional
+from edgespec.auto.merging import merge_trees, prune_optional, with_prefix
 from edgespec.auto.model_selection import ModelSelector
 from edgespec.costs.curve import CostFunction, assumed_cost
 from edgespec.costs.pass_limits import PassLimits
@@ -32,6 +32,8 @@ class _Proposal:
     tree: TokenTree
     # For each node, the probability that it is accepted, given that its parent is accepted.
     node_probs: list[float]
+    # Tokens that a constraint determines. The root of the tree is the last of them, if there are any.
+    forced: tuple[int, ...] = ()
 
     @cached_property
     def levels(self) -> tuple[list[float], list[int]]:
@@ -49,8 +51,9 @@ class CombinedDrafter(Drafter):
     """Runs each drafter whose draft is expected to save time, and merges the drafts into one tree.
 
     Lookup drafters run first, in every round. Then a `ModelSelector` chooses at most one of the drafters that
-    run a model (draft models and heads). Lookup tokens that are unlikely to be accepted are dropped. Other
-    drafts are kept whole, because dropping tokens that were drawn at random would bias rejection sampling.
+    run a model (draft models and heads). If a constraint determines the next tokens, a draft model drafts
+    what follows them. Lookup tokens that are unlikely to be accepted are dropped. Other drafts are kept
+    whole, because dropping tokens that were drawn at random would bias rejection sampling.
 
     Args:
         drafters: The drafters, in the order in which their drafts are merged.
@@ -183,9 +186,13 @@ class CombinedDrafter(Drafter):
         self.model_name, self.drafted_levels = None, 0
         for stats in self._lookups:
             self._ask(stats, sampler, acceptance, lookup_length)
-        if chosen := self._selector.choose(model_lengths, self._estimate()):
+        forced, estimate = self._forced_tokens, self._estimate()
+        other_estimate = self._estimate(without="grammar") if forced else estimate
+        if chosen := self._selector.choose(model_lengths, estimate, len(forced), other_estimate):
             self.model_name = chosen.drafter.name
-            tree = self._ask(chosen, sampler, acceptance, model_lengths[self.model_name])
+            length = model_lengths[self.model_name]
+            prefix = forced if chosen.drafts_after_forced else ()
+            tree = self._ask(chosen, sampler, acceptance, length, prefix)
             self.drafted_levels = max(tree.depths)
         proposals = self._proposals
         tree = self._merged_tree() if proposals else TokenTree.chain(self._last_token)
@@ -195,12 +202,25 @@ class CombinedDrafter(Drafter):
         self._proposed_at = self._clock()
         return tree
 
-    def _ask(self, stats: DrafterStats, sampler: Sampler, acceptance: Acceptance, length: int) -> TokenTree:
+    def _ask(
+        self,
+        stats: DrafterStats,
+        sampler: Sampler,
+        acceptance: Acceptance,
+        length: int,
+        forced: tuple[int, ...] = (),
+    ) -> TokenTree:
         started = self._clock()
-        tree = stats.drafter.propose(sampler, acceptance, length)
+        tree = stats.propose(forced, sampler, acceptance, length)
         stats.record_draft(tree, length, self._clock() - started)
-        self._proposals[stats] = _Proposal(tree, stats.acceptance.node_probs(tree))
+        self._proposals[stats] = _Proposal(tree, stats.acceptance.node_probs(tree), forced)
         return tree
+
+    @property
+    def _forced_tokens(self) -> tuple[int, ...]:
+        """The next tokens if a constraint determines them."""
+        drafts = (self._proposals[each].tree for each in self._lookups if each.drafter.name == "grammar")
+        return next((draft.tokens[1:] for draft in drafts), ())
 
     @property
     def _asked(self) -> list[DrafterStats]:
@@ -208,9 +228,10 @@ class CombinedDrafter(Drafter):
 
     def _merged_tree(self) -> TokenTree:
         chosen = self._asked if self._can_branch else self._best_chain()
+        proposals = [self._proposals[stats] for stats in chosen]
         return prune_optional(
-            merge_trees([self._proposals[stats].tree for stats in chosen]),
-            [self._proposals[stats].node_probs for stats in chosen],
+            merge_trees([with_prefix(self._last_token, each.forced, each.tree) for each in proposals]),
+            [[*[1.0] * len(each.forced), *each.node_probs] for each in proposals],
             [stats.is_lookup for stats in chosen],
             self._limits,
             self._v,
@@ -223,10 +244,11 @@ class CombinedDrafter(Drafter):
             return models[:1]
         return [max(drafted or self._proposals, key=lambda stats: sum(self._proposals[stats].node_probs))]
 
-    def _estimate(self) -> RoundEstimate:
+    def _estimate(self, without: str = "") -> RoundEstimate:
         estimate = RoundEstimate()
         for stats, proposal in self._proposals.items():
-            estimate = estimate.with_draft(*proposal.levels, self._selector.draft_cost(stats))
+            if stats.drafter.name != without:
+                estimate = estimate.with_draft(*proposal.levels, self._selector.draft_cost(stats))
         return estimate
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
@@ -238,9 +260,11 @@ class CombinedDrafter(Drafter):
 
     def commit(self, tokens: tuple[int, ...]) -> None:
         for stats, proposal in self._proposals.items():
-            tree = proposal.tree
-            stats.acceptance.record_outcome(tree, tokens)
-            if tree.drafted and len(tree.walk(tokens)) > max(tree.depths):
+            tree, forced = proposal.tree, proposal.forced
+            if tokens[: len(forced)] != forced or len(tokens) == len(forced):
+                continue
+            stats.acceptance.record_outcome(tree, tokens[len(forced) :])
+            if tree.drafted and len(tree.walk(tokens[len(forced) :])) > max(tree.depths):
                 stats.retries.retry_next_round()
         self._proposals = {}
         if tokens:

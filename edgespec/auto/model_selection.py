@@ -69,19 +69,30 @@ class ModelSelector:
         self._can_branch, self._limits, self._v = can_branch, limits, v
         self._allowance_seconds, self._exploration_seconds = allowance_seconds, exploration_seconds
         self._clock = clock
-        self._estimate = RoundEstimate()
+        self._estimate = self._other_estimate = RoundEstimate()
+        self._forced_tokens = 0
         # A drafter that runs instead of a better one, and for how many more rounds.
         self._challenger: DrafterStats | None = None
         self._challenge_rounds = 0
 
-    def choose(self, lengths: Mapping[str, int], estimate: RoundEstimate) -> DrafterStats | None:
+    def choose(
+        self,
+        lengths: Mapping[str, int],
+        estimate: RoundEstimate,
+        forced_tokens: int,
+        other_estimate: RoundEstimate,
+    ) -> DrafterStats | None:
         """Choose the drafter to run in this round, and prefill it. Return None to run none.
 
         Args:
             lengths: Maximum draft length of each drafter, by name. 0 rules a drafter out.
             estimate: Estimate of the lookup drafters' drafts in this round.
+            forced_tokens: Number of next tokens that a constraint determines. The drafts of some drafters
+                begin with these tokens and continue after them.
+            other_estimate: The same estimate without the forced tokens.
         """
         self.prefill_seconds, self._estimate = 0.0, estimate
+        self._forced_tokens, self._other_estimate = forced_tokens, other_estimate
         levels = {stats: lengths[name] for name, stats in self._models.items() if lengths[name]}
         is_waiting = False
         for stats in self._ranked(levels):
@@ -219,13 +230,15 @@ class ModelSelector:
         if not self._is_measured(stats):
             can_draft_more = 0 < stats.empty_draft_levels < draft_length
             return inf if can_draft_more or not acceptance.was_empty else 0.0
-        estimate = self._estimate
+        forced = self._forced_tokens if stats.drafts_after_forced else 0
+        # The drafter's own tree also contains the forced tokens.
+        estimate = self._other_estimate if forced else self._estimate
         reach_probs = acceptance.reach_probs(draft_length, long_term=long_term)
         usual = max(1, min(draft_length, round(acceptance.levels.value)))
         speed = max(
             estimate.speed_with(
-                reach_probs[:levels],
-                round(levels * acceptance.level_rows),
+                [*[1.0] * forced, *reach_probs[:levels]],
+                forced + round(levels * acceptance.level_rows),
                 self.draft_cost(stats, levels),
                 self._v,
                 self._limits.max_width,
@@ -234,4 +247,4 @@ class ModelSelector:
             for levels in (_DRAFT_LENGTHS if stats.drafter.chooses_length else (usual,))
             if levels <= draft_length
         )
-        return speed / estimate.speed(self._v)
+        return speed / self._estimate.speed(self._v)
