@@ -8,6 +8,7 @@ from typing import Annotated, Literal, TypedDict
 from edgespec.method_names import HEADS
 from edgespec.option import ACCEPTANCE, DRAFT_LENGTH, METHOD, Option, declared_options
 from edgespec.option_kinds import (
+    Adapters,
     Branches,
     Choice,
     Flag,
@@ -28,6 +29,8 @@ __all__ = ["LOAD_OPTIONS", "LoadArguments"]
 _MIN_CONTEXT_TOKENS = 256
 # Maximum context size. No published model was trained for more than 10,485,760 tokens (Llama 4 Scout).
 _MAX_CONTEXT_TOKENS = 1 << 24
+# Maximum number of concurrent replies. llama.cpp has 256 sequences, and each reply needs at least 9.
+_MAX_PARALLEL = 28
 
 
 class LoadArguments(TypedDict, total=False):
@@ -52,6 +55,10 @@ class LoadArguments(TypedDict, total=False):
     reserve: Annotated[str | int | None, Option(Size(), "model",
         "Memory to leave free for other programs when --memory is not set.",
         default_text="512 MiB or 5% of the available memory, whichever is less")]
+    parallel: Annotated[int, Option(Integer(1, _MAX_PARALLEL), "model",
+        "Number of replies to generate at once. They share the model's weights and computations, and each has"
+        " a context of its own, so memory for several contexts is allocated.",
+        default=1)]
     reserve_full_context: Annotated[bool, Option(Flag(), "model",
         "Allocate memory for the full context at load time (8192 tokens unless --context is set) instead of"
         " growing it with the chat.",
@@ -83,9 +90,11 @@ class LoadArguments(TypedDict, total=False):
         "Use only operations whose results are bit-for-bit identical to plain decoding. edgespec determines"
         " these when it first loads a model. The speed-up may be smaller.",
         default=False)]
-    adapter: Annotated[str | PathLike[str] | None, Option(PathName(), "model",
-        "Path to a LoRA or DoRA adapter folder in mlx-lm format. MLX models only.",
-        per_run=True)]
+    adapter: Annotated[str | PathLike[str] | Sequence[str | PathLike[str]] | Mapping[str, float], Option(
+        Adapters(), "model",
+        "LoRA adapters to apply to the model, each with an optional scale, such as `style.gguf=0.5`. GGUF"
+        " models need .gguf files, MLX models a single folder in mlx-lm format (LoRA or DoRA).",
+        default=(), default_text="none", per_run=True)]
     prefix_cache: Annotated[str, Option(Choice(("none", "memory", "disk")), "prefix_cache",
         "Where to cache earlier chats so that returning to one is fast. `disk` also keeps the cache between"
         " runs, in files only you can read.",

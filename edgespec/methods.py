@@ -15,20 +15,24 @@ from edgespec.costs.curve import CostFunction, assumed_cost
 from edgespec.costs.pass_limits import PassLimits
 from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
 from edgespec.drafters.base import BudgetedDrafter, Drafter
+from edgespec.drafters.grammar import GrammarDrafter
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.drafters.tree_growth import TreeGrowth
 from edgespec.errors import OptionError
+from edgespec.memory.prefix_cache import HeadState
 from edgespec.method_names import DRAFTER_NAMES, HEADS, parse_method
 from edgespec.reply import MethodReport
 
 __all__ = ["DrafterSet", "MissingDrafter"]
 
-# The method `auto` combines all of these drafters that are available with suffix lookup. Without any, it uses
-# the first available one of `_AUTO_SELF_DRAFTS`.
+# `auto` uses suffix lookup, `grammar` if the reply has a constraint, and all available drafters in
+# `_AUTO_MODELS`. If none of these is available, it uses the first available drafter in `_AUTO_SELF_DRAFTS`
+# instead.
 _AUTO_MODELS = (*HEADS, "model")
 _AUTO_SELF_DRAFTS = ("layerskip", "lowbit")
 _AUTO_LOOKUP = "suffix"
-_CLASSIFIED_TOKENS = 512
+# Number of tokens at the end of the text that determine its kind, such as code.
+_TEXT_KIND_TOKENS = 512
 
 
 class MissingDrafter(NamedTuple):
@@ -48,7 +52,9 @@ class DrafterSet:
     rates.
 
     Args:
-        drafters: Drafters by name, or the reasons why they are missing. `ngram` is always available.
+        drafters: Drafters by name, or the reasons why they are missing. `grammar` and `ngram` are always
+            available.
+        heads: The states of the heads among the drafters.
         chain_model: The draft model, if the `model` drafter proposes plain chains of its tokens, or None.
         why_no_draft: Why there is no draft model, for reports and error messages.
         v: Cost of a verify pass as a multiple of a single-token pass, as a function of the number of tokens
@@ -61,17 +67,19 @@ class DrafterSet:
         target: LanguageModel,
         drafters: Mapping[str, Drafter | MissingDrafter] = MappingProxyType({}),
         *,
+        heads: Sequence[HeadState] = (),
         chain_model: LanguageModel | None = None,
         why_no_draft: str = "",
         v: CostFunction = assumed_cost,
         auto_config: AutoConfig | None = None,
     ) -> None:
+        self.heads = heads
         self._auto_config = auto_config
         self._model = target
         self._target = target.facts
         self._why_no_draft = why_no_draft
         self._v = v
-        self._drafters: dict[str, Drafter] = {"ngram": NgramDrafter()}
+        self._drafters: dict[str, Drafter] = {"grammar": GrammarDrafter(), "ngram": NgramDrafter()}
         self._missing: dict[str, MissingDrafter] = {
             "model": MissingDrafter(
                 f"it needs a draft model: {why_no_draft}", "use --draft REF or --method ngram"
@@ -88,7 +96,8 @@ class DrafterSet:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(name for name in DRAFTER_NAMES if name in self._drafters)
+        """Names of the available drafters, without `grammar`, which drafts only in constrained replies."""
+        return tuple(name for name in DRAFTER_NAMES if name in self._drafters and name != "grammar")
 
     @property
     def loss_limits(self) -> tuple[float, float] | None:
@@ -99,13 +108,17 @@ class DrafterSet:
         """
         return self._auto_config.limits if self._auto_config else None
 
-    def choose(self, method: str) -> tuple[Drafter | None, MethodReport]:
+    def choose(self, method: str, *, constrained: bool = False) -> tuple[Drafter | None, MethodReport]:
         """Return the drafter for a method and a report on the drafters in use.
+
+        Args:
+            method: The method.
+            constrained: Whether the reply has a constraint, so that `auto` also uses `grammar`.
 
         Raises:
             OptionError: The method is unknown, or one of its drafters is unavailable.
         """
-        names, report = self._resolve(method)
+        names, report = self._resolve(method, constrained)
         if not names:
             return None, report
         if self._auto_config and (method == "auto" or self._auto_config.controls_named):
@@ -116,14 +129,14 @@ class DrafterSet:
         """Raise OptionError if the method is unknown or one of its drafters is unavailable."""
         self._resolve(method)
 
-    def _resolve(self, method: str) -> tuple[tuple[str, ...], MethodReport]:
+    def _resolve(self, method: str, constrained: bool = False) -> tuple[tuple[str, ...], MethodReport]:
         names = parse_method(method)
         capabilities = self._target.capabilities
         if names and not capabilities.rollback:
             reason = f"{self._target.name} cannot verify drafts: {capabilities.reason}"
             return (), MethodReport(method, "none", reason)
         if method == "auto":
-            names = self._auto_names()
+            names = self._auto_names(constrained)
             has_model = any(not self._drafters[name].is_lookup for name in names)
             reason = "chosen automatically" if has_model else self._why_no_draft
         else:
@@ -135,11 +148,12 @@ class DrafterSet:
         report = MethodReport(method, "+".join(names) or "none", reason)
         return tuple(sorted(names, key=DRAFTER_NAMES.index)), report
 
-    def _auto_names(self) -> tuple[str, ...]:
+    def _auto_names(self, constrained: bool) -> tuple[str, ...]:
         models = [name for name in _AUTO_MODELS if name in self._drafters]
         if not models:
             models = [name for name in _AUTO_SELF_DRAFTS if name in self._drafters][:1]
-        return tuple(name for name in (*models, _AUTO_LOOKUP) if name in self._drafters)
+        lookups = ("grammar", _AUTO_LOOKUP) if constrained else (_AUTO_LOOKUP,)
+        return tuple(name for name in (*models, *lookups) if name in self._drafters)
 
     def _controlled(self, config: AutoConfig, names: tuple[str, ...]) -> AutoController:
         if names not in self._controllers:
@@ -166,7 +180,7 @@ class DrafterSet:
         return self._controllers[names]
 
     def _text_kind(self, tokens: Sequence[int]) -> str:
-        pieces = map(self._model.vocabulary.piece, tokens[-_CLASSIFIED_TOKENS:])
+        pieces = map(self._model.vocabulary.piece, tokens[-_TEXT_KIND_TOKENS:])
         return text_kind("".join(piece.decode("utf-8", "replace") for piece in pieces))
 
     def _with_adaptive_length(self, drafter: Drafter, config: AutoConfig) -> Drafter:
@@ -201,7 +215,7 @@ class DrafterSet:
             drafter.reset()
 
     def interrupt(self, enabled: bool) -> None:
-        """Stop drafting in every drafter as soon as possible, or allow it again if `enabled` is False."""
+        """Stop all drafters as soon as possible. If `enabled` is False, allow them to draft again."""
         for drafter in self._drafters.values():
             drafter.interrupt(enabled)
 

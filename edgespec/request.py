@@ -9,10 +9,12 @@ from numbers import Integral
 from typing import Any
 
 from edgespec.backends.base import ModelFacts, Progress
+from edgespec.constraints import Constraint, constraint_from
 from edgespec.engine.processors import LogitsProcessor
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.errors import ContextFullError, OptionError
 from edgespec.options import REPLY_OPTIONS, ReplyArguments, check_names
+from edgespec.reply_options import CONSTRAINT_NAMES
 
 __all__ = [
     "Request",
@@ -43,7 +45,12 @@ class StreamArguments(ReplyArguments, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request for one reply: its prompt and options. `edgespec.ReplyArguments` describes most fields."""
+    """A request for one reply: its prompt and options. `edgespec.ReplyArguments` describes most fields.
+
+    Attributes:
+        constraint: The constraint that the reply must satisfy, or None. A processor implements it.
+        processors: The logits processors of the constraint and of the caller.
+    """
 
     tokens: tuple[int, ...]
     params: SamplingParams
@@ -53,6 +60,9 @@ class Request:
     method: str
     draft_length: int | None
     acceptance: str
+    adapter_scales: tuple[float, ...]
+    logprobs: int | None = None
+    constraint: Constraint | None = None
     processors: tuple[LogitsProcessor, ...] = ()
 
     def max_draft_length(self, adapts: bool) -> int:
@@ -102,7 +112,22 @@ def build_request(
     if values["seed"] is None:
         values["seed"] = secrets.randbits(32)
     values["max_tokens"] = values["max_tokens"] or default_max_tokens(context_tokens)
+    values["adapter_scales"] = _adapter_scales(values["adapter_scales"], facts)
     return Request(tokens, params, processors=tuple(processors), **values)
+
+
+def _adapter_scales(given: Mapping[str, float] | None, facts: ModelFacts) -> tuple[float, ...]:
+    """Return the scale of each of the target's adapters for a reply. Raises OptionError."""
+    if given is None:
+        return tuple(adapter.scale for adapter in facts.adapters)
+    names = [adapter.name for adapter in facts.adapters]
+    for name in given:
+        if name not in names:
+            raise OptionError(
+                f"{facts.name} was loaded without an adapter called {name!r}",
+                f"use one of {', '.join(names)}" if names else "load the adapter with --adapter",
+            )
+    return tuple(given.get(name, 0.0) for name in names)
 
 
 def default_max_tokens(context_tokens: int) -> int:
@@ -129,6 +154,8 @@ def defaults_for(values: Mapping[str, Any], adapts: bool | None, context_tokens:
 def check_options(facts: ModelFacts, options: Mapping[str, Any]) -> tuple[SamplingParams, dict[str, Any]]:
     """Check the options of a reply. Return its sampling settings, and the values of the other options.
 
+    The options that describe a constraint become a single value, `constraint`.
+
     Raises:
         OptionError: An option is unknown or its value is invalid.
     """
@@ -140,6 +167,9 @@ def check_options(facts: ModelFacts, options: Mapping[str, Any]) -> tuple[Sampli
         for name, option in REPLY_OPTIONS.items()
         if name not in sampling
     }
+    values["constraint"] = constraint_from(values)
+    for name in CONSTRAINT_NAMES:
+        del values[name]
     _check_vocabulary("logit_bias", params.logit_bias, facts)
     return params, values
 

@@ -21,12 +21,12 @@ __all__ = ["QueuedReply", "RequestQueue"]
 
 
 class RequestQueue:
-    """Runs requests on one runtime in the order they arrive.
+    """Runs requests on one runtime in the order they arrive, up to `Runtime.parallel` at a time.
 
-    Replies are generated in the queue's own thread, so a caller that reads its reply slowly does not delay
+    Replies are generated in the queue's own threads, so a caller that reads its reply slowly does not delay
     the others. All methods can be called from any thread. Closing the queue does not close the runtime. Call
-    `cancel` on a reply that nobody will read. The `on_end` callback of a reply runs in the queue's thread and
-    must not wait for another queued reply.
+    `cancel` on a reply that nobody will read. The `on_end` callback of a reply runs in one of the queue's
+    threads and must not wait for another queued reply.
 
     Args:
         runtime: The runtime. Queued requests fail with BusyError if it is also used outside the queue.
@@ -37,11 +37,15 @@ class RequestQueue:
         self._runtime = runtime
         self._max_waiting = check_integer("max_waiting", max_waiting, 0, (1 << 31) - 1)
         self._waiting: deque[QueuedReply] = deque()
-        self._running: QueuedReply | None = None
+        self._running: set[QueuedReply] = set()
         self._closed = False
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._serve, name="edgespec-requests", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._serve, name="edgespec-requests", daemon=True)
+            for _ in range(runtime.parallel)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def waiting(self) -> int:
@@ -95,7 +99,7 @@ class RequestQueue:
         with self._changed:
             if self._closed:
                 raise ClosedError("the request queue is closed", "create a new one")
-            if len(self._waiting) + (self._running is not None) > self._max_waiting:
+            if len(self._waiting) + len(self._running) >= self._max_waiting + len(self._threads):
                 raise BusyError(f"{self._max_waiting} requests are already waiting", "try again later")
             queued = QueuedReply(start, self._remove)
             self._waiting.append(queued)
@@ -116,26 +120,28 @@ class RequestQueue:
                 self._changed.wait_for(lambda: self._waiting or self._closed)
                 if self._closed:
                     return
-                self._running = running = self._waiting.popleft()
+                running = self._waiting.popleft()
+                self._running.add(running)
             error = running._run()
             # Free the reply's place in the queue before its caller can submit another request.
             with self._changed:
-                self._running = None
+                self._running.remove(running)
             running._end(error)
 
     def close(self) -> None:
-        """Cancel the running reply, fail waiting requests with ClosedError, and stop the thread."""
+        """Cancel the running replies, fail waiting requests with ClosedError, and stop the threads."""
         with self._changed:
             self._closed = True
-            waiting, running = list(self._waiting), self._running
+            waiting, running = list(self._waiting), list(self._running)
             self._waiting.clear()
             self._changed.notify_all()
         for queued in waiting:
             queued._end(ClosedError("the queue was closed before the request started", "use another queue"))
-        if running:
-            running.cancel()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
+        for queued in running:
+            queued.cancel()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
 
     def __enter__(self) -> RequestQueue:
         return self

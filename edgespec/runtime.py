@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -16,6 +17,7 @@ from edgespec.chat.prompt import ContextFull, PromptBuilder, check_context_full
 from edgespec.chat.reasoning import opening_marker
 from edgespec.chat.single_prompt import build_single_prompt
 from edgespec.chat.template import ChatTemplate
+from edgespec.constraints import ConstraintCompiler
 from edgespec.conversation import Chat
 from edgespec.costs.curve import CostCurve
 from edgespec.costs.target_costs import TargetCosts
@@ -30,6 +32,7 @@ from edgespec.options import ReplyArguments
 from edgespec.reply import MethodReport, Reply
 from edgespec.request import StreamArguments, build_request, check_options, defaults_for
 from edgespec.session import Session
+from edgespec.session_pool import Place, SessionPool
 from edgespec.stream import ReplyStream
 
 __all__ = ["Runtime"]
@@ -43,13 +46,17 @@ _DEFAULTS: Mapping[str, Any] = MappingProxyType(
 class Runtime:
     """A loaded target model with its drafters. Created by `edgespec.load`.
 
-    A runtime generates one reply at a time. A second one raises BusyError. To serve several callers, use a
-    `RequestQueue`. `cancel` and `close` can be called from any thread.
+    A runtime generates up to `parallel` replies at a time, each in its caller's thread. A further one raises
+    BusyError. To serve several callers, use a `RequestQueue`. `cancel` and `close` can be called from any
+    thread.
 
     Attributes:
         vocabulary: The target's tokenizer.
         method: The default drafting method.
         plan: The memory plan that was made before loading.
+
+    Args:
+        more_places: What further replies that are generated at the same time use.
     """
 
     def __init__(
@@ -65,6 +72,8 @@ class Runtime:
         prefix_cache: PrefixCache | None = None,
         record: AcceptanceRecorder | None = None,
         mapped: MappedFiles | None = None,
+        unadapted_acceptance: float | None = None,
+        more_places: Sequence[Place] = (),
     ) -> None:
         self._target, self._draft, self._notice = target, draft, notice
         self.vocabulary: Vocabulary = target.vocabulary
@@ -78,8 +87,29 @@ class Runtime:
         self._defaults = defaults
         self._costs = costs or TargetCosts(target, LoadOptions())
         reserve_bytes = plan.budget.reserve_bytes if plan else DEFAULT_RESERVE_BYTES
-        self._session = Session(target, drafters, prefix_cache, draft, reserve_bytes)
+        self._session = Session(target, drafters, prefix_cache, draft, reserve_bytes, unadapted_acceptance)
+        others = [
+            Session(
+                place.target,
+                place.drafters,
+                prefix_cache and prefix_cache.for_model(place.target),
+                place.draft,
+                reserve_bytes,
+                unadapted_acceptance,
+                self._session.target_step_seconds,
+            )
+            for place in more_places
+        ]
+        self._sessions = SessionPool([self._session, *others])
         self._prompts: PromptBuilder | None = None
+        # A `PromptBuilder` must not be used by several threads at once.
+        self._prompts_lock = threading.RLock()
+        self._constraints = ConstraintCompiler(self.vocabulary, target.facts.vocab_size)
+
+    @property
+    def parallel(self) -> int:
+        """Number of replies that can be generated at once."""
+        return len(self._sessions.sessions)
 
     @property
     def target(self) -> ModelFacts:
@@ -99,7 +129,7 @@ class Runtime:
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        """Names of the available drafters, which methods can combine."""
+        """Names of the available drafters, which methods can combine, and also with `grammar`."""
         return self._session.drafters.names
 
     @property
@@ -133,6 +163,8 @@ class Runtime:
         """
         _, values = check_options(self.target, self._with_defaults(options))
         self._session.drafters.check(values["method"])
+        if values["constraint"]:
+            self._constraints.check(values["constraint"])
 
     def _with_defaults(self, options: Mapping[str, Any]) -> dict[str, Any]:
         given = {name: v for name, v in options.items() if v is not None or name not in self._defaults}
@@ -198,7 +230,7 @@ class Runtime:
         cache, pressure = self._session.prefix_cache, self._session.memory_pressure
         return MemoryUse(
             weight_bytes=sum(model.weight_bytes for model in models),
-            kv_bytes=sum(model.kv_bytes for model in models),
+            kv_bytes=self.parallel * sum(model.kv_bytes for model in models),
             resident_bytes=resident_bytes(),
             prefix_cache=cache.usage() if cache else PrefixCacheUsage(),
             plan=self.plan,
@@ -297,15 +329,17 @@ class Runtime:
         builder = self._prompt_builder()
         fitting = as_messages(messages), self.context_tokens, context_full
         progress = options.get("progress")
-        prompt = (
-            builder.build_continued(*fitting, reply_start, progress)
-            if reply_start
-            else builder.build_fitting(*fitting, progress)
-        )
+        with self._prompts_lock:
+            prompt = (
+                builder.build_continued(*fitting, reply_start, progress)
+                if reply_start
+                else builder.build_fitting(*fitting, progress)
+            )
 
         def remember(reply: Reply | None) -> None:
             if reply and not self._session.closed:
-                builder.remember(prompt, reply.tokens)
+                with self._prompts_lock:
+                    builder.remember(prompt, reply.tokens)
             if on_end:
                 on_end(reply)
 
@@ -319,7 +353,8 @@ class Runtime:
 
         The number is approximate if it exceeds the context.
         """
-        return self._prompt_builder().count_tokens(messages, self.context_tokens)
+        with self._prompts_lock:
+            return self._prompt_builder().count_tokens(messages, self.context_tokens)
 
     def chat(
         self, system: str | None = None, messages: Sequence[Message] = (), context_full: ContextFull = "slide"
@@ -383,6 +418,9 @@ class Runtime:
             self._mapped.check()
         values = self._with_defaults(options)
         request = build_request(tokens, self.target, self.context_tokens, values, processors)
+        if request.constraint:
+            constraint = self._constraints.processor(request.constraint, request.tokens, reply_start)
+            request = replace(request, processors=(constraint, *request.processors))
 
         def record(reply: Reply | None) -> None:
             # Count the drafts whose first token was accepted, to measure this model pair's acceptance rate.
@@ -392,7 +430,7 @@ class Runtime:
             if on_end:
                 on_end(reply)
 
-        return ReplyStream(self._session, request, record, progress, reply_start)
+        return ReplyStream(self._sessions, request, record, progress, reply_start)
 
     def borrowed_target(self) -> AbstractContextManager[LanguageModel]:
         """Return a context manager that provides the target model with an empty KV cache.
@@ -403,14 +441,14 @@ class Runtime:
             BusyError: A reply is running.
             ClosedError: The runtime was closed.
         """
-        return self._session.borrowed_target()
+        return self._sessions.borrowed_target()
 
     def clear_cache(self) -> None:
         """Clear the KV caches and the prefix cache, so that the next reply processes its whole prompt.
 
         Keeps trained drafters and measured costs. Raises BusyError or ClosedError.
         """
-        self._session.clear_cache()
+        self._sessions.clear_cache()
 
     def save_prefix_cache(self) -> None:
         """Save the prefix cache to disk if the runtime was loaded with an on-disk cache.
@@ -418,7 +456,8 @@ class Runtime:
         The cache is also saved when the runtime is idle and when it is closed. Failures raise no error,
         because an unsaved prompt is simply processed again.
         """
-        self._session.save_prefix_cache()
+        for session in self._sessions.sessions:
+            session.save_prefix_cache()
 
     def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
         """Run the idle work of the drafters, such as online training, in this thread.
@@ -427,17 +466,18 @@ class Runtime:
         replies back to back can call this method between them. It returns when the work is done, when
         `should_continue()` returns False, or when a reply starts in another thread.
         """
-        self._session.run_idle_work(should_continue)
+        for session in self._sessions.sessions:
+            session.run_idle_work(should_continue)
 
     def cancel(self) -> None:
-        """Stop the reply in progress after the current target pass."""
-        self._session.cancel()
+        """Stop all replies in progress after the current target pass."""
+        self._sessions.cancel()
 
     def close(self) -> None:
-        """Stop the running reply and free the models. Further calls have no effect."""
+        """Stop the running replies and free the models. Further calls have no effect."""
         if self._template:
             self._template.close()
-        self._session.close()
+        self._sessions.close()
         if self._record:
             self._record.save()
 

@@ -54,7 +54,9 @@ class Session:
         prefix_cache: KV segments of earlier prompts, or None.
         context: Resizes the target's and draft model's KV caches.
         memory_pressure: Frees caches when other programs need memory.
+        unadapted_acceptance: The acceptance rate that was measured without the target's adapters, or None.
         target_step_seconds: Moving average of the time for a single-token pass of the target.
+        ended_at: When the last reply ended, or 0 if there was none.
     """
 
     def __init__(
@@ -64,8 +66,12 @@ class Session:
         prefix_cache: PrefixCache | None = None,
         draft: LanguageModel | None = None,
         reserve_bytes: int = DEFAULT_RESERVE_BYTES,
+        unadapted_acceptance: float | None = None,
+        target_step_seconds: float | None = None,
     ) -> None:
         self.target, self.draft = target, draft
+        self.unadapted_acceptance = unadapted_acceptance
+        self.ended_at = 0.0
         self.prefix_cache = prefix_cache
         self.context = ResizableContext(target, draft)
         self.drafters = drafters
@@ -82,15 +88,26 @@ class Session:
         self._closed_by_reader = threading.Event()
         self._idle_worker = IdleWorker()
         self._idle_drafters: Sequence[Drafter] = ()
-        self.target_step_seconds = self._measure_target_step()
+        self.target_step_seconds = target_step_seconds or self._measure_target_step()
         store = prefix_cache.store if prefix_cache else None
         self.memory_pressure = MemoryPressure(self.context, store, reserve_bytes=reserve_bytes)
-        self._target_cache = TargetCache(target, prefix_cache, self.context, self.memory_pressure)
+        self._target_cache = TargetCache(
+            target, prefix_cache, self.context, self.memory_pressure, drafters.heads
+        )
         _open_sessions.add(self)
 
     @property
     def closed(self) -> bool:
         return self._closing
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a reply is being generated."""
+        return self._active_request is not None
+
+    def cached_prefix_tokens(self, tokens: Sequence[int]) -> int:
+        """Return how many of the first `tokens` are in the target's KV cache. Call it between replies."""
+        return self._target_cache.common_tokens(tokens)
 
     def start(
         self,
@@ -173,13 +190,14 @@ class Session:
         progress: Progress | None,
     ) -> Iterator[Step]:
         """Yield the steps of a reply: prefill the prompt, then decode, resizing the context if needed."""
-        drafter, _ = self.drafters.choose(request.method)
+        drafter, _ = self.drafters.choose(request.method, constrained=request.constraint is not None)
         tokens = list(request.tokens)
         self._idle_drafters = ()
         started = now()
         stats.prompt_tokens = len(tokens)
         try:
             if not is_cancelled():
+                self._target_cache.use_adapters(request.adapter_scales)
                 room = min(request.max_tokens, MIN_ROOM_TOKENS)
                 stats.cached_prompt_tokens = self._target_cache.prepare(tokens, room, stats, progress)
                 self.target.run_ahead(drafter is None)
@@ -209,6 +227,7 @@ class Session:
             is_stop=is_stop,
             is_cancelled=is_cancelled,
             stats=stats,
+            logprobs=request.logprobs,
         )
         drafted_tokens, decode_seconds = 0, 0.0
         for step in steps:
@@ -257,15 +276,15 @@ class Session:
         if not self._closed:
             self._target_cache.sync_length()
             self._interrupt(False)
-        self._active_request = None
+        self._active_request, self.ended_at = None, now()
         if not self._closing and (
             self._idle_drafters or self._target_cache.saves_to_disk or self.memory_pressure.can_reclaim
         ):
             self._idle_worker.start(self._use_idle_time, self._reclaim_memory)
 
-    def report(self, method: str) -> MethodReport:
-        """Return the report on the current or last reply that used this method."""
-        drafter, report = self.drafters.choose(method)
+    def report(self, method: str, *, constrained: bool = False) -> MethodReport:
+        """Return the report on the current or last reply with this method, with or without a constraint."""
+        drafter, report = self.drafters.choose(method, constrained=constrained)
         notes = [self.context.notice, self.memory_pressure.notice]
         if drafter:
             failures = [self._idle_worker.failures.get(part.name, "") for part in drafter.parts]

@@ -3,13 +3,14 @@
 
     scripts/bench_load.py                                             # the demo pair
     scripts/bench_load.py --target big-target.gguf --draft big-draft.gguf --every 3 --repeats 2
+    scripts/bench_load.py ... --llama-server build/llama-server --grid none,draft:2,draft:4
 
-A server with several users needs one runtime and one thread per concurrent reply. This script loads that
-many runtimes and lets them take prompts from a shared list until it is empty. Every method runs on the same
-lists, and the order of the methods changes from list to list. The prefix cache is cleared before each reply,
-and the times include prefill.
+This script loads one runtime with a place for each concurrent reply. One client per reply takes prompts from
+a shared list until it is empty. Every method runs on the same lists, and the order of the methods changes
+from list to list. Nothing is cached between replies, and the times include prefill. With --llama-server, the
+same clients also send the prompts to a llama-server with as many slots, once per configuration of --grid.
 
-goodput     total tokens per second until the first runtime finds the list empty. After that, fewer replies
+goodput     total tokens per second until the first client finds the list empty. After that, fewer replies
             run at once.
 x none      goodput divided by that of plain decoding with the same number of concurrent replies: geometric
             mean over the lists, with a 95% confidence interval (bootstrap over lists and repeats)
@@ -23,10 +24,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -41,10 +43,12 @@ from edgespec.bench import statistics
 from edgespec.errors import EdgespecError, OptionError
 from edgespec.files import replace_when_written
 from edgespec.losslessness import Prompt, prompt_tokens, read_prompts
-from scripts.peers.configurations import parse, rotated_order
+from scripts.peers.configurations import parse, rotated_order, server_flags
+from scripts.peers.llama_server import LlamaServer
+from scripts.peers.replies import GenerationOptions
 
 PLAIN = "none"
-_WARM_UP_TOKENS = 4
+SERVER = "llama-server"
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,8 @@ class TimedReply:
     Attributes:
         prompt: Name of the prompt.
         tokens: Tokens of the reply.
-        arrivals: For each chunk, the seconds since the first request and the number of tokens.
+        arrivals: For each chunk, the seconds since the first request and the number of tokens. For
+            llama-server, which is not asked for a stream, they are spread evenly over the decoding time.
         rounds: Number of target passes.
         drafting_rounds: Number of target passes that verified a draft.
         drafted_tokens: Number of drafted tokens.
@@ -86,8 +91,9 @@ class Measurement:
         prompt_list: Index of the list.
         repeat: Index of the repeat.
         concurrency: Number of concurrent replies.
-        method: The method, such as `suffix`, or `model:4` with a draft length.
-        full_seconds: Seconds until the first runtime found the list empty.
+        method: The method, such as `suffix`, or `model:4` with a draft length, or a configuration of
+            llama-server, such as `llama-server draft:4`.
+        full_seconds: Seconds until the first client found the list empty.
         replies: All replies.
     """
 
@@ -105,20 +111,42 @@ class Measurement:
         return sum(count for seconds, count in arrivals if seconds <= self.full_seconds) / self.full_seconds
 
 
+@dataclass(frozen=True)
+class Contestant:
+    """One configuration to measure.
+
+    Attributes:
+        reply: Generates the reply to a prompt, given its name and tokens. Called by several threads at once.
+        clear_cache: Called before each measurement.
+    """
+
+    reply: Callable[[str, Sequence[int]], TimedReply]
+    clear_cache: Callable[[], None] = lambda: None
+
+
 def main() -> None:
     args = _arguments()
     try:
         lists = _prompt_lists(args)
         methods = {name: parse(name) for name in dict.fromkeys([PLAIN, *args.methods.split(",")])}
-        with ExitStack() as open_runtimes:
-            runtimes = [
-                open_runtimes.enter_context(_load(args, methods)) for _ in range(max(args.concurrency))
-            ]
-            print(f"{runtimes[0].target.description}, {len(runtimes)} runtimes")
+        with ExitStack() as undo:
+            runtime = undo.enter_context(_load(args, methods))
+            if runtime.parallel < max(args.concurrency):
+                raise OptionError(runtime.target.notice, "choose another model, or use --concurrency 1")
+            contestants = {
+                name: Contestant(
+                    partial(_reply, runtime, ReplyOptions(args.max_tokens, args.temperature, *method)),
+                    runtime.clear_cache,
+                )
+                for name, method in methods.items()
+            }
+            if args.llama_server:
+                contestants |= _servers(args, runtime, undo)
+            print(f"{runtime.target.description}, {runtime.parallel} replies at once")
             measurements: list[Measurement] = []
             _save(args, measurements)  # Fail early if the file cannot be written.
             try:
-                for measurement in measure(args, runtimes, lists, methods):
+                for measurement in measure(args, runtime, lists, contestants):
                     measurements.append(measurement)
                     _save(args, measurements)
             except KeyboardInterrupt:
@@ -148,8 +176,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--threads", type=int, help="number of CPU threads (default: chosen by each program)")
+    parser.add_argument("--llama-server", type=Path, help="llama-server binary to compare with")
     parser.add_argument(
-        "--threads", type=int, help="threads per runtime (default: chosen as for a single runtime)"
+        "--grid",
+        default="none,draft:2,draft:4",
+        help="configurations of llama-server, as for bench_peers.py (default: %(default)s)",
     )
     parser.add_argument("--prompts", type=Path, help="JSONL file (default: edgespec's own prompts)")
     parser.add_argument("--every", type=int, default=1, help="use every nth prompt")
@@ -194,28 +226,47 @@ def _load(args: argparse.Namespace, methods: Mapping[str, tuple[str, int | None]
         args.draft,
         context=args.context,
         threads=args.threads,
+        parallel=max(args.concurrency),
+        prefix_cache="none",
         methods=[method for method, _ in methods.values()],
     )
 
 
+def _servers(args: argparse.Namespace, runtime: edgespec.Runtime, undo: ExitStack) -> dict[str, Contestant]:
+    """Start llama-server in every configuration of `--grid`, with the same files as `runtime`."""
+    slots = max(args.concurrency)
+    draft = runtime.draft.path if runtime.draft else None
+    sizes = ["--ctx-size", args.context * slots, "--parallel", slots, "--cache-ram", 0]
+    threads = ["--threads", args.threads, "--threads-batch", args.threads] if args.threads else []
+    common = ["--model", runtime.target.path, "--offline", *map(str, [*sizes, *threads])]
+    # Filters are off, because the programs apply them in different orders.
+    options = GenerationOptions(args.max_tokens, args.temperature, seed=1, top_k=0, top_p=1.0, min_p=0.0)
+    contestants = {}
+    for name in args.grid.split(","):
+        server = LlamaServer(args.llama_server, [*common, *server_flags(name, draft)])
+        undo.callback(server.stop)
+        server.start()
+        contestants[f"{SERVER} {name}"] = Contestant(partial(_server_reply, server, options))
+    return contestants
+
+
 def measure(
     args: argparse.Namespace,
-    runtimes: Sequence[edgespec.Runtime],
+    runtime: edgespec.Runtime,
     lists: Sequence[Sequence[Prompt]],
-    methods: Mapping[str, tuple[str, int | None]],
+    contestants: Mapping[str, Contestant],
 ) -> Iterator[Measurement]:
-    """Measure every method on every list, for each number of concurrent replies."""
-    tokens = [{prompt.name: prompt_tokens(runtimes[0], prompt) for prompt in prompts} for prompts in lists]
-    first_name, first_prompt = next(iter(tokens[0].items()))
-    for runtime, (method, length) in product(runtimes, methods.values()):
-        _reply(runtime, first_name, first_prompt, ReplyOptions(_WARM_UP_TOKENS, 0.0, method, length))
+    """Measure every contestant on every list, for each number of concurrent replies."""
+    tokens = [{prompt.name: prompt_tokens(runtime, prompt) for prompt in prompts} for prompts in lists]
+    warm_up = list(tokens[0].items())[: max(args.concurrency)]
+    for contestant in contestants.values():
+        serve(contestant, len(warm_up), dict(warm_up))
     started, done = monotonic(), 0
-    total = args.repeats * len(lists) * len(args.concurrency) * len(methods)
+    total = args.repeats * len(lists) * len(args.concurrency) * len(contestants)
     for repeat, (index, prompts) in product(range(args.repeats), enumerate(tokens)):
         for count in args.concurrency:
-            for name in rotated_order(list(methods), repeat * len(lists) + index):
-                options = ReplyOptions(args.max_tokens, args.temperature, *methods[name])
-                full_seconds, replies = serve(runtimes[:count], prompts, options)
+            for name in rotated_order(list(contestants), repeat * len(lists) + index):
+                full_seconds, replies = serve(contestants[name], count, prompts)
                 yield Measurement(index, repeat, count, name, full_seconds, replies)
                 done += 1
                 minutes = (monotonic() - started) / done * (total - done) / 60
@@ -223,19 +274,20 @@ def measure(
 
 
 def serve(
-    runtimes: Sequence[edgespec.Runtime], prompts: Mapping[str, Sequence[int]], options: ReplyOptions
+    contestant: Contestant, clients: int, prompts: Mapping[str, Sequence[int]]
 ) -> tuple[float, tuple[TimedReply, ...]]:
-    """Answer all prompts, with one thread per runtime.
+    """Answer all prompts, with one thread per client.
 
     Returns:
-        The seconds until the first runtime found no prompts left, and all replies.
+        The seconds until the first client found no prompts left, and all replies.
     """
+    contestant.clear_cache()
     queue: SimpleQueue[str] = SimpleQueue()
     for name in prompts:
         queue.put(name)
-    ready = Barrier(len(runtimes) + 1)
+    ready = Barrier(clients + 1)
 
-    def work(runtime: edgespec.Runtime) -> tuple[float, list[TimedReply]]:
+    def work() -> tuple[float, list[TimedReply]]:
         replies: list[TimedReply] = []
         ready.wait()
         while True:
@@ -243,10 +295,10 @@ def serve(
                 name = queue.get_nowait()
             except Empty:
                 return now(), replies
-            replies.append(_reply(runtime, name, prompts[name], options))
+            replies.append(contestant.reply(name, prompts[name]))
 
-    with ThreadPoolExecutor(len(runtimes)) as pool:
-        futures = [pool.submit(work, runtime) for runtime in runtimes]
+    with ThreadPoolExecutor(clients) as pool:
+        futures = [pool.submit(work) for _ in range(clients)]
         ready.wait()
         started = now()
         ends, replies = zip(*(future.result() for future in futures), strict=True)
@@ -257,9 +309,8 @@ def _relative_to(started: float, reply: TimedReply) -> TimedReply:
     return replace(reply, arrivals=tuple((seconds - started, count) for seconds, count in reply.arrivals))
 
 
-def _reply(runtime: edgespec.Runtime, name: str, prompt: Sequence[int], options: ReplyOptions) -> TimedReply:
+def _reply(runtime: edgespec.Runtime, options: ReplyOptions, name: str, prompt: Sequence[int]) -> TimedReply:
     """Generate one reply. Its arrival times are absolute, as returned by `perf_counter`."""
-    runtime.clear_cache()
     set_options: dict[str, Any] = {key: value for key, value in vars(options).items() if value is not None}
     stream = runtime.stream_tokens(prompt, seed=1, **set_options)
     arrivals: list[tuple[float, int]] = []
@@ -275,13 +326,24 @@ def _reply(runtime: edgespec.Runtime, name: str, prompt: Sequence[int], options:
     )
 
 
+def _server_reply(
+    server: LlamaServer, options: GenerationOptions, name: str, prompt: Sequence[int]
+) -> TimedReply:
+    """Let llama-server generate one reply. Its arrival times are absolute, as those of `_reply`."""
+    run = server.generate(prompt, options)
+    ended, count = now(), len(run.tokens)
+    per_token = run.seconds_per_token
+    arrivals = tuple((ended - per_token * (count - 1 - i), 1) for i in range(count))
+    return TimedReply(name, run.tokens, arrivals, run.passes, 0, 0)
+
+
 def report(measurements: Sequence[Measurement]) -> str:
     """Return one table for each number of concurrent replies."""
     lines = []
     for count in dict.fromkeys(each.concurrency for each in measurements):
         lines.append(f"{count} replies at once" if count > 1 else "one reply at a time")
         lines.append(
-            f"  {'method':12}{'goodput':>9}{'x none':>9}{'95 %':>16}{'drafted':>9}{'width':>7}{'equal':>9}"
+            f"  {'method':24}{'goodput':>9}{'x none':>9}{'95 %':>16}{'drafted':>9}{'width':>7}{'equal':>9}"
         )
         selected = [each for each in measurements if each.concurrency == count]
         methods = dict.fromkeys(each.method for each in selected)
@@ -294,8 +356,10 @@ def report(measurements: Sequence[Measurement]) -> str:
 def _row(measurements: Sequence[Measurement], of_method: Sequence[Measurement]) -> str:
     replies = [reply for each in of_method for reply in each.replies]
     rounds = sum(reply.rounds for reply in replies)
-    drafting = sum(reply.drafting_rounds for reply in replies) / rounds
-    width = 1 + sum(reply.drafted_tokens for reply in replies) / rounds
+    drafting = f"{sum(reply.drafting_rounds for reply in replies) / rounds:.0%}"
+    width = f"{1 + sum(reply.drafted_tokens for reply in replies) / rounds:.2f}"
+    if of_method[0].method.startswith(SERVER):
+        drafting = width = ""  # llama-server reports only accepted tokens.
     plain = {reply.prompt: reply.tokens for reply in _plain_replies(measurements)}
     equal = [plain[reply.prompt] == reply.tokens for reply in replies if reply.prompt in plain]
     goodput = geometric_mean(each.goodput for each in of_method)
@@ -306,7 +370,7 @@ def _row(measurements: Sequence[Measurement], of_method: Sequence[Measurement]) 
         interval = statistics.interval(ratios)
         interval_text = f"{interval[0]:.3f} to {interval[1]:.3f}" if interval else ""
     return (
-        f"  {of_method[0].method:12}{goodput:9.2f}{ratio:>9}{interval_text:>16}{drafting:9.0%}{width:7.2f}"
+        f"  {of_method[0].method:24}{goodput:9.2f}{ratio:>9}{interval_text:>16}{drafting:>9}{width:>7}"
         f"{f'{sum(equal)}/{len(equal)}':>9}"
     )
 

@@ -58,10 +58,12 @@ def test_a_documented_script_exists_and_has_the_options(line: str) -> None:
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/python-api.md"])
-def test_the_python_example_runs(page: str, capsys: pytest.CaptureFixture[str]) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", PAGES[page], re.DOTALL)
-    exec(compile(example, page, "exec"), {})
-    assert len(capsys.readouterr().out) > 20
+def test_the_python_examples_run(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    examples = re.findall(r"```python\n(.*?)```", PAGES[page], re.DOTALL)
+    assert examples
+    for example in examples:
+        exec(compile(f"import edgespec\n{example}", page, "exec"), {})
+        assert len(capsys.readouterr().out) > 20
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -30,6 +30,7 @@ class ToyEstimator:
     trained_context_tokens = CONTEXT_TOKENS
     layers = 0
     longrope_switch_tokens = 0
+    why_not_shared = "toys run one reply at a time"
 
     def __init__(self, path: str, name: str, _options: LoadOptions) -> None:
         self.name = name

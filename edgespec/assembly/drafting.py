@@ -50,17 +50,20 @@ def make_drafters(
     options: DraftingOptions,
     costs: PassCosts,
     progress: Progress | None,
+    *,
+    shares_passes: bool = False,
 ) -> tuple[DrafterSet, tuple[str, ...]]:
     """Create the drafters for a loaded target, and return them with notices for the user.
 
-    Can clear the target's KV cache, to measure the target's speed.
+    Can clear the target's KV cache, to measure the target's speed. `shares_passes` is whether the target
+    shares its passes with other replies.
 
     Raises:
         CapabilityError, OptionError, ModelFileError, MemoryBudgetError: A drafter that a method needs cannot
             be created. Drafters already created are closed.
         CancelledError: `progress` returned False.
     """
-    factory = _DrafterFactory(pair, model, options, costs, progress)
+    factory = _DrafterFactory(pair, model, options, costs, progress, shares_passes)
     try:
         return factory.make_all(draft)
     except BaseException:
@@ -80,8 +83,10 @@ class _DrafterFactory:
         options: DraftingOptions,
         costs: PassCosts,
         progress: Progress | None,
+        shares_passes: bool,
     ) -> None:
         self._pair = pair
+        self._shares_passes = shares_passes
         self._target = pair.target
         self._format = pair.target.file_format
         self._costs = costs
@@ -92,6 +97,7 @@ class _DrafterFactory:
         self._measured_curve: CostCurve | None = None
         # Notices that explain why heads that were found are not used.
         self._head_notices: list[str] = []
+        self._heads: list[HeadCache] = []
         self.made: dict[str, Drafter | MissingDrafter] = {}
 
     def make_all(self, draft: LoadedDraft | None) -> tuple[DrafterSet, tuple[str, ...]]:
@@ -126,6 +132,7 @@ class _DrafterFactory:
         drafters = DrafterSet(
             self._model,
             self.made,
+            heads=self._heads,
             chain_model=draft.model if draft and not draft.drafter and not changes_chains else None,
             why_no_draft=self._pair.why_no_draft,
             v=self._curve.v if self._options.combines_drafters else assumed_cost,
@@ -172,7 +179,7 @@ class _DrafterFactory:
 
         return AutoConfig(
             limits,
-            LiveCosts(curve, threads),
+            LiveCosts(curve, threads, shares_passes=self._shares_passes),
             saved_statistics,
             controls_named=max_loss is not None,
             adapts_length=adapts,
@@ -311,7 +318,10 @@ class _DrafterFactory:
                 raise
             self._head_notices.append(f"not drafting with the head {option.name}: {error.what}")
             return MissingDrafter(error.what, error.next_step)
-        return self._model_drafter(view, name, HeadCache(view))
+        files = all_files(option.head.path) if option.head.path else ()
+        cache = HeadCache(view, " ".join((name, *map(file_state, files))))
+        self._heads.append(cache)
+        return self._model_drafter(view, name, cache)
 
     def _checked_lowbit_copy(self) -> PreparedModel | None:
         from edgespec.prepare.lowbit import check_lowbit, find_lowbit

@@ -17,13 +17,14 @@ from edgespec.assembly.planning import LoadPlan, budget_for, check_fits, plan_pa
 from edgespec.assembly.prefix_cache_options import create_prefix_cache, file_states
 from edgespec.backends.base import LoadOptions, Progress
 from edgespec.backends.mapped_files import MappedFiles
-from edgespec.catalog.acceptance_history import AcceptanceRecorder
+from edgespec.catalog.acceptance_history import AcceptanceHistory, AcceptanceRecorder
 from edgespec.costs.target_costs import FreeCosts, TargetCosts
 from edgespec.errors import ModelFileError, OptionError
 from edgespec.memory import check_room_to_plan
 from edgespec.options import LoadArguments, as_bytes
 from edgespec.prepare.lowbit import find_lowbit, lowbit_file
 from edgespec.runtime import Runtime
+from edgespec.session_pool import Place
 
 __all__ = ["always_draft", "load"]
 
@@ -87,22 +88,29 @@ def _load_planned(planned: LoadPlan, trial_notice: str, progress: Progress | Non
     """Load both models and create the runtime. On failure, close everything that was loaded."""
     pair, drafting, options = planned.pair, planned.drafting, planned.options
     arguments = drafting.arguments
-    states = file_states(pair.target.path, options.adapter)
+    states = file_states(pair.target.path, options.adapters)
     with ExitStack() as undo:
-        model = load_target(pair, planned.target_options, progress)
-        undo.callback(model.close)
+        models = load_target(pair, planned.target_options, progress)
+        for each in models:
+            undo.callback(each.close)
+        model = models[0]
         costs = TargetCosts(model, options, arguments["measure_costs"])
         costs.choose_threads(progress)
         exact_notice = restrict_to_exact(model, costs.settings_key, progress) if options.exact else ""
-        draft = load_draft(pair, model, drafting, options, progress)
-        if draft:
-            undo.callback(draft.model.close)
+        drafts = load_draft(pair, models, drafting, options, progress)
+        for loaded in filter(None, drafts):
+            undo.callback(loaded.model.close)
         assumed_costs = FreeCosts() if _ignores_costs.get() else costs
-        drafters, notices = make_drafters(pair, model, draft, drafting, assumed_costs, progress)
-        undo.callback(drafters.close)
-        for method in drafting.methods:
-            # Report a missing drafter now, instead of at the first reply.
-            drafters.choose(method)
+        places: list[Place] = []
+        for each, draft in zip(models, drafts, strict=True):
+            drafters, notices = make_drafters(
+                pair, each, draft, drafting, assumed_costs, progress, shares_passes=len(models) > 1
+            )
+            undo.callback(drafters.close)
+            for method in drafting.methods:
+                # Report a missing drafter now, instead of at the first reply.
+                drafters.choose(method)
+            places.append(Place(each, draft.model if draft else None, drafters))
         entry = pair.target.entry
         notices = (
             entry.notice if entry else "",
@@ -111,12 +119,10 @@ def _load_planned(planned: LoadPlan, trial_notice: str, progress: Progress | Non
             model.facts.notice,
             exact_notice,
             *notices,
-            draft.notice if draft else "",
+            drafts[0].notice if drafts[0] else "",
         )
         runtime = Runtime(
-            model,
-            draft.model if draft else None,
-            drafters,
+            *places[0],
             defaults={
                 "method": arguments["method"],
                 "draft_length": arguments["draft_length"],
@@ -130,12 +136,15 @@ def _load_planned(planned: LoadPlan, trial_notice: str, progress: Progress | Non
                 arguments["prefix_cache"],
                 as_bytes(arguments["prefix_cache_disk"]),
                 model,
+                drafters.heads,
                 planned.target_options,
                 costs,
                 planned.plan,
                 states,
             ),
+            unadapted_acceptance=_unadapted_acceptance(pair, options),
             mapped=_mapped_files(pair, options, has_copy="lowbit" in drafters.names),
+            more_places=places[1:],
         )
         undo.pop_all()
         return runtime
@@ -157,11 +166,19 @@ def _mapped_files(pair: ModelPair, options: LoadOptions, *, has_copy: bool) -> M
     return MappedFiles(paths)
 
 
+def _unadapted_acceptance(pair: ModelPair, options: LoadOptions) -> float | None:
+    """Return the pair's measured acceptance rate without adapters, or None if there are no adapters."""
+    if pair.draft is None or not options.adapters:
+        return None
+    history = AcceptanceHistory()
+    return history.rate((pair.target.path, pair.target.format), (pair.draft.path, pair.draft.format))
+
+
 def _acceptance_recorder(pair: ModelPair, drafting: DraftingOptions) -> AcceptanceRecorder | None:
     """Return a recorder for the draft model's acceptance rate, or None if the options would distort it."""
     arguments = drafting.arguments
     distorts = (
-        arguments["adapter"] is not None
+        arguments["adapter"]
         or arguments["draft_branches"]
         or arguments["draft_confidence"]
         or arguments["learn"]

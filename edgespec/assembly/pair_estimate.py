@@ -33,6 +33,8 @@ class PairEstimator:
 
     Attributes:
         target: Estimates the memory of the target alone.
+        why_in_turns: The reason why replies run one at a time although the user asked for several at once.
+            Empty if there is none.
     """
 
     def __init__(
@@ -57,9 +59,15 @@ class PairEstimator:
         self._drafts: dict[str, tuple[Resolved, MemoryEstimator]] = {}
         if pair.draft:
             self._drafts[""] = pair.draft, self._open_draft(pair.draft)
+        self.why_in_turns = self._why_in_turns() if options.parallel > 1 else ""
+        if self.why_in_turns:
+            self._options = replace(self._options, parallel=1)
+        elif options.parallel > 1:
+            # A context that several replies share cannot grow.
+            self._options = replace(self._options, initial_context_tokens=None)
         self._copy: MemoryEstimator | None = None
         if copy := _find_low_bit_copy(pair, drafting):
-            self._copy = open_estimator(copy, replace(options, adapter=None))
+            self._copy = open_estimator(copy, replace(options, adapters=()))
             undo.callback(self._copy.close)
         self._process_bytes = max(backend.process_bytes for backend in pair.backends)
 
@@ -67,6 +75,19 @@ class PairEstimator:
         estimator = open_estimator(draft, self._options.for_draft())
         self._undo.callback(estimator.close)
         return estimator
+
+    @property
+    def initial_context_tokens(self) -> int | None:
+        """The context size to start with, or None to allocate the full context immediately."""
+        return self._options.initial_context_tokens
+
+    def _why_in_turns(self) -> str:
+        if self._options.exact:
+            return "--exact allows only forward passes of one reply"
+        for estimator in (self.target, *(estimator for _, estimator in self._drafts.values())):
+            if estimator.why_not_shared:
+                return f"{estimator.name} cannot run several at once, because {estimator.why_not_shared}"
+        return ""
 
     def smaller_drafts(self, start: PlanChoice) -> list[str]:
         """Return the names of the installed lower-bit versions of the draft model.
@@ -112,7 +133,7 @@ class PairEstimator:
             items += self._draft_items(choice, options, target.context_tokens)
         if self._copy and choice.copy:
             tokens = self._copy_context_tokens(choice, target.context_tokens)
-            copy_options = replace(options, adapter=None, context_tokens=tokens)
+            copy_options = replace(options, adapters=(), context_tokens=tokens)
             items += create_items("low-bit copy", self._copy.estimate(copy_options))
         for option in pair.heads[: choice.heads]:
             estimate = pair.target.file_format.estimate_head

@@ -9,7 +9,7 @@ from functools import partial
 
 from edgespec.assembly.drafting_options import DraftingOptions
 from edgespec.assembly.heads import FindHead, find_heads, without_heads
-from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progress
+from edgespec.backends.base import Adapter, LanguageModel, LoadOptions, ModelFacts, Progress
 from edgespec.backends.registry import Backend, same_backend
 from edgespec.backends.trial_load import TrialModel, check_loadable
 from edgespec.catalog import MetadataCache, Resolved, choose_draft, resolve
@@ -142,13 +142,11 @@ def find_pair(
             _check_is_model(found_draft, metadata)
         if not found_draft and draft == "auto":
             why_none += heads.suggestion
-    if options.adapter is not None and not found.file_format.adapters:
-        raise OptionError(
-            f"an adapter needs an MLX model, but {found.name} is not one",
-            "omit --adapter, or use an MLX version of the model, such as 8b-mlx",
-        )
-    drafts_otherwise = found_draft is not None or bool(heads.chosen)
-    found = _prepared_for_early_exit(found, drafting, drafts_otherwise)
+    if options.adapters:
+        _check_adapters(options.adapters, found, drafting)
+    else:
+        drafts_otherwise = found_draft is not None or bool(heads.chosen)
+        found = _prepared_for_early_exit(found, drafting, drafts_otherwise)
     if heads.chosen and not found.file_format.head_formats:
         heads = without_heads(heads, f"{found.name} is used as prepared for early exit")
     if not found_draft and DRAFT_MODEL_USERS & drafting.named_drafters:
@@ -164,6 +162,20 @@ def _check_is_model(found: Resolved, metadata: MetadataCache) -> None:
     info = model_info_or_none(found, metadata)
     if info is not None and info.kind == "head":
         raise refused_head(found.name)
+
+
+def _check_adapters(adapters: Sequence[Adapter], target: Resolved, drafting: DraftingOptions) -> None:
+    """Raise an error if the adapters cannot be applied to the target with the methods that it needs."""
+    form = target.file_format
+    if form.check_adapters is None:
+        raise OptionError(f"{target.name} does not support adapters", "omit --adapter, or use another model")
+    form.check_adapters(adapters, target.path)
+    if "layerskip" in form.preparations & drafting.named_drafters:
+        raise OptionError(
+            "method 'layerskip' cannot be used with --adapter for a GGUF model, because the files that"
+            " `edgespec prepare layerskip` makes do not support adapters",
+            "omit --adapter, or use another method, such as suffix",
+        )
 
 
 def _prepared_for_early_exit(found: Resolved, drafting: DraftingOptions, drafts_otherwise: bool) -> Resolved:
@@ -218,6 +230,8 @@ def try_pair(pair: ModelPair, options: LoadOptions, progress: Progress | None) -
             model = TrialModel(found.name, found.path, found.file_format, runs)
             models.append(model)
             if runs and found is pair.target:
+                if options.adapters:
+                    models.append(model._replace(adapters=options.adapters))
                 trials = [model._replace(head=option.head) for option in pair.heads]
     try:
         return pair, check_loadable([*models, *trials], progress)
@@ -244,19 +258,22 @@ def _without_crashing_heads(
     return replace(pair, heads=tuple(heads), why_no_head=reason, why_heads=""), reason
 
 
-def load_target(pair: ModelPair, options: LoadOptions, progress: Progress | None) -> LanguageModel:
-    """Load the target. Raises the same errors as its backend's `load`."""
-    return _load_model(pair.target, options_in_pair(pair.target, pair.draft, options), progress)
+def load_target(pair: ModelPair, options: LoadOptions, progress: Progress | None) -> Sequence[LanguageModel]:
+    """Load the target, and return one model for each of `options.parallel` concurrent replies.
+
+    Raises the same errors as the backend's `load`.
+    """
+    return _load_models(pair.target, options_in_pair(pair.target, pair.draft, options), progress)
 
 
 def load_draft(
     pair: ModelPair,
-    target: LanguageModel,
+    targets: Sequence[LanguageModel],
     drafting: DraftingOptions,
     options: LoadOptions,
     progress: Progress | None,
-) -> LoadedDraft | None:
-    """Load the draft model for a loaded target, or return None if `pair` has no draft model.
+) -> Sequence[LoadedDraft | None]:
+    """Load the draft model for each model that `load_target` returned, or None if there is no draft model.
 
     Raises:
         VocabularyMismatchError: The vocabularies have no tokens in common.
@@ -265,11 +282,12 @@ def load_draft(
     """
     found = pair.draft
     if found is None:
-        return None
+        return [None] * len(targets)
+    target = targets[0]
     facts, memory_bytes = target.facts, options.memory_bytes
     context_tokens = facts.max_context_tokens
     if memory_bytes is not None:
-        memory_bytes = max(0, memory_bytes - facts.weight_bytes - facts.max_kv_bytes)
+        memory_bytes = max(0, memory_bytes - facts.weight_bytes - len(targets) * facts.max_kv_bytes)
     options = draft_load_options(options, drafting, context_tokens, memory_bytes)
     if drafting.draft_kv_type:
         options = replace(options, kv_type=drafting.draft_kv_type)
@@ -283,13 +301,19 @@ def load_draft(
         window = window_for(trained_tokens)
         return window.context_tokens if window else context_tokens
 
-    model = _load_model(found, replace(options, choose_context_tokens=context_for), progress)
+    models = _load_models(found, replace(options, choose_context_tokens=context_for), progress)
     try:
-        use_fastest_threads(model, settings_key(options), progress)
-        compared = compare_vocabularies(target.vocabulary, model.vocabulary, target.facts.name, found.name)
-        return _adapted_to_target(model, pair, target, drafting, compared, window_for)
+        use_fastest_threads(models[0], settings_key(options), progress)
+        compared = compare_vocabularies(
+            target.vocabulary, models[0].vocabulary, target.facts.name, found.name
+        )
+        return [
+            _adapted_to_target(model, pair, each, drafting, compared, window_for)
+            for each, model in zip(targets, models, strict=True)
+        ]
     except BaseException:
-        model.close()
+        for model in models:
+            model.close()
         raise
 
 
@@ -356,8 +380,11 @@ def _check_trainable(
     raise OptionError(f"the draft model {found.name} cannot learn: {why}", f"{hint}, or omit --learn")
 
 
-def _load_model(found: Resolved, options: LoadOptions, progress: Progress | None) -> LanguageModel:
-    return found.file_format.load(str(found.path), found.name, options, progress)
+def _load_models(found: Resolved, options: LoadOptions, progress: Progress | None) -> Sequence[LanguageModel]:
+    form, arguments = found.file_format, (str(found.path), found.name, options, progress)
+    if options.parallel > 1 and form.load_places:
+        return form.load_places(*arguments)
+    return [form.load(*arguments)]
 
 
 def draft_load_options(

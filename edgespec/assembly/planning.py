@@ -85,6 +85,8 @@ class LoadPlan:
         longrope_switch_tokens: Context size above which the target uses its LongRoPE factors for long
             contexts. 0 if it uses the same factors for all contexts.
         draft_window: The draft model's attention window, or None if it sees the whole context.
+        why_in_turns: The reason why replies run one at a time although the user asked for several at once.
+            Empty if there is none.
     """
 
     pair: ModelPair
@@ -96,6 +98,7 @@ class LoadPlan:
     trained_tokens: int = 0
     longrope_switch_tokens: int = 0
     draft_window: AttentionWindow | None = None
+    why_in_turns: str = ""
 
     @property
     def target_options(self) -> LoadOptions:
@@ -119,9 +122,11 @@ class LoadPlan:
 
     @property
     def notice(self) -> str:
-        """The changes made to fit the models in memory, as text for the user. Empty if there are none."""
+        """What differs from the user's request, as text for the user. Empty if nothing does."""
         given_up = ", ".join(decision.what for decision in self.plan.decisions)
-        return f"to fit {format_bytes(self.plan.budget.bytes)}: {given_up}" if given_up else ""
+        fitted = f"to fit {format_bytes(self.plan.budget.bytes)}: {given_up}" if given_up else ""
+        in_turns = f"replies run one after the other: {self.why_in_turns}" if self.why_in_turns else ""
+        return " · ".join(filter(None, (fitted, in_turns)))
 
 
 def budget_for(backends: Sequence[Backend], arguments: LoadArguments) -> Budget:
@@ -158,7 +163,9 @@ def plan_pair(
     fixed = _fixed_options(request, drafting)
     with ExitStack() as undo:
         estimator = PairEstimator(pair, drafting, options, undo, budget, request.headroom_bytes)
-        target = estimator.target
+        target, why_in_turns = estimator.target, estimator.why_in_turns
+        if options.parallel > 1 and not why_in_turns and pair.heads:
+            pair = _without_heads(pair, drafting)
         start = PlanChoice(
             requested_context(options, target.trained_context_tokens),
             options.kv_type,
@@ -181,7 +188,8 @@ def plan_pair(
 
         choice, plan = fit(fixed)
         plan = replace(plan, prefix_cache_bytes=_prefix_cache_bytes(plan, request.prefix_cache_bytes))
-        grows = options.initial_context_tokens is not None and has_room_to_resize(plan)
+        initial_tokens = estimator.initial_context_tokens
+        grows = initial_tokens is not None and has_room_to_resize(plan)
         if grows and options.context_tokens is None and plan.fits and not plan.decisions:
             choice, plan = _extend_context(choice, plan, estimator)
         chosen = estimator.load_options(choice)
@@ -208,7 +216,7 @@ def plan_pair(
     chosen = replace(
         chosen,
         memory_bytes=max(0, left),
-        initial_context_tokens=options.initial_context_tokens if grows else None,
+        initial_context_tokens=initial_tokens if grows else None,
     )
     return LoadPlan(
         pair,
@@ -220,7 +228,18 @@ def plan_pair(
         target.trained_context_tokens,
         target.longrope_switch_tokens,
         window,
+        why_in_turns,
     )
+
+
+def _without_heads(pair: ModelPair, drafting: DraftingOptions) -> ModelPair:
+    """Return a pair without its heads, for several replies. Raises OptionError if a head was requested."""
+    why = "heads cannot draft for several replies at once"
+    if drafting.names_head:
+        raise OptionError(
+            f"{why}, but the head {pair.heads[0].name} was requested", "omit --parallel or --head"
+        )
+    return replace(pair, heads=(), why_no_head=why, why_heads="")
 
 
 def _fixed_options(request: PlanRequest, drafting: DraftingOptions) -> set[PlanOption]:

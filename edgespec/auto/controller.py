@@ -62,6 +62,7 @@ class _Round:
         was_asked: Whether a draft was requested from the drafters.
         draft_done: Time at which the draft was complete.
         pass_seconds: Duration of the target's pass.
+        other_tokens: Number of tokens of other replies in the target's pass.
         width: Number of tokens in the target's pass.
     """
 
@@ -70,6 +71,7 @@ class _Round:
     was_asked: bool = False
     draft_done: float = 0.0
     pass_seconds: float = 0.0
+    other_tokens: int = 0
     width: int = 1
 
 
@@ -253,7 +255,7 @@ class AutoController(Drafter):
         if self._round is None:
             return
         self._round.pass_seconds = self._clock() - self._round.draft_done
-        self._round.width = tree.width
+        self._round.width, self._round.other_tokens = tree.width, logits.other_tokens
         if self._is_drafting:
             self._drafter.observe(tree, logits, sampler)
 
@@ -270,28 +272,31 @@ class AutoController(Drafter):
     def _record_round(self, this_round: _Round, tokens: int, seconds: float) -> None:
         step_seconds = self.target_step_seconds
         draft_seconds = this_round.draft_done - this_round.started
-        expected_seconds = self.costs.pass_seconds(this_round.width)
+        width, pass_seconds, other_tokens = this_round.width, this_round.pass_seconds, this_round.other_tokens
+        expected_seconds = self.costs.pass_seconds(width)
+        own_pass_seconds = self.costs.comparable_seconds(pass_seconds, width, other_tokens)
+        own_seconds = seconds - pass_seconds + own_pass_seconds
         # Ignore the duration of the pass if another reply began or ended meanwhile, or the number of threads
         # changed.
         is_undisturbed = self._current_conditions() == self._now
         if is_undisturbed:
-            self.costs.record_pass(this_round.width, this_round.pass_seconds)
+            self.costs.record_pass(width, pass_seconds, other_tokens)
         if not this_round.was_asked:
             self._record_target_step(this_round, tokens, seconds, step_seconds, draft_seconds)
             return
         # A prefill also benefits later drafts, so its duration is not counted as drafting time.
         prefill_seconds = self._drafter.prefill_seconds
-        if this_round.width == 1:
+        if width == 1:
             self.loss_limit.record_target_step(tokens, draft_seconds)
             self._tokens_since_target_step = 0
             self._backoff.record_empty_draft((draft_seconds - prefill_seconds) / step_seconds)
         else:
-            self.loss_limit.record_draft_round(tokens, seconds, step_seconds)
+            self.loss_limit.record_draft_round(tokens, own_seconds, step_seconds)
             self._tokens_since_target_step += tokens
-            self._backoff.record_draft(tokens - (seconds - prefill_seconds) / step_seconds)
+            self._backoff.record_draft(tokens - (own_seconds - prefill_seconds) / step_seconds)
             if is_undisturbed:
                 for worst_case in self._worst_cases.values():
-                    worst_case.record_pass(this_round.pass_seconds, expected_seconds)
+                    worst_case.record_pass(own_pass_seconds, expected_seconds)
         for name, worst_case in self._worst_cases.items():
             if self._drafter.model_name in (name, None):
                 worst_case.record_draft(self._drafter.drafted_levels, draft_seconds - prefill_seconds)

@@ -11,6 +11,8 @@ from edgespec.auto.acceptance_stats import AcceptanceStats
 from edgespec.auto.retry_schedule import RetrySchedule
 from edgespec.drafters.base import BudgetedDrafter, Drafter
 from edgespec.drafters.running_stats import RunningMean
+from edgespec.engine.acceptance import Acceptance
+from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
 
 __all__ = ["MEASURED_ROUNDS", "DrafterStats"]
@@ -62,6 +64,18 @@ class DrafterStats:
     @property
     def pass_seconds(self) -> float:
         return self._budgeted.pass_seconds if self._budgeted else 0.0
+
+    @property
+    def drafts_after_forced(self) -> bool:
+        return self._budgeted is not None and self._budgeted.drafts_after_forced
+
+    def propose(
+        self, forced: Sequence[int], sampler: Sampler, acceptance: Acceptance, draft_length: int
+    ) -> TokenTree:
+        """Return the draft of what follows `forced`, which must be empty unless `drafts_after_forced`."""
+        if forced and self._budgeted:
+            return self._budgeted.propose_after(forced, sampler, acceptance, draft_length)
+        return self.drafter.propose(sampler, acceptance, draft_length)
 
     @property
     def pending_tokens(self) -> int:

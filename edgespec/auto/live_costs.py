@@ -69,9 +69,14 @@ class LiveCosts:
     The costs are tracked separately for each range of context lengths, number of concurrent replies and
     number of CPU threads.
 
+    If concurrent replies share their passes, a pass takes longer for all of them when one drafts more. Costs
+    then assume that all replies verify the same number of tokens. Drafting as far as that pays maximises the
+    total number of tokens per second (goodput, arXiv 2406.14066).
+
     Args:
         curve: The initial cost curve.
         threads: Number of CPU threads with which the curve was measured.
+        shares_passes: Whether concurrent replies share their passes.
     """
 
     # Weight of the newest single-token pass in the estimated duration of a target step.
@@ -86,8 +91,9 @@ class LiveCosts:
     # Weight of the newest pass in the moving average of actual divided by estimated durations.
     _DEVIATION_RATE = 0.3
 
-    def __init__(self, curve: CostCurve, threads: int = 0) -> None:
+    def __init__(self, curve: CostCurve, threads: int = 0, *, shares_passes: bool = False) -> None:
         self.curve = curve
+        self._shares_passes = shares_passes
         self._bucket = _Bucket(curve.target_step_seconds)
         self._measured = Conditions(threads=threads)
         self._key = (0, self._measured)
@@ -128,19 +134,42 @@ class LiveCosts:
             bucket = self._buckets[nearest].copy()
             if nearest[1] != conditions:
                 bucket.target_steps = bucket.wide_passes = 0
+                if self._shares_passes:
+                    bucket.target_step_seconds *= self.curve.v(replies) / self.curve.v(nearest[1].replies)
             self._buckets[key] = bucket
         self._key, self._bucket = key, self._buckets[key]
         self._at_last_target_step, self._deviation = self._bucket.copy(), 0.0
 
     def v(self, width: int) -> float:
-        """Return the duration of a pass of `width` tokens, relative to a single-token pass."""
+        """Return the duration of a pass of `width` tokens per reply, relative to a single-token pass."""
         if width <= 1:
             return 1.0
-        bucket = self._bucket
-        return self.curve.v(width) * math.exp(bucket.log_ratios.get(width, bucket.common_log_ratio))
+        bucket, replies = self._bucket, self._sharing_replies
+        expected = self.curve.v(replies * width) / self.curve.v(replies)
+        return expected * math.exp(bucket.log_ratios.get(width, bucket.common_log_ratio))
+
+    @property
+    def _sharing_replies(self) -> int:
+        return self._key[1].replies if self._shares_passes else 1
 
     def pass_seconds(self, width: int) -> float:
         return self.v(width) * self.target_step_seconds
+
+    def comparable_seconds(self, seconds: float, width: int, other_tokens: int) -> float:
+        """Convert the duration of a shared pass to that of one in which all replies have `width` tokens.
+
+        A reply therefore does not pay for the prompts and the longer drafts of other replies.
+
+        Args:
+            seconds: Duration of the pass.
+            width: Number of the reply's own tokens in the pass.
+            other_tokens: Number of tokens of other replies in the pass.
+        """
+        return seconds * self.v(width) / self.v(self._mean_width(width, other_tokens))
+
+    def _mean_width(self, width: int, other_tokens: int) -> int:
+        """Return the mean number of tokens per reply in a pass."""
+        return max(1, round((width + other_tokens) / self._sharing_replies)) if other_tokens else width
 
     @property
     def needs_target_step(self) -> bool:
@@ -156,7 +185,15 @@ class LiveCosts:
         """Relative standard error of the estimated duration of a single-token pass."""
         return self._spread / math.sqrt(max(1, min(self._steps, 4)))
 
-    def record_pass(self, width: int, seconds: float) -> None:
+    def record_pass(self, width: int, seconds: float, other_tokens: int = 0) -> None:
+        """Record the duration of a pass. See `comparable_seconds` for the arguments."""
+        mean_width = self._mean_width(width, other_tokens)
+        self._record(mean_width, seconds)
+        if width == 1 < mean_width:
+            # Other replies drafted. Do not wait for a pass without drafts.
+            self._bucket.target_steps += 1
+
+    def _record(self, width: int, seconds: float) -> None:
         bucket = self._bucket
         change = math.log(max(seconds, 1e-9) / self.pass_seconds(width))
         change = max(-self._MAX_LOG_CHANGE, min(change, self._MAX_LOG_CHANGE))

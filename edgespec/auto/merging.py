@@ -10,7 +10,7 @@ from edgespec.costs.curve import CostFunction
 from edgespec.costs.pass_limits import PassLimits
 from edgespec.engine.tree import TokenTree, TreeBuilder
 
-__all__ = ["MergedTree", "merge_trees", "prune_optional"]
+__all__ = ["MergedTree", "merge_trees", "prune_optional", "with_prefix"]
 
 
 class MergedTree(NamedTuple):
@@ -18,6 +18,16 @@ class MergedTree(NamedTuple):
 
     tree: TokenTree
     node_maps: tuple[tuple[int, ...], ...]
+
+
+def with_prefix(root: int, prefix: Sequence[int], tree: TokenTree) -> TokenTree:
+    """Return a tree of `root` and the chain `prefix`, whose last token is the root of `tree`."""
+    if not prefix:
+        return tree
+    builder = TreeBuilder([root, *prefix])
+    for node in range(1, tree.width):
+        builder.add(tree.parents[node] + len(prefix), tree.tokens[node], tree.draft_probs[node])
+    return builder.build()
 
 
 def merge_trees(trees: Sequence[TokenTree]) -> MergedTree:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgespec.backends.base import Head, LanguageModel, LoadOptions, Progress
+from edgespec.backends.base import Adapter, Head, LanguageModel, LoadOptions, Progress
+from edgespec.backends.gguf_adapters import check_gguf_adapters
 from edgespec.backends.gguf_files import gguf_files
 from edgespec.backends.gguf_header import read_header
 from edgespec.backends.gguf_metadata import (
@@ -15,7 +16,7 @@ from edgespec.backends.gguf_metadata import (
     read_split_info,
     split_metadata_file,
 )
-from edgespec.backends.mlx_files import missing_files, require_mlx
+from edgespec.backends.mlx_files import check_mlx_adapters, missing_files, require_mlx
 from edgespec.backends.mlx_metadata import read_mlx_info
 from edgespec.backends.pass_weights import PassWeights
 from edgespec.backends.registry import Backend, BenchmarkModels, ExitMeasurement, FileFormat
@@ -24,7 +25,7 @@ from edgespec.errors import CapabilityError
 from edgespec.heads.residual_layout import RESIDUAL_METHODS
 
 if TYPE_CHECKING:
-    from edgespec.backends.head_training import Teacher
+    from edgespec.backends.drafter_training import Teacher
     from edgespec.backends.memory_estimate import MemoryEstimate, MemoryEstimator
 
 __all__ = ["BUILT_IN"]
@@ -38,6 +39,14 @@ def _load_gguf(path: str, name: str, options: LoadOptions, progress: Progress | 
     from edgespec.backends import llamacpp
 
     return llamacpp.load(path, name, options, progress)
+
+
+def _load_gguf_places(
+    path: str, name: str, options: LoadOptions, progress: Progress | None
+) -> Sequence[LanguageModel]:
+    from edgespec.backends.llamacpp.place_model import load_places
+
+    return load_places(path, name, options, progress)
 
 
 def _estimate_gguf(path: str, name: str, _options: LoadOptions) -> MemoryEstimator:
@@ -56,6 +65,12 @@ def _try_gguf_head(path: str, name: str, head: Head, progress: Progress | None) 
     from edgespec.backends.llamacpp.trial import try_head
 
     try_head(path, name, head, progress)
+
+
+def _try_gguf_adapters(path: str, name: str, adapters: Sequence[Adapter], progress: Progress | None) -> None:
+    from edgespec.backends.llamacpp.trial import try_adapters
+
+    try_adapters(path, name, adapters, progress)
 
 
 def _write_gguf_benchmark(path: Path, type_name: str, size_bytes: int) -> PassWeights:
@@ -192,6 +207,7 @@ _GGUF = FileFormat(
     recognise=lambda path: not path.is_dir(),
     load=_load_gguf,
     open_estimator=_estimate_gguf,
+    load_places=_load_gguf_places,
     read_info=read_gguf_info,
     read_tokens=_gguf_tokens,
     files=gguf_files,
@@ -201,6 +217,8 @@ _GGUF = FileFormat(
     low_bit_copy_format="gguf",
     trial=_try_gguf,
     try_head=_try_gguf_head,
+    check_adapters=check_gguf_adapters,
+    try_adapters=_try_gguf_adapters,
     read_pass_weights=read_pass_weights,
     benchmark_models=BenchmarkModels(
         types=_BITS_PER_WEIGHT,
@@ -242,7 +260,7 @@ _MLX = FileFormat(
     read_info=read_mlx_info,
     read_tokens=tokens_of_folder,
     missing_files=missing_files,
-    adapters=True,
+    check_adapters=check_mlx_adapters,
     online_training=True,
     skips_layers=True,
     measure_exits=_measure_mlx_exits,

@@ -72,12 +72,15 @@ class MemoryEstimator(Protocol):
             supported.
         longrope_switch_tokens: Context size in tokens above which the model uses different LongRoPE factors.
             0 if it always uses the same ones.
+        why_not_shared: The reason why several replies cannot share the model's forward passes. Empty if they
+            can.
     """
 
     name: str
     trained_context_tokens: int
     layers: int
     longrope_switch_tokens: int
+    why_not_shared: str
 
     def estimate(self, options: LoadOptions) -> MemoryEstimate:
         """Estimate the memory that the model will use with `options`, within `options.memory_bytes`.

@@ -12,8 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import TypeAlias
 
-from edgespec.backends.base import Head, LanguageModel, LoadOptions, Progress
-from edgespec.backends.head_training import Teacher
+from edgespec.backends.base import Adapter, Head, LanguageModel, LoadOptions, Progress
+from edgespec.backends.drafter_training import Teacher
 from edgespec.backends.memory_estimate import MemoryEstimate, MemoryEstimator
 from edgespec.backends.model_info import ModelInfo
 from edgespec.backends.pass_weights import PassWeights
@@ -83,6 +83,8 @@ class FileFormat:
         recognise: Returns whether the file or folder at a path is in this format.
         load: Loads the model at a path, given its name for messages.
         open_estimator: Opens a memory estimator for the model at a path.
+        load_places: Loads the model at a path for `LoadOptions.parallel` replies that share its forward
+            passes, and returns one model per reply. None if replies cannot share passes.
         read_info: Returns the metadata of the model at a path. Raises ModelFileError.
         read_tokens: Returns the model's tokens, or None if its files do not list them.
         files: Returns all files of the model at a path. Raises OSError or ModelFileError.
@@ -90,7 +92,8 @@ class FileFormat:
         one_file_per_quantisation: Whether a Hugging Face repository can contain several quantisations, one
             per file.
         mapped: Whether weights are memory-mapped, in which case the files must not change while in use.
-        adapters: Whether a LoRA or DoRA adapter can be applied to the model.
+        check_adapters: Checks that adapters can be applied to the model at a path, before it is loaded.
+            Raises ModelFileError or OptionError. None if the format does not support adapters.
         online_training: Whether a draft model can be trained between replies (`--learn`).
         skips_layers: Whether the model can draft with some of its layers skipped (method `swift`).
         preparations: Preparations that `edgespec prepare` supports for this format, such as `lowbit`.
@@ -105,6 +108,8 @@ class FileFormat:
             (see `trial_load`). None if no file can crash the process.
         try_head: Loads the model at a path together with a head and runs a few tokens, given the model's name
             and a progress callback (see `trial_load`). None if no head can crash the process.
+        try_adapters: Loads the model at a path with adapters and runs a few tokens, given the model's name,
+            the adapters and a progress callback (see `trial_load`). None if no adapter can crash the process.
         read_pass_weights: Returns the weights that a pass of the model at a path reads. Raises
             ModelFileError.
         benchmark_models: Models for measuring this machine. None if there are none.
@@ -113,8 +118,8 @@ class FileFormat:
         converted_heads: Methods whose heads can be converted to this format (`edgespec prepare head`).
         estimate_head: Returns the memory that a head needs, given the head, the target's path, and the
             context size in tokens. Raises ModelFileError. None if the format supports no heads.
-        load_teacher: Loads the model at a path as the teacher for training heads, given its name and a
-            progress callback. None if heads cannot be trained for models in this format.
+        load_teacher: Loads the model at a path as the teacher for training drafters, given its name and a
+            progress callback. None if they cannot be trained for models in this format.
     """
 
     name: str
@@ -122,13 +127,14 @@ class FileFormat:
     recognise: Callable[[Path], bool]
     load: Callable[[str, str, LoadOptions, Progress | None], LanguageModel]
     open_estimator: Callable[[str, str, LoadOptions], MemoryEstimator]
+    load_places: Callable[[str, str, LoadOptions, Progress | None], Sequence[LanguageModel]] | None = None
     read_info: Callable[[Path], ModelInfo] = _no_info
     read_tokens: Callable[[Path], TokenList | None] = lambda _path: None
     files: Callable[[Path], list[Path]] = all_files
     missing_files: Callable[[Path], list[str]] = lambda _path: []
     one_file_per_quantisation: bool = False
     mapped: bool = False
-    adapters: bool = False
+    check_adapters: Callable[[Sequence[Adapter], Path], None] | None = None
     online_training: bool = False
     skips_layers: bool = False
     preparations: frozenset[str] = frozenset()
@@ -138,6 +144,7 @@ class FileFormat:
     low_bit_weights: bool = False
     trial: Callable[[str, str, bool, Progress | None], None] | None = None
     try_head: Callable[[str, str, Head, Progress | None], None] | None = None
+    try_adapters: Callable[[str, str, Sequence[Adapter], Progress | None], None] | None = None
     read_pass_weights: Callable[[Path], PassWeights] | None = None
     benchmark_models: BenchmarkModels | None = None
     head_formats: Mapping[str, frozenset[str]] = field(default_factory=dict)

@@ -107,6 +107,9 @@ class ReplayModel(BaseModel):
     def max_threads(self) -> int:
         return self._inner.max_threads
 
+    def set_adapter_scales(self, scales: Sequence[float]) -> None:
+        self._inner.set_adapter_scales(scales)
+
     def set_max_threads(self, threads: int) -> None:
         self._inner.set_max_threads(threads)
 
@@ -311,6 +314,10 @@ class _LaterRows:
         self._logits = logits
         self._skipped = skipped
         self.vocab_size = logits.vocab_size
+
+    @property
+    def other_tokens(self) -> int:
+        return self._logits.other_tokens
 
     @property
     def waited_seconds(self) -> float:

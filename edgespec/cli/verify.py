@@ -26,6 +26,7 @@ from edgespec.cli.options import MODEL_NAMES, KindType, declared_options, json_o
 from edgespec.cli.screen import print_json, print_table, printable
 from edgespec.errors import CancelledError
 from edgespec.option_kinds import Number
+from edgespec.reply_options import CONSTRAINT_NAMES
 
 if TYPE_CHECKING:
     from edgespec.losslessness import Prompt, Report
@@ -51,7 +52,7 @@ _PROMPTS_PER_CATEGORY = 2
 @click.command(
     "verify",
     cls=HelpfulCommand,
-    params=declared_options(*MODEL_NAMES, "acceptance", per_run=("remember",)),
+    params=declared_options(*MODEL_NAMES, "acceptance", *CONSTRAINT_NAMES, per_run=("remember",)),
     short_help="Check that drafting does not change the generated tokens.",
     examples=(
         "edgespec verify",
@@ -128,13 +129,14 @@ def _verify(
     from edgespec.losslessness import count_replies, verify
 
     wanted = pick(options, MODEL_NAMES)
+    constraint = {name: options[name] for name in CONSTRAINT_NAMES if options[name]}
     with (
         always_draft(),
         loaded(stop, **wanted, methods=methods or (), acceptance=acceptance) as runtime,
         RepliesProgress(stop) as progress,
     ):
         compared = {
-            "methods": methods or _all_methods(runtime.drafters),
+            "methods": methods or _all_methods((*runtime.drafters, *(("grammar",) if constraint else ()))),
             "acceptance": acceptance,
             **pick(options, ("temperatures", "draft_lengths")),
         }
@@ -145,6 +147,7 @@ def _verify(
             prompts,
             **compared,
             **pick(options, ("max_tokens", "seed", "idle_seconds")),
+            **constraint,
             progress=progress,
         )
         if stop.requested:

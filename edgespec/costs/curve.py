@@ -32,6 +32,9 @@ MEASURED_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 1
 _REQUIRED_WIDTHS = (1, 2, 4, 8)
 # Minimum time budget for a measurement, as a multiple of the duration of a single-token pass.
 _MIN_BUDGET_STEPS = 12
+# Maximum duration of a pass, as a multiple of that of a wider one. Some kernels are slower at a few widths,
+# but by less than this. A heuristic.
+_MAX_EXCESS = 3.0
 
 
 def assumed_cost(width: int) -> float:
@@ -132,10 +135,12 @@ def measure_costs(
             if now() - started > budget:
                 break
             durations.append(_pass_seconds(model, width))
-    return CostCurve(
-        tuple(width for width, _ in timed),
-        tuple(median(durations[1:] or durations) for _, durations in timed),
-    )
+    medians = [median(durations[1:] or durations) for _, durations in timed]
+    # A narrow pass that took much longer than a wider one was disturbed by another program.
+    plausible = [
+        min(medians[i], *(_MAX_EXCESS * wider for wider in medians[i:])) for i in range(len(medians))
+    ]
+    return CostCurve(tuple(width for width, _ in timed), tuple(plausible))
 
 
 def _pass_seconds(model: LanguageModel, width: int) -> float:

@@ -74,7 +74,7 @@ class Drafter(ABC):
             sampler: The target's sampler after the last token. The call leaves its state unchanged.
             acceptance: The acceptance rule. Drafters that return draft probabilities also use it to draw
                 tokens.
-            draft_length: Maximum depth of the tree.
+            draft_length: Maximum depth of the tree. Tokens that a constraint determines do not count.
         """
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:  # noqa: B027
@@ -134,10 +134,30 @@ class BudgetedDrafter(Drafter):
     Attributes:
         pass_seconds: Duration of a single-token pass of the model, measured by `warm_up`. 0 if unknown.
         prefill_token_seconds: Time to prefill one token, measured by `warm_up`. 0 if unknown.
+        drafts_after_forced: Whether the drafter implements `propose_after`.
     """
 
     pass_seconds = 0.0
     prefill_token_seconds = 0.0
+    drafts_after_forced = False
+
+    def propose_after(
+        self, forced: Sequence[int], sampler: Sampler, acceptance: Acceptance, draft_length: int
+    ) -> TokenTree:
+        """Draft what follows the tokens `forced`, which a constraint determines.
+
+        Instead of drafting these tokens one by one, the model runs them in one pass.
+
+        Args:
+            forced: The tokens that come next.
+            sampler: The target's sampler after the last token of the sequence, as for `propose`.
+            acceptance: See `propose`.
+            draft_length: Maximum depth of the tree.
+
+        Returns:
+            A draft tree whose root is the last token of `forced`.
+        """
+        raise NotImplementedError
 
     @property
     @abstractmethod

@@ -12,12 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import Capabilities, LanguageModel
+from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.drafters.base import BudgetedDrafter, MemoryUse, check_rollback
 from edgespec.drafters.draft_cache import DraftCache, is_confident, replace_unknown_ids, top_probs
 from edgespec.drafters.tree_growth import FixedShape, TreeGrowth
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.distribution import Distribution
 from edgespec.engine.logits import Logits
+from edgespec.engine.prefix import common_prefix_length
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree, TreeBuilder
 
@@ -64,7 +66,11 @@ class ModelDrafter(BudgetedDrafter):
         self._vocab_size = min(vocab_size, model.facts.vocab_size)
         self._min_confidence = min_confidence
         self.cache = cache or DraftCache(model)
+        # Views of the target run each drafted token with the states of the one before.
+        self.drafts_after_forced = not isinstance(model, SelfDraftView)
         self._tree: _DraftTree | None = None
+        # Tokens that the last draft assumed to come before its own.
+        self._forced: tuple[int, ...] = ()
         if isinstance(branches, tuple):
             branches = FixedShape(branches if model.facts.capabilities.tree else ())
         self._set_growth(branches)
@@ -121,18 +127,36 @@ class ModelDrafter(BudgetedDrafter):
         self._growth.force_draft()
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
+        return self._draft((), sampler, acceptance, draft_length)
+
+    def propose_after(
+        self, forced: Sequence[int], sampler: Sampler, acceptance: Acceptance, draft_length: int
+    ) -> TokenTree:
+        if self._model.vocabulary.is_end(forced[-1]):
+            return TokenTree.chain(forced[-1])
+        for token in forced:
+            sampler.push(token)
+        try:
+            return self._draft(tuple(forced), sampler, acceptance, draft_length)
+        finally:
+            sampler.pop(len(forced))
+
+    def _draft(
+        self, forced: tuple[int, ...], sampler: Sampler, acceptance: Acceptance, draft_length: int
+    ) -> TokenTree:
         cache = self.cache
         if cache.pending_tokens:
             cache.prefill()
-        last = cache.visible_tokens[-1]
+        last = forced[-1] if forced else cache.visible_tokens[-1]
         capabilities = self._model.facts.capabilities
         draft_length = min(draft_length, capabilities.max_draft_length)
         max_width = min(self._model.free_tokens, capabilities.max_width)
-        if not cache.can_draft(max_width):
+        if not cache.can_draft(max_width) or cache.lag_tokens + len(forced) > max_width:
             return TokenTree.chain(last)
         if not self._growth.begin_round(draft_length):
             return TokenTree.chain(last)
-        lag = replace_unknown_ids(self._model, cache.visible_tokens[self._model.length :])
+        self._forced = forced
+        lag = replace_unknown_ids(self._model, [*cache.visible_tokens[self._model.length :], *forced])
         tree = self._tree = _DraftTree(last, lag)
         is_fixed_chain = self._growth.drafts_chains and not self.chooses_length
         frontier = [0]
@@ -189,15 +213,23 @@ class ModelDrafter(BudgetedDrafter):
     def commit(self, tokens: tuple[int, ...]) -> None:
         """See `Drafter.commit`. Tokens missing from the KV cache are run when the next draft is made."""
         if (tree := self._tree) and tree.model_tree_run:
-            nodes = tree.drafted.build().walk(tokens)
-            self._model.commit(tree.model_path(nodes[1 : len(tokens)]))
-            for node, token in zip(nodes, tokens, strict=False):
-                if node not in tree.draws:
-                    break
-                probs, drawn = tree.draws[node]
-                self._growth.record_outcome(probs, drawn.index(token) if token in drawn else None)
+            # The last emitted token is not part of the KV cache.
+            missing = len(self._forced) - common_prefix_length(self._forced, tokens[:-1])
+            if missing:
+                self._model.commit(tree.path_without(missing))
+            else:
+                self._commit_draft(tree, tokens[len(self._forced) :])
         self._tree = None
         self.cache.extend(tokens)
+
+    def _commit_draft(self, tree: _DraftTree, tokens: tuple[int, ...]) -> None:
+        nodes = tree.drafted.build().walk(tokens)
+        self._model.commit(tree.model_path(nodes[1 : len(tokens)]))
+        for node, token in zip(nodes, tokens, strict=False):
+            if node not in tree.draws:
+                break
+            probs, drawn = tree.draws[node]
+            self._growth.record_outcome(probs, drawn.index(token) if token in drawn else None)
 
     def reset(self) -> None:
         self._model.truncate(0)
@@ -248,6 +280,10 @@ class _DraftTree:
         self.model_nodes.append(self.model_tree.add(self.model_nodes[parent], token) if expands else -1)
         self.path_probs.append(path_prob)
         return self.drafted.add(parent, token, probs)
+
+    def path_without(self, missing: int) -> tuple[int, ...]:
+        """Return the path that the draft model commits if the last `missing` tokens of `lag` are rejected."""
+        return tuple(range(1, self._lag_tokens - missing))
 
     def model_path(self, nodes: Sequence[int]) -> tuple[int, ...]:
         """Return the path that the draft model commits when the target accepts `nodes`."""

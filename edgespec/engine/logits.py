@@ -38,8 +38,12 @@ class Logits(Protocol):
     def overlapped_seconds(self) -> float:
         """Seconds during which drafting and the model's pass ran at the same time."""
 
+    @property
+    def other_tokens(self) -> int:
+        """Number of tokens of other replies in the pass."""
+
     def __len__(self) -> int:
-        """Return the number of rows, which is the number of tokens in the pass."""
+        """Return the number of rows, which is the number of the reply's own tokens in the pass."""
 
     def best(
         self, row: int, count: int, processors: Sequence[LogitsProcessor] = (), noise: Noise | None = None
@@ -139,12 +143,13 @@ def candidates(
 class HostLogits:
     """Logits in host memory, as a float32 array of shape [rows, vocab]."""
 
-    __slots__ = ("overlapped_seconds", "rows", "vocab_size", "waited_seconds")
+    __slots__ = ("other_tokens", "overlapped_seconds", "rows", "vocab_size", "waited_seconds")
 
     _BLOCK = 64
 
-    def __init__(self, rows: NDArray[np.float32]) -> None:
+    def __init__(self, rows: NDArray[np.float32], other_tokens: int = 0) -> None:
         self.rows = rows
+        self.other_tokens = other_tokens
         self.vocab_size = rows.shape[1]
         self.waited_seconds = self.overlapped_seconds = 0.0
 
@@ -174,7 +179,11 @@ class HostLogits:
         return self._from(logits, np.nextafter(np.float32(float(logits.max()) - margin), np.float32(-np.inf)))
 
     def limit_vocab(self, vocab_size: int) -> HostLogits:
-        return self if vocab_size >= self.vocab_size else HostLogits(self.rows[:, :vocab_size])
+        return (
+            self
+            if vocab_size >= self.vocab_size
+            else HostLogits(self.rows[:, :vocab_size], self.other_tokens)
+        )
 
     def at(self, row: int, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
         values: NDArray[np.float64] = self.rows[row][tokens].astype(np.float64)

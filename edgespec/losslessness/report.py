@@ -20,7 +20,7 @@ class Divergence:
         draft_length: Draft length of the method.
         position: Index of the first token that differs.
         gap: Difference between the scores of the two tokens, in logits. None if one of the replies ended
-            here.
+            here, or a constraint forbids one of the tokens.
         cross_width_error: Largest difference between the logits of single-token passes and of passes as wide
             as the method's, over the same tokens. None if one of the replies ended here.
         plain_token: Token from plain decoding. None if its reply had ended.

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from edgespec.backends.base import LanguageModel
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.noise import Stream, gumbel
+from edgespec.engine.processors import LogitsProcessor, apply_chain
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
@@ -41,6 +42,17 @@ class Rescored(NamedTuple):
     plain: NDArray[np.float32]
     wide: list[NDArray[np.float32]]
     error: float
+
+    def constrained(self, processors: Sequence[LogitsProcessor]) -> Rescored:
+        """Return the same logits without the tokens that constraints forbid at this position."""
+
+        def applied(row: NDArray[np.float32]) -> NDArray[np.float32]:
+            tokens, logits = apply_chain(processors, (np.arange(len(row)), row.astype(np.float64)))
+            allowed = np.full_like(row, -np.inf)
+            allowed[tokens] = logits
+            return allowed
+
+        return Rescored(applied(self.plain), [applied(row) for row in self.wide], self.error)
 
 
 def rescore(

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import inf
+from functools import cached_property
+from math import inf, isfinite
 from time import monotonic
 from typing import Any, NamedTuple
 
 from edgespec.backends.base import LanguageModel
 from edgespec.checks import check_integer, check_number
+from edgespec.constraints import ConstraintCompiler
 from edgespec.engine.distribution import Distribution
+from edgespec.engine.processors import LogitsProcessor
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
@@ -21,6 +24,7 @@ from edgespec.losslessness.report import Divergence, MethodResult, Report, Verdi
 from edgespec.losslessness.rescore import is_near_tie, rescore, score_gap
 from edgespec.losslessness.statistics import Sample, holm, p_value
 from edgespec.reply import Reply
+from edgespec.request import check_options
 from edgespec.runtime import Runtime
 
 __all__ = ["count_replies", "verify"]
@@ -53,7 +57,7 @@ def verify(
     samples: int = _SAMPLES,
     idle_seconds: float = 2.0,
     progress: _Progress | None = None,
-    **sampling: Any,
+    **options: Any,
 ) -> Report:
     """Compare every method with plain decoding, for every prompt, temperature and draft length.
 
@@ -83,7 +87,7 @@ def verify(
             only once per `samples` replies.
         progress: Called with a description of the current reply and the fraction completed. Returns False to
             cancel.
-        **sampling: Sampling settings, as for `Runtime.generate`.
+        **options: Sampling settings and a constraint, as for `Runtime.generate`.
 
     Raises:
         OptionError: A setting is invalid.
@@ -101,7 +105,7 @@ def verify(
     cases = _cases(prompts, methods, temperatures, draft_lengths)
     compared, sampled = _count_replies(cases, acceptance, samples)
     run = _Verification(
-        *(runtime, max_tokens, seed, acceptance, samples, idle_seconds, progress, sampling),
+        *(runtime, max_tokens, seed, acceptance, samples, idle_seconds, progress, options),
         planned_tokens=compared * max_tokens + sampled * min(_TESTED_POSITIONS, max_tokens),
     )
     findings = {method: _MethodFindings(len(prompts)) for method in methods}
@@ -205,12 +209,16 @@ class _Verification:
     samples: int
     idle_seconds: float
     progress: _Progress | None
-    sampling: dict[str, Any]
+    options: dict[str, Any]
     planned_tokens: int
     done_tokens: float = 0
     description: str = ""
     tokens: dict[str, list[int]] = field(default_factory=dict)
     plain: dict[tuple[str, float], Reply] = field(default_factory=dict)
+
+    @cached_property
+    def constraints(self) -> ConstraintCompiler:
+        return ConstraintCompiler(self.runtime.vocabulary, self.runtime.target.vocab_size)
 
     def should_continue(self) -> bool:
         return self.progress is None or self.progress(
@@ -239,7 +247,7 @@ class _Verification:
         stream = self.runtime.stream_tokens(
             self._prompt_tokens(case.prompt),
             temperature=case.temperature,
-            **({"max_tokens": self.max_tokens, "seed": self.seed} | self.sampling | options),
+            **({"max_tokens": self.max_tokens, "seed": self.seed} | self.options | options),
         )
         count = 0
         for piece in stream:
@@ -281,9 +289,11 @@ class _Verification:
             start, shared = self._prompt_tokens(case.prompt), plain.tokens[:at]
             with self.runtime.borrowed_target() as target:
                 rescored = rescore(target, start, shared, sorted(widths))
-            params = SamplingParams(temperature=case.temperature, **self.sampling)
+            rescored = rescored.constrained(self._constraint(start, shared))
+            params = self._params(temperature=case.temperature)
             history = [*start, *shared]
             gap = score_gap(rescored.plain, params, self.seed, history, plain_token, other_token)
+            gap = gap if isfinite(gap) else None
             error = rescored.error
             exact = self.runtime.target.capabilities.exact
             if not exact and is_near_tie(rescored, params, self.seed, history, plain_token, other_token):
@@ -318,21 +328,42 @@ class _Verification:
         self, case: _Case, prefixes: Sequence[tuple[int, ...]]
     ) -> dict[tuple[int, ...], Distribution]:
         start = self._prompt_tokens(case.prompt)
-        params = SamplingParams(temperature=case.temperature, **(self.sampling | _NO_FILTERS))
+        params = self._params(temperature=case.temperature, **_NO_FILTERS)
         with self.runtime.borrowed_target() as target:
             target.prefill(start[:-1])
-            return {prefix: _distribution(target, params, start, prefix) for prefix in prefixes}
+            return {
+                prefix: _distribution(target, params, start, prefix, self._constraint(start, prefix))
+                for prefix in prefixes
+            }
+
+    def _params(self, **changes: Any) -> SamplingParams:
+        return check_options(self.runtime.target, self.options | changes)[0]
+
+    def _constraint(self, start: Sequence[int], reply: Sequence[int]) -> list[LogitsProcessor]:
+        """Return the processor of the constraint after the first tokens of a reply, if there is one."""
+        constraint = check_options(self.runtime.target, self.options)[1]["constraint"]
+        if constraint is None:
+            return []
+        processor = self.constraints.processor(constraint, start)
+        for token in reply:
+            processor.push(token)
+        return [processor]
 
 
 def _distribution(
-    target: LanguageModel, params: SamplingParams, start: Sequence[int], prefix: Sequence[int]
+    target: LanguageModel,
+    params: SamplingParams,
+    start: Sequence[int],
+    prefix: Sequence[int],
+    processors: Sequence[LogitsProcessor],
 ) -> Distribution:
     """Return the next-token distribution after `start + prefix`. `start[:-1]` is already in the KV cache."""
     *before, last = [start[-1], *prefix]
     for token in before:
         target.verify(TokenTree.chain(token))
         target.commit(())
-    distribution = Sampler(params, 0, [*start, *prefix]).distribution(target.verify(TokenTree.chain(last)), 0)
+    sampler = Sampler(params, 0, [*start, *prefix], processors)
+    distribution = sampler.distribution(target.verify(TokenTree.chain(last)), 0)
     target.truncate(len(start) - 1)
     target.prefill(start[target.length : -1])
     return distribution

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from time import perf_counter as now
 
 from edgespec.backends.base import LanguageModel, Progress
@@ -9,7 +10,7 @@ from edgespec.backends.base_model import scaled_progress
 from edgespec.engine.prefix import common_prefix_length
 from edgespec.engine.stats import Stats
 from edgespec.memory.context_resize import ResizableContext
-from edgespec.memory.prefix_cache import REUSE_BLOCK_TOKENS, PrefixCache, reusable_tokens
+from edgespec.memory.prefix_cache import REUSE_BLOCK_TOKENS, HeadState, PrefixCache, reusable_tokens
 from edgespec.memory.pressure import MemoryPressure
 
 __all__ = ["TargetCache"]
@@ -28,18 +29,47 @@ class TargetCache:
         prefix_cache: PrefixCache | None,
         context: ResizableContext,
         memory_pressure: MemoryPressure,
+        heads: Sequence[HeadState] = (),
     ) -> None:
-        self._target = target
+        self._target, self._heads = target, heads
         self._prefix_cache = prefix_cache
         self._context = context
         self._memory_pressure = memory_pressure
         self._tokens: list[int] = []
         self._reuse_is_exact = target.facts.capabilities.prefix_reuse_exact
         self._prefilled_tokens = 0
+        self._adapter_scales = self._loaded_scales = tuple(adapter.scale for adapter in target.facts.adapters)
+
+    def use_adapters(self, scales: tuple[float, ...]) -> None:
+        """Set the scales of the target's adapters for the next reply.
+
+        A KV cache is only valid for the scales that it was computed with. The prefix cache holds sequences
+        for the scales that the target was loaded with, and is not used with others.
+
+        Raises:
+            CapabilityError: The scales of the target's adapters are fixed.
+        """
+        if scales == self._adapter_scales:
+            return
+        if self._cache and self._tokens:
+            self._truncate_to_reusable()
+            self._cache.add(self._tokens)
+        self._tokens = []
+        self._target.truncate(0)
+        self._target.set_adapter_scales(scales)
+        self._adapter_scales = scales
+
+    @property
+    def _cache(self) -> PrefixCache | None:
+        return self._prefix_cache if self._adapter_scales == self._loaded_scales else None
 
     @property
     def saves_to_disk(self) -> bool:
-        return self._prefix_cache is not None and self._prefix_cache.saves_to_disk
+        return self._cache is not None and self._cache.saves_to_disk
+
+    def common_tokens(self, tokens: Sequence[int]) -> int:
+        """Return how many of the first `tokens` are in the target's cache."""
+        return common_prefix_length(self._tokens, tokens)
 
     def sync_length(self) -> None:
         """Forget tokens that are no longer in the target's KV cache. Call this only between passes."""
@@ -51,10 +81,10 @@ class TargetCache:
 
     def save(self) -> None:
         """Save the target's cached tokens on disk, if the prefix cache uses the disk."""
-        if self._prefix_cache and self._prefix_cache.saves_to_disk:
+        if self._cache and self._cache.saves_to_disk:
             self.sync_length()
             self._truncate_to_reusable()
-            self._prefix_cache.add(self._tokens)
+            self._cache.add(self._tokens)
 
     def reclaim_idle(self) -> None:
         """Free memory if other programs need it.
@@ -80,7 +110,7 @@ class TargetCache:
         Raises:
             ContextFullError: There is not enough memory for a context of this length.
         """
-        target, cache = self._target, self._prefix_cache
+        target, cache = self._target, self._cache
         self._truncate_to_reusable()
         shared = self._reusable(min(common_prefix_length(self._tokens, tokens), len(tokens) - 1))
         if cache and shared < len(self._tokens):
@@ -94,7 +124,8 @@ class TargetCache:
         if cache and (segment := cache.find(tokens, target.length)):
             self._tokens = []
             cache.restore(segment, tokens, target.length)
-        cached = self._truncate_to_blocks()
+        self._truncate_to_blocks()
+        cached = self._keep_for_heads(tokens)
         self._tokens = tokens
         self._prefilled_tokens = cached
         last, done = len(tokens) - 1, 0.0
@@ -115,13 +146,25 @@ class TargetCache:
             self._target.truncate(reusable)
             self.sync_length()
 
-    def _truncate_to_blocks(self) -> int:
+    def _truncate_to_blocks(self) -> None:
         length = self._target.length
         if (whole := self._reusable(length)) < length:
             self._target.truncate(whole)
             # Recurrent models may keep fewer tokens than `whole`. Clear their KV cache then.
             if self._target.length < whole:
                 self._target.truncate(0)
+
+    def _keep_for_heads(self, tokens: list[int]) -> int:
+        """Drop the last token if a head needs its hidden state, and return how many tokens are left.
+
+        The prefill computes the hidden state. Otherwise, the head would lose all that it has read.
+        """
+        length, capabilities = self._target.length, self._target.facts.capabilities
+        # Exclude recurrent models, which would lose all tokens since their last checkpoint. They are the ones
+        # that cannot verify token trees.
+        can_drop = self._reuse_is_exact and (capabilities.partial_truncate or capabilities.tree)
+        if can_drop and any(head.needs_last_state(tokens[:length]) for head in self._heads):
+            self._target.truncate(length - 1)
         return self._target.length
 
     def _prefill(self, end: int, progress: Progress | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from edgespec.auto.combined_drafter import CombinedDrafter
@@ -13,6 +14,7 @@ from edgespec.auto.live_costs import LiveCosts
 from edgespec.auto.loss_limit import LossLimit
 from edgespec.costs.curve import CostCurve
 from edgespec.engine.acceptance import Invariant
+from edgespec.engine.logits import HostLogits
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.sampling_params import SamplingParams
 from tests.tables import Saying
@@ -40,7 +42,7 @@ class Reply:
         for _ in range(rounds):
             tree = self._drafter.propose(Sampler(SamplingParams(), 0, [0]), Invariant(), 1)
             self.now += self._wide if tree.drafted else self._plain
-            self._drafter.observe(tree, nothing, nothing)
+            self._drafter.observe(tree, HostLogits(np.zeros((tree.width, 2), np.float32)), nothing)
             self._drafter.commit((0, 1) if tree.drafted and self._right else (1,))
         account = self._drafter.report()
         assert account is not None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.auto.live_costs import LiveCosts
+from edgespec.auto.live_costs import Conditions, LiveCosts
 from edgespec.costs.curve import CostCurve
 
 CURVE = CostCurve((1, 2, 4, 8), (0.1, 0.15, 0.2, 0.4))
@@ -97,3 +98,37 @@ def test_costs_are_restored() -> None:
     again.restore_statistics(costs.saved_statistics())
     assert again.target_step_seconds == pytest.approx(costs.target_step_seconds)
     assert [again.v(rows) for rows in range(1, 12)] == pytest.approx([costs.v(rows) for rows in range(1, 12)])
+
+
+def test_replies_that_share_passes_count_the_tokens_of_all() -> None:
+    costs = LiveCosts(CURVE, shares_passes=True)
+    assert costs.v(2) == pytest.approx(1.5)
+    costs.set_conditions(Conditions(replies=2))
+    # Two replies with two tokens each need a pass over four, instead of one over two.
+    assert costs.pass_seconds(1) == pytest.approx(0.15)
+    assert costs.v(2) == pytest.approx(0.2 / 0.15)
+    costs.set_conditions(Conditions(replies=4))
+    assert costs.pass_seconds(1) == pytest.approx(0.2)
+    assert costs.v(2) == pytest.approx(2.0)
+    assert costs.v(4) == pytest.approx(4.0)
+
+
+def test_a_shared_pass_is_compared_with_one_of_equal_replies() -> None:
+    costs = LiveCosts(CURVE, shares_passes=True)
+    costs.set_conditions(Conditions(replies=2))
+    assert costs.comparable_seconds(0.3, 2, 2) == pytest.approx(0.3)
+    # Another reply verified six tokens, or did not take part.
+    assert costs.comparable_seconds(0.4, 2, 6) == pytest.approx(0.2)
+    assert costs.comparable_seconds(0.15, 2, 0) == pytest.approx(0.15)
+
+
+def test_shared_passes_correct_a_wrong_curve() -> None:
+    costs = LiveCosts(CostCurve((1, 2, 4, 8), (0.1, 0.15, 0.6, 0.5)), shares_passes=True)
+    costs.set_conditions(Conditions(replies=4))
+    random = np.random.default_rng(0)
+    for _ in range(60):
+        widths = random.choice([1, 1, 4], 4)
+        total = int(widths.sum())
+        costs.record_pass(int(widths[0]), 0.2 * (1 + 0.25 * (total / 4 - 1)), total - int(widths[0]))
+    assert costs.pass_seconds(1) == pytest.approx(0.2, rel=0.2)
+    assert costs.pass_seconds(4) == pytest.approx(0.35, rel=0.2)

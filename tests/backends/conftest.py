@@ -12,6 +12,7 @@ import pytest
 from edgespec.backends import llamacpp, mlx
 from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.llamacpp.layerskip import load_layerskip
+from edgespec.backends.llamacpp.place_model import load_places
 from edgespec.prepare.layerskip import prepare_layerskip
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 from tests.backends.rewindable import StateModel, replayed_table
@@ -52,6 +53,25 @@ def _llama_made(name: str, write: Callable[[Path], Path]) -> Maker:
     return make
 
 
+def _place(name: str, write: Callable[[Path], Path]) -> Maker:
+    """Return a maker of a model that shares its context with another reply, whose tokens are in the cache."""
+
+    def make(folder: Path, demo: Path) -> LanguageModel:
+        options = LoadOptions(context_tokens=CONTEXT, max_branches=8, parallel=2)
+        neighbour, model = load_places(str(write(folder / "model.gguf")), name, options)
+        neighbour.prefill(list(range(3, 80)))
+        close = model.close
+
+        def close_both() -> None:
+            neighbour.close()
+            close()
+
+        model.close = close_both  # type: ignore[method-assign]
+        return model
+
+    return make
+
+
 def _in_halves(name: str, write: Callable[[Path], Path], exit_layer: int) -> Maker:
     def make(folder: Path, demo: Path) -> LanguageModel:
         path = demo if name == "demo" else write(folder / "model.gguf")
@@ -75,6 +95,8 @@ BACKENDS: dict[str, Maker] = {
     "llama.cpp demo": _llama_demo,
     "tabular replay": _replayed_table,
     "llama.cpp tiny": _llama_made("tiny", write_llama),
+    "llama.cpp place": _place("tiny", write_llama),
+    "llama.cpp window place": _place("window", partial(write_gemma2, window=16)),
     # Narrower than the trees of the tests are deep.
     "llama.cpp window": _llama_made("window", partial(write_gemma2, window=4)),
     "llama.cpp mamba": _llama_made("mamba", write_mamba),

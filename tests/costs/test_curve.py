@@ -91,6 +91,12 @@ class TestMeasureCosts:
         assert model.length == len(prompt)
         assert np.array_equal(rows(model), before)
 
+    def test_a_disturbed_pass_is_no_outlier(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        seconds = {1: 0.1, 2: 0.15, 4: 6.5, 8: 0.4}
+        monkeypatch.setattr("edgespec.costs.curve._pass_seconds", lambda _model, width: seconds[width])
+        measured = measure_costs(table(1, context_tokens=64), widths=(2, 4, 8), repeats=0)
+        assert measured.seconds == pytest.approx((0.1, 0.15, 1.2, 0.4))
+
     def test_widths_fit_the_context(self, model: LanguageModel) -> None:
         model.prefill([1] * (model.free_tokens - 5))
         assert measure_costs(model, repeats=1).widths == (1, 2, 3, 4, 5)

@@ -98,6 +98,7 @@ class ExactLogits:
         self.paths = list(paths)
         self.table = table
         self.vocab_size = len(table(()))
+        self.other_tokens = 0
         self.waited_seconds = self.overlapped_seconds = 0.0
 
     def __len__(self) -> int:
@@ -133,6 +134,9 @@ class ExactSampler:
         if self.greedy:
             return Distribution.point_mass(logits.greedy(row))
         return exact_distribution(logits.table(logits.paths[row]))
+
+    def draft_distribution(self, logits: ExactLogits, row: int) -> Distribution:
+        return self.distribution(logits, row)
 
     def ranked(self, logits: ExactLogits, row: int, count: int) -> list[int]:
         law = logits.table(logits.paths[row])

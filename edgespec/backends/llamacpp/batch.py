@@ -37,9 +37,13 @@ class Batch:
         self._sequences = [batch.seq_id[i] for i in range(size)]
 
     def put(
-        self, inputs: Inputs, positions: Sequence[int], sequences: Sequence[Sequence[int]], logits: bool
+        self,
+        inputs: Inputs,
+        positions: Sequence[int],
+        sequences: Sequence[Sequence[int]],
+        logits: bool | Sequence[bool],
     ) -> None:
-        """Fill the batch with new inputs. If `logits` is True, llama.cpp computes logits for all of them."""
+        """Fill the batch with new inputs. `logits` is whether all inputs, or each one, need logits."""
         count = self.native.n_tokens = len(inputs)
         self._inputs[:count] = inputs
         self._position[:count] = positions

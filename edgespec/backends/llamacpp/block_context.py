@@ -26,7 +26,11 @@ class _MRopeBatch(Batch):
         super().__init__(size * _MROPE_POSITIONS, sequences, embd_size)
 
     def put(
-        self, inputs: Inputs, positions: Sequence[int], sequences: Sequence[Sequence[int]], logits: bool
+        self,
+        inputs: Inputs,
+        positions: Sequence[int],
+        sequences: Sequence[Sequence[int]],
+        logits: bool | Sequence[bool],
     ) -> None:
         super().put(inputs, positions, sequences, logits)
         # Time, height and width are equal for text tokens.

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import LoadOptions
+from edgespec.backends.llamacpp.adapters import LoraAdapters
 from edgespec.backends.llamacpp.batch import Batch, Inputs
 from edgespec.backends.llamacpp.hidden_state_hook import HiddenStateHook
 from edgespec.backends.llamacpp.kv_sequences import KvSequences
@@ -53,6 +54,8 @@ class ContextPlan:
         kv_bytes: The total size of KV cells and recurrent states in bytes.
         token_bytes: The size of one KV cell in bytes, for all layers together.
         rows: The maximum number of tokens whose logits a forward pass can compute.
+        places: The number of replies that share the context. Each has an equal share of the KV cells and of
+            the sequences.
     """
 
     tokens: int
@@ -63,11 +66,23 @@ class ContextPlan:
     kv_bytes: int = 0
     token_bytes: int = 0
     rows: int = MAX_WIDTH
+    places: int = 1
 
     def with_tokens(self, tokens: int) -> ContextPlan:
         """Return a copy of this plan with a different number of KV cells."""
         added_bytes = (tokens - self.tokens) * self.token_bytes
         return replace(self, tokens=tokens, kv_bytes=self.kv_bytes + added_bytes)
+
+    @property
+    def share(self) -> ContextPlan:
+        """The part of this plan that belongs to one of the places."""
+        return replace(
+            self,
+            tokens=self.tokens // self.places,
+            sequences=self.sequences // self.places,
+            kv_bytes=self.kv_bytes // self.places,
+            places=1,
+        )
 
 
 class LlamaContext(KvSequences):
@@ -99,6 +114,7 @@ class LlamaContext(KvSequences):
         takes_hidden: bool = False,
         target: LlamaContext | None = None,
         mtp: bool = False,
+        adapters: LoraAdapters | None = None,
     ) -> None:
         lib = library()
         super().__init__(plan.sequences, window=lib.llama_model_n_swa(model))
@@ -119,7 +135,7 @@ class LlamaContext(KvSequences):
         params.swa_full = True
         params.kv_unified = True
         params.no_perf = True
-        self._model, self._target = model, target
+        self._model, self._target, self._adapters = model, target, adapters
         self._vocab_size = vocabulary_size(model)
         self._taps = StateTaps(model)
         self._hook, self._always_hooked = hook or self._taps.hook, hook is not None
@@ -175,6 +191,12 @@ class LlamaContext(KvSequences):
         self.interrupt.attach(context)
         self.plan, self.tokens = plan, int(self._lib.llama_n_ctx(self._context))
         self._taps.apply(context)
+        self.apply_adapters()
+
+    def apply_adapters(self) -> None:
+        """Use the adapters with their current scales from the next pass on. Raises BackendError."""
+        if self._adapters:
+            self._adapters.apply(self._context)
 
     @property
     def _needs_hook(self) -> bool:
@@ -230,6 +252,9 @@ class LlamaContext(KvSequences):
             or (self._target is not None and self._target._generation != self._target_generation)
         )
 
+    def clear(self) -> None:
+        self._lib.llama_memory_clear(self._memory, False)
+
     def append(self, inputs: Inputs, position: int) -> None:
         """Append tokens or hidden states to sequence 0, starting at `position`, without computing logits."""
         count = len(inputs)
@@ -242,13 +267,23 @@ class LlamaContext(KvSequences):
         self._decode(batch)
 
     def run(
-        self, inputs: Inputs, positions: Sequence[int], sequences: Sequence[Sequence[int]]
+        self,
+        inputs: Inputs,
+        positions: Sequence[int],
+        sequences: Sequence[Sequence[int]],
+        needs_logits: Sequence[bool] | None = None,
     ) -> NDArray[np.float32]:
-        """Run a forward pass and return the logits of all its inputs.
+        """Run a forward pass and return the logits of its inputs.
+
+        Args:
+            inputs: Tokens or hidden states.
+            positions: The position of each input in its text.
+            sequences: The ids of the llama.cpp sequences that each input belongs to.
+            needs_logits: The inputs whose logits to compute. None means all inputs.
 
         Returns:
-            The logits as a float32 array [inputs, vocabulary size]. The next forward pass overwrites the
-            array.
+            The logits as a float32 array [inputs that need logits, vocabulary size]. The next forward pass
+            overwrites the array.
 
         Raises:
             CancelledError: `interrupt` stopped the forward pass.
@@ -257,11 +292,13 @@ class LlamaContext(KvSequences):
             BackendError: llama.cpp failed for any other reason.
         """
         batch = self._batch_for(inputs)
-        batch.put(inputs, positions, sequences, logits=True)
+        batch.put(inputs, positions, sequences, logits=True if needs_logits is None else needs_logits)
         self._decode(batch)
-        return self._last_logits(len(inputs))
+        return self._last_logits(len(inputs) if needs_logits is None else sum(needs_logits))
 
     def _last_logits(self, count: int) -> NDArray[np.float32]:
+        if not count:
+            return self._logits[:0]
         pointer = self._lib.llama_get_logits(self._context)
         address = ctypes.cast(pointer, ctypes.c_void_p).value
         if not address:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import struct
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -30,6 +29,7 @@ from edgespec.backends.llamacpp.lowbit import load_low_bit_view
 from edgespec.backends.llamacpp.merged_kv import merge_kv
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.resizing import check_resize_fits, rebuild_context
+from edgespec.backends.llamacpp.text_export import export_text, first_part, import_text, sized_parts
 from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
 from edgespec.backends.memory_check import round_up_to_block
 from edgespec.backends.self_draft_view import SelfDraftView
@@ -38,8 +38,6 @@ from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError
 
 __all__ = ["GgufModel"]
-
-_SIZE = struct.Struct("<Q")
 
 
 class GgufModel(BaseModel):
@@ -56,10 +54,14 @@ class GgufModel(BaseModel):
     """
 
     def __init__(
-        self, weights: Sequence[Any], cells: Sequence[KvCells], max_plan: ContextPlan, options: LoadOptions
+        self,
+        weights: Sequence[Any],
+        contexts: Sequence[LlamaContext],
+        cells: Sequence[KvCells],
+        max_plan: ContextPlan,
+        options: LoadOptions,
     ) -> None:
-        self.weights, self._all_cells = weights, cells
-        self._contexts: list[LlamaContext] = [each.context for each in cells]
+        self.weights, self._contexts, self._all_cells = weights, contexts, cells
         self.cells, self._context = cells[-1], self._contexts[-1]
         self.max_plan, self.options = max_plan, options
         self.low_bit_error: CapabilityError | None = None
@@ -99,7 +101,10 @@ class GgufModel(BaseModel):
             try:
                 self._append(batch)
             except (BackendError, ContextFullError, CancelledError):
-                self._cut(self.length)
+                # Keep the logs of hidden states. After a rollback, a recurrent model runs tokens again whose
+                # hidden states are already known.
+                for cells in self._all_cells:
+                    cells.truncate(self.length)
                 raise
             self.cells.length += len(batch)
 
@@ -165,12 +170,10 @@ class GgufModel(BaseModel):
         self._check(0)
         self._end_round()
         start, end = self._span(start, end)
-        *lower, last = (self._exported(context, start, end) for context in self._contexts)
-        return Snapshot(end, b"".join([*_sized(lower), last]), start)
-
-    def _exported(self, context: LlamaContext, start: int, end: int) -> bytes:
-        parts = [context.export_sequence()] if self._recurrent else context.export_cells(0, start, end)
-        return b"".join(_sized(parts))
+        *lower, last = (
+            export_text(context, start, end, recurrent=self._recurrent) for context in self._contexts
+        )
+        return Snapshot(end, b"".join([*sized_parts(lower), last]), start)
 
     def restore(self, snapshot: Snapshot) -> None:
         self._check(0)
@@ -180,8 +183,8 @@ class GgufModel(BaseModel):
         start, length, data = snapshot.start, snapshot.length, memoryview(snapshot.data)
         fits = self.length == start <= length <= self._context.tokens
         for context in self._contexts:
-            own, data = (data, data[:0]) if context is self._context else _first_part(data)
-            fits = fits and self._imported(context, own, start, length)
+            own, data = (data, data[:0]) if context is self._context else first_part(data)
+            fits = fits and import_text(context, own, start, length, recurrent=self._recurrent)
         if not fits:
             self._cut(min(start, self.length))
             raise BackendError(
@@ -190,16 +193,6 @@ class GgufModel(BaseModel):
             )
         for cells in self._all_cells:
             cells.length = length
-
-    def _imported(self, context: LlamaContext, data: memoryview, start: int, length: int) -> bool:
-        """Append exported KV cells to a context, and return whether they are compatible with it."""
-        parts = []
-        while data:
-            part, data = _first_part(data)
-            parts.append(part)
-        if self._recurrent:
-            return len(parts) == 1 and context.import_sequence(parts[0])
-        return context.import_cells(parts, start, length)
 
     def resize(self, context_tokens: int) -> None:
         self._check_size(context_tokens)
@@ -279,13 +272,3 @@ class GgufModel(BaseModel):
             library().llama_model_free(weights)
         self._vocabulary.close(partial(library().llama_model_free, first))
         gc.collect()
-
-
-def _sized(parts: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
-    """Return the parts of a snapshot, each preceded by its size in bytes."""
-    return [piece for part in parts for piece in (_SIZE.pack(len(part)), part)]
-
-
-def _first_part(data: memoryview) -> tuple[memoryview, memoryview]:
-    end = _SIZE.size + int.from_bytes(data[: _SIZE.size], "little")
-    return data[_SIZE.size : end], data[end:]

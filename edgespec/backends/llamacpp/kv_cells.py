@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgespec.backends.llamacpp.context import LlamaContext
+from edgespec.backends.llamacpp.kv_sequences import KvSequences
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError
 
@@ -31,7 +31,7 @@ class KvCells:
     sequence, and each further child starts a new one. `commit` moves the accepted branch to sequence 0.
     """
 
-    def __init__(self, context: LlamaContext, max_branches: int, *, replays: bool = False) -> None:
+    def __init__(self, context: KvSequences, max_branches: int, *, replays: bool = False) -> None:
         self._length = 0
         self._tracked: list[UnchangedPrefix] = []
         self.context = context

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +19,7 @@ _BYTES = ctypes.POINTER(ctypes.c_uint8)
 
 
 class KvSequences:
-    """The base class of `LlamaContext`, which holds the llama_context and manages its sequences.
+    """The sequences of one text in a llama_context: the base class of `LlamaContext` and `ContextPlace`.
 
     Sequence 0 holds the committed tokens. The last sequence is scratch space for copying KV cells, and the
     others hold checkpoints or branches of the draft tree.
@@ -26,10 +27,20 @@ class KvSequences:
     Args:
         count: The number of llama.cpp sequences.
         window: The size of the sliding attention window in tokens, or 0 if all layers use full attention.
+        first: The llama.cpp id of sequence 0. The ids of the others follow it.
+        lock: A lock to hold during each call of llama.cpp, if other threads use the same llama_context.
     """
 
-    def __init__(self, count: int, *, window: int) -> None:
+    def __init__(
+        self,
+        count: int,
+        *,
+        window: int,
+        first: int = 0,
+        lock: AbstractContextManager[object] | None = None,
+    ) -> None:
         self._lib = library()
+        self._first, self._lock = first, lock or nullcontext()
         self._context: Any = None
         self._memory: Any = None
         self._scratch = count - 1
@@ -46,6 +57,11 @@ class KvSequences:
         context, self._context, self._memory = self._context, None, None
         self._others.clear()
         return context
+
+    @property
+    def handle(self) -> Any:
+        """The llama_context, or None if `is_lost` is True."""
+        return self._context
 
     @property
     def is_lost(self) -> bool:
@@ -70,7 +86,10 @@ class KvSequences:
         By default, all cells are shared. A recurrent state is always shared as a whole.
         """
         self._others.add(sequence)
-        self._lib.llama_memory_seq_cp(self._memory, source, sequence, start, end)
+        with self._lock:
+            self._lib.llama_memory_seq_cp(
+                self._memory, self._first + source, self._first + sequence, start, end
+            )
 
     def drop(self, sequence: int, start: int, end: int = -1) -> bool:
         """Remove positions [start, end) from a sequence. By default, remove from `start` to the end.
@@ -79,7 +98,8 @@ class KvSequences:
             Whether the positions were removed. llama.cpp cannot always remove positions from a recurrent
             state.
         """
-        dropped = bool(self._lib.llama_memory_seq_rm(self._memory, sequence, start, end))
+        with self._lock:
+            dropped = bool(self._lib.llama_memory_seq_rm(self._memory, self._first + sequence, start, end))
         if (start, end) == (0, -1):
             self._others.discard(sequence)
         return dropped
@@ -90,18 +110,26 @@ class KvSequences:
             self.drop(sequence, 0)
 
     @property
+    def first_position(self) -> int | None:
+        """The lowest position in sequence 0, or None if it is empty."""
+        position = int(self._lib.llama_memory_seq_pos_min(self._memory, 0))
+        return None if position < 0 else position
+
+    @property
     def can_shift(self) -> bool:
         """Whether llama.cpp can move cached keys to other positions."""
         return bool(self._lib.llama_memory_can_shift(self._memory))
 
     def remove_range(self, start: int, end: int) -> None:
         """Remove positions [start, end) from sequence 0, and shift all later tokens to close the gap."""
-        self._lib.llama_memory_seq_rm(self._memory, 0, start, end)
-        self._lib.llama_memory_seq_add(self._memory, 0, end, -1, start - end)
+        with self._lock:
+            self._lib.llama_memory_seq_rm(self._memory, self._first, start, end)
+            self._lib.llama_memory_seq_add(self._memory, self._first, end, -1, start - end)
 
     def clear(self) -> None:
-        """Remove all tokens from the KV cache."""
-        self._lib.llama_memory_clear(self._memory, False)
+        """Remove the tokens of all sequences from the KV cache."""
+        for sequence in range(self._scratch + 1):
+            self.drop(sequence, 0)
 
     def compact_branch(self, source: int, start: int, end: int) -> None:
         """Append positions [start, end) of the sequence `source` to the first `start` tokens of sequence 0.
@@ -162,7 +190,9 @@ class KvSequences:
 
     def state_bytes(self, *, recurrent_only: bool = False) -> int:
         """Return the number of bytes that `export_sequence` exports for sequence 0."""
-        return int(self._lib.llama_state_seq_get_size_ext(self._context, 0, self._flags(recurrent_only)))
+        flags = self._flags(recurrent_only)
+        with self._lock:
+            return int(self._lib.llama_state_seq_get_size_ext(self._context, self._first, flags))
 
     def export_sequence(self, sequence: int = 0, *, recurrent_only: bool = False) -> memoryview:
         """Return a copy of a sequence's KV cells and recurrent state.
@@ -172,11 +202,13 @@ class KvSequences:
         """
         self._check_allocated()
         flags = self._flags(recurrent_only)
-        size = self._lib.llama_state_seq_get_size_ext(self._context, sequence, flags)
-        copy = np.empty(size, np.uint8)
-        written = self._lib.llama_state_seq_get_data_ext(
-            self._context, copy.ctypes.data_as(_BYTES), size, sequence, flags
-        )
+        native_id = self._first + sequence
+        with self._lock:
+            size = self._lib.llama_state_seq_get_size_ext(self._context, native_id, flags)
+            copy = np.empty(size, np.uint8)
+            written = self._lib.llama_state_seq_get_data_ext(
+                self._context, copy.ctypes.data_as(_BYTES), size, native_id, flags
+            )
         return copy.data[:written]
 
     def import_sequence(
@@ -186,15 +218,16 @@ class KvSequences:
         self._check_allocated()
         self._others.add(sequence)
         exported = np.frombuffer(data, np.uint8)
-        return bool(
-            self._lib.llama_state_seq_set_data_ext(
-                self._context,
-                exported.ctypes.data_as(_BYTES),
-                exported.size,
-                sequence,
-                self._flags(recurrent_only),
+        with self._lock:
+            return bool(
+                self._lib.llama_state_seq_set_data_ext(
+                    self._context,
+                    exported.ctypes.data_as(_BYTES),
+                    exported.size,
+                    self._first + sequence,
+                    self._flags(recurrent_only),
+                )
             )
-        )
 
     def _flags(self, recurrent_only: bool) -> int:
         return int(self._lib.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) if recurrent_only else 0

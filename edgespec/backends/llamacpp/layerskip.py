@@ -116,7 +116,7 @@ class LayerSkipModel(GgufModel):
                 left = max(0, options.memory_bytes - work_bytes(lower, options))
                 options = replace(options, memory_bytes=left)
             cells = [self._lower.cells, KvCells(above, options.max_branches)]
-            super().__init__([lower, upper], cells, max_plans[0], options)
+            super().__init__([lower, upper], [below, above], cells, max_plans[0], options)
             facts = describe(
                 lower, str(Path(folder) / LOWER_FIRST), name, max_plans[0], self.vocabulary, result
             )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from edgespec.backends.base import LoadOptions
+from edgespec.backends.llamacpp.adapters import adapter_bytes
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
 from edgespec.backends.llamacpp.context_planning import (
     UNDO_TOKENS,
@@ -30,6 +31,7 @@ from edgespec.backends.llamacpp.metadata import architecture_metadata, has_state
 from edgespec.backends.llamacpp.mtp_files import unloaded_bytes
 from edgespec.backends.llamacpp.native import captured_log, library
 from edgespec.backends.llamacpp.resizing import longrope_switch_tokens
+from edgespec.backends.llamacpp.shared_context import check_places, why_not_shared
 from edgespec.backends.memory_estimate import GPU, MemoryEstimate, MemoryPart
 from edgespec.heap import release_free_memory
 
@@ -111,6 +113,7 @@ class GgufMemoryEstimator:
         lib, weights = library(), self._weights[0]
         self.trained_context_tokens: int = lib.llama_model_n_ctx_train(weights)
         self.longrope_switch_tokens: int = longrope_switch_tokens(weights)
+        self.why_not_shared = "it was prepared for early exit" if split else why_not_shared(weights)
         self.layers: int = lib.llama_model_n_layer(weights) if has_own_memory() and not split else 0
         # The two parts of a split model share weights only if llama.cpp memory-maps the files instead of
         # converting them.
@@ -142,10 +145,13 @@ class GgufMemoryEstimator:
             cache_bytes += buffers.cache_bytes
             compute_bytes += buffers.compute_bytes + _attention_bytes(weights, plan, each)
             gpu_compute += sum(size for name, size in buffers.compute if self.layers and _is_on_gpu(name))
-            output_bytes += logits_bytes(weights, min(plan.rows, each.batch_tokens))
+            logits = logits_bytes(weights, min(plan.rows, each.batch_tokens))
+            # Replies that share a pass copy their logits.
+            output_bytes += logits if plan.places == 1 else 2 * logits
         gpu_weights, gpu_cache_share, doubled = device_split(self._path, self.layers, options.gpu_layers)
         gpu_cache = round(cache_bytes * gpu_cache_share)
         weight_bytes = sum(map(library().llama_model_size, self._weights)) + doubled - self._unloaded_bytes
+        weight_bytes += adapter_bytes(options.adapters)
         if options.mmap and not options.mlock:
             weight_bytes -= self._shared_bytes
         parts = (
@@ -159,7 +165,7 @@ class GgufMemoryEstimator:
             MemoryPart("vocabulary", sum(map(vocabulary_size, self._weights)) * _TOKEN_BYTES),
         )
         present = tuple(part for part in parts if part.bytes)
-        return MemoryEstimate(plans[0].tokens, plans[0].kv_types.text, present)
+        return MemoryEstimate(plans[0].share.tokens, plans[0].kv_types.text, present)
 
     def _plans(self, options: LoadOptions) -> tuple[Sequence[ContextPlan], Sequence[LoadOptions]]:
         if self._split:
@@ -168,7 +174,9 @@ class GgufMemoryEstimator:
         weights = self._weights[0]
         if has_state(weights) and self._states is None:
             self._states = _simulate_states(weights, options)
-        return [choose_context(weights, options, self._states)], [options]
+        plan = choose_context(weights, options, self._states)
+        check_places(plan, options)
+        return [plan], [options]
 
     def _buffers(self, part: int, plan: ContextPlan, options: LoadOptions) -> ContextBuffers:
         weights, takes_hidden = self._weights[part], part > 0

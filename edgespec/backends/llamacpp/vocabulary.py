@@ -107,7 +107,8 @@ class LlamaVocabulary:
         room = 64
         while True:
             buffer = ctypes.create_string_buffer(room)
-            with self._open():
+            with self._lock:
+                self._check_open()
                 count = self._lib.llama_token_to_piece(self._vocab, token, buffer, room, 0, special)
             if count >= 0:
                 return buffer.raw[:count]
@@ -115,20 +116,27 @@ class LlamaVocabulary:
 
     def is_end(self, token: int) -> bool:
         """Return whether a token ends a reply."""
-        with self._open():
+        with self._lock:
+            self._check_open()
             return bool(self._lib.llama_vocab_is_eog(self._vocab, token))
 
     @contextmanager
     def _open(self) -> Iterator[None]:
-        """Prevent the model from being freed during the `with` block. Raises ClosedError."""
+        """Prevent the model from being freed during the `with` block, which can take long.
+
+        Calls that take microseconds hold the lock instead. Raises ClosedError.
+        """
         with self._lock:
-            if self._free_model:
-                raise ClosedError("the model is closed", "load it again")
+            self._check_open()
             self._running_calls += 1
         try:
             yield
         finally:
             self._update(calls=-1)
+
+    def _check_open(self) -> None:
+        if self._free_model:
+            raise ClosedError("the model is closed", "load it again")
 
     def close(self, free_model: Callable[[], None]) -> None:
         """Make further calls raise ClosedError, and free the model when no call is running.

@@ -68,6 +68,7 @@ class DeviceLogits:
     Attributes:
         chosen: Best token in the last row, or None if it has not been fetched yet.
         vocab_size: Number of logits per row.
+        other_tokens: Number of tokens of other replies in the pass, which is always 0.
         waited_seconds: Total time callers have waited for the device, in seconds.
         overlapped_seconds: Time spent launching the pass while the draft model was still running, in seconds.
     """
@@ -89,6 +90,7 @@ class DeviceLogits:
         self._on_best_started = on_best_started
         self._fetched: dict[Any, Any] = {}
         self.vocab_size: int = rows.shape[1]
+        self.other_tokens = 0
         self.waited_seconds = self.overlapped_seconds = 0.0
 
     def __len__(self) -> int:

@@ -155,6 +155,10 @@ class TranslatedLogits:
         self.vocab_size = vocab_size
 
     @property
+    def other_tokens(self) -> int:
+        return self._logits.other_tokens
+
+    @property
     def waited_seconds(self) -> float:
         return self._logits.waited_seconds
 

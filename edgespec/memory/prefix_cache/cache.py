@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from math import ceil, inf
 from time import perf_counter as now
 
@@ -13,6 +14,7 @@ from edgespec.backends.base import LanguageModel
 from edgespec.errors import BackendError, CapabilityError, EdgespecError
 from edgespec.memory.budget import DEFAULT_RESERVE_BYTES, available_bytes
 from edgespec.memory.prefix_cache.disk import PrefixCacheDisk
+from edgespec.memory.prefix_cache.head_state import HeadState
 from edgespec.memory.prefix_cache.reuse import ReuseCosts, reusable_tokens
 from edgespec.memory.prefix_cache.segments import Segment, Tokens, name_of, shared_tokens
 from edgespec.memory.prefix_cache.store import SegmentStore
@@ -65,6 +67,7 @@ class PrefixCache:
         model: The target.
         max_bytes: Size limit in memory.
         disk: Storage for segments on disk. If None, segments are kept only in memory.
+        heads: The heads that draft for the model. Their states are stored together with the KV states.
         reuse_costs: Determines whether a copy saves time.
         max_copied_bytes: Maximum size of one copy, or None for no limit. Larger KV states are split into
             several segments, or not stored if the model can only copy them whole.
@@ -78,6 +81,7 @@ class PrefixCache:
         max_bytes: int,
         disk: PrefixCacheDisk | None = None,
         *,
+        heads: Sequence[HeadState] = (),
         reuse_costs: ReuseCosts,
         max_copied_bytes: int | None = None,
         available: Callable[[], int] = available_bytes,
@@ -85,8 +89,7 @@ class PrefixCache:
         notice: str = "",
     ) -> None:
         self.reuse_costs = reuse_costs
-        self.hits = self.reused_tokens = 0
-        self._model = model
+        self._model, self._heads = model, heads
         self._can_truncate = model.facts.capabilities.partial_truncate
         self._max_copied_bytes = max_copied_bytes
         self.store = SegmentStore(max_bytes, disk, available, reuse_costs, reserve_bytes)
@@ -94,6 +97,12 @@ class PrefixCache:
         self._is_off = False
         # Tokens in the model's KV cache when the user deleted all cached prefixes. They are not stored again.
         self._deleted: Tokens | None = None
+
+    def for_model(self, model: LanguageModel) -> PrefixCache:
+        """Return a cache with the same stored prefixes for another context of the same model."""
+        other = copy(self)
+        other._model = model
+        return other
 
     @property
     def saves_to_disk(self) -> bool:
@@ -150,7 +159,8 @@ class PrefixCache:
         if sizes:
             return sum(size for size, _ in sizes) / sum(count for _, count in sizes)
         facts = self._model.facts
-        return facts.max_kv_bytes / facts.max_context_tokens
+        head_bytes = sum(head.token_bytes for head in self._heads)
+        return facts.max_kv_bytes / facts.max_context_tokens + head_bytes
 
     def _add(self, sequence: Tokens, base: Segment | None, shared: int) -> None:
         end = len(sequence)
@@ -203,12 +213,16 @@ class PrefixCache:
     def _copy_segment(self, sequence: Tokens, parent: Segment | None) -> Segment:
         began = now()
         snapshot = self._model.snapshot(parent.end if parent else 0, len(sequence))
-        self.reuse_costs.record_copy(len(snapshot.data), now() - began)
+        self.reuse_costs.record_copy(snapshot.size_bytes, now() - began)
+        if self._heads:
+            tokens = sequence.tolist()
+            heads = {head.name: head.copy(tokens, snapshot.start) for head in self._heads}
+            snapshot = replace(snapshot, heads=heads)
         name = name_of(sequence, snapshot.start)
         segment = self.store.tree.find_name(name)
         if segment is None:
-            tokens = sequence[snapshot.start :].copy()
-            segment = Segment(name, parent, tokens, len(snapshot.data), snapshot)
+            own_tokens = sequence[snapshot.start :].copy()
+            segment = Segment(name, parent, own_tokens, snapshot.size_bytes, snapshot)
             self.store.tree.add(segment)
         segment.snapshot = segment.snapshot or snapshot
         self.store.touch(segment)
@@ -297,8 +311,8 @@ class PrefixCache:
             self._model.truncate(min(common, self._model.length))
             restored = self._model.length
             if restored > cached:
-                self.hits += 1
-                self.reused_tokens += restored - cached
+                self.store.hits += 1
+                self.store.reused_tokens += restored - cached
             self.store.enforce_limits()
             return restored
 
@@ -317,6 +331,9 @@ class PrefixCache:
         except (EdgespecError, MemoryError):
             self.store.remove(segment)
             return False
+        for head in self._heads:
+            if head.name in snapshot.heads:
+                head.restore(segment.sequence().tolist(), snapshot.heads[head.name])
         self.reuse_costs.record_copy(segment.size_bytes, now() - began)
         self.store.keep_in_memory(segment, snapshot)
         self.store.enforce_limits()
@@ -372,7 +389,7 @@ class PrefixCache:
                 memory_limit_bytes=self.store.max_bytes,
                 disk_bytes=sum(segment.size_bytes for segment in segments if segment.on_disk),
                 disk_limit_bytes=disk.quota_bytes if disk else 0,
-                hits=self.hits,
-                reused_tokens=self.reused_tokens,
+                hits=self.store.hits,
+                reused_tokens=self.store.reused_tokens,
                 notice=" · ".join(filter(None, (self._notice, disk.notice if disk else ""))),
             )

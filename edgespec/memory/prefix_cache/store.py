@@ -44,6 +44,10 @@ class SegmentStore:
         available: Returns the bytes of system memory that are currently free.
         reuse_costs: Estimates the prefill time that a segment saves, which determines what stays on disk.
         reserve_bytes: Memory to leave for other programs, regardless of `max_bytes`.
+
+    Attributes:
+        hits: Number of prompts that reused a cached prefix.
+        reused_tokens: Total number of prompt tokens reused instead of prefilled again.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class SegmentStore:
     ) -> None:
         self.tree = SegmentTree()
         self.lock = threading.RLock()
+        self.hits = self.reused_tokens = 0
         self.max_bytes = max_bytes
         self.disk = disk
         self.available = available

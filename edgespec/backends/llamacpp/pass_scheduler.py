@@ -1,0 +1,294 @@
+"""Combine the forward passes that concurrent replies request into shared passes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter as now
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.errors import BackendError, CancelledError, ClosedError
+
+__all__ = ["PassPart", "PassScheduler"]
+
+# Guards the state of all schedulers. They share one condition, because a reply that waits for a pass of the
+# target must not keep a pass of the draft model waiting.
+_CHANGED = threading.Condition()
+
+# Wait for a reply's next request for up to this many times its usual pause, plus a fixed time. Heuristics: a
+# reply that is a little late should still join the pass, which then takes hardly longer.
+_PAUSES, _EXTRA_SECONDS = 2.0, 0.0005
+# Weight of the newest measurement in the moving averages of pauses and durations of passes.
+_WEIGHT = 0.3
+# A reply counts as being generated for this many seconds after its last pass. A heuristic.
+_ACTIVE_SECONDS = 1.0
+# Count a pause as at most this many passes, because a caller can stop reading its reply for minutes.
+_MAX_PAUSE_PASSES = 4.0
+
+
+@dataclass(eq=False, slots=True)
+class PassPart:
+    """The tokens of one reply in a pass.
+
+    Attributes:
+        place: The reply's place in the shared context, from 0.
+        tokens: The tokens to run.
+        positions: The position of each token in its text.
+        sequences: The ids of the llama.cpp sequences that each token belongs to.
+        needs_logits: Whether the pass computes logits for the tokens.
+        rows: The resulting logits as float32 [tokens, vocabulary size]. Empty if they were not needed.
+        error: Why the pass failed, or None.
+        pass_tokens: Number of tokens of all replies in the pass.
+        is_done: Whether the pass has ended.
+    """
+
+    place: int
+    tokens: Sequence[int]
+    positions: Sequence[int]
+    sequences: Sequence[Sequence[int]]
+    needs_logits: bool
+    rows: NDArray[np.float32] = field(default_factory=lambda: np.empty((0, 0), np.float32))
+    error: Exception | None = None
+    pass_tokens: int = 0
+    is_done: bool = False
+
+
+@dataclass(slots=True)
+class _Caller:
+    """What is known about a thread that generates a reply.
+
+    Attributes:
+        waiting_in: The scheduler that the thread waits in, or None.
+        returned_at: When the thread's last pass of any model ended, or 0 if it failed.
+        pause_seconds: Moving average of the time between two passes of any models, or None if unknown.
+    """
+
+    waiting_in: PassScheduler | None = None
+    returned_at: float = 0.0
+    pause_seconds: float | None = None
+
+
+class _ThisThread(threading.local):
+    """Provides the calling thread's `_Caller`."""
+
+    def __init__(self) -> None:
+        self.caller = _Caller()
+
+
+_THIS_THREAD = _ThisThread()
+
+
+@dataclass(slots=True)
+class _Place:
+    """What a scheduler knows about the reply in one place.
+
+    Attributes:
+        caller: The thread that last requested a pass.
+        is_cancelled: Whether the reply's passes are to be cancelled.
+        returned_at: When the reply's last pass ended.
+        expected_by: Until when to wait for its next request.
+        pause_seconds: Moving average of the time between two of its passes, or None if unknown.
+    """
+
+    caller: _Caller = field(default_factory=_Caller)
+    is_cancelled: bool = False
+    returned_at: float = 0.0
+    expected_by: float = 0.0
+    pause_seconds: float | None = None
+
+
+class PassScheduler:
+    """Runs the passes of one context in a thread of its own, for several replies at a time.
+
+    A pass starts as soon as all replies that are being generated have requested one. Replies draft and sample
+    between their passes, so a pass waits for them for as long as they usually take, but never longer than a
+    pass takes. A reply whose caller has stopped reading it is therefore waited for once.
+
+    All methods can be called from any thread.
+
+    Args:
+        places: Number of places for replies.
+        max_tokens: Maximum number of tokens in a pass.
+        max_rows: Maximum number of tokens in a pass for which logits are computed.
+        run: Runs one pass and sets the logits or the error of each part. Called in the scheduler's thread.
+        set_interrupt: Called with True to stop the running pass, and with False before each pass.
+    """
+
+    def __init__(
+        self,
+        places: int,
+        max_tokens: int,
+        max_rows: int,
+        run: Callable[[Sequence[PassPart]], None],
+        set_interrupt: Callable[[bool], None],
+    ) -> None:
+        self._places = [_Place() for _ in range(places)]
+        self._max_tokens, self._max_rows = max_tokens, max_rows
+        self._run, self._set_interrupt = run, set_interrupt
+        self._pass_seconds = 0.0
+        self._waiting: list[PassPart] = []
+        self._running: Sequence[PassPart] = ()
+        self._closed = False
+        self._thread = threading.Thread(target=self._serve, name="edgespec-passes", daemon=True)
+        self._thread.start()
+
+    def run(self, part: PassPart) -> PassPart:
+        """Run tokens in the next shared pass, and wait until it has ended.
+
+        Raises:
+            CancelledError: The place was cancelled.
+            ClosedError: The scheduler was closed.
+            EdgespecError: The pass failed.
+        """
+        place, caller = self._places[part.place], _THIS_THREAD.caller
+        with _CHANGED:
+            self._check(place)
+            place.pause_seconds = self._mean_pause(place.pause_seconds, place.returned_at)
+            caller.pause_seconds = self._mean_pause(caller.pause_seconds, caller.returned_at)
+            place.caller, caller.waiting_in = caller, self
+            self._waiting.append(part)
+            _CHANGED.notify_all()
+            try:
+                _CHANGED.wait_for(lambda: part.is_done)
+            except BaseException:
+                # A Ctrl-C must not leave the tokens behind for a later pass, nor return during the pass.
+                self._withdraw(part)
+                _CHANGED.wait_for(lambda: part.is_done)
+                raise
+            finally:
+                caller.waiting_in = None
+        if part.error:
+            raise part.error
+        return part
+
+    def _check(self, place: _Place) -> None:
+        if self._closed:
+            raise ClosedError("the model is closed")
+        if place.is_cancelled:
+            raise CancelledError("the model's computation was cancelled")
+
+    def _mean_pause(self, mean_seconds: float | None, returned_at: float) -> float | None:
+        """Return a mean pause after another one that began at `returned_at`, if it is not 0."""
+        if not returned_at:
+            return mean_seconds
+        pause = min(now() - returned_at, _MAX_PAUSE_PASSES * self._pass_seconds)
+        return pause if mean_seconds is None else mean_seconds + _WEIGHT * (pause - mean_seconds)
+
+    def _patience(self, pause_seconds: float | None) -> float:
+        """Return how long to wait for a reply after a pass, in seconds, given its usual pause."""
+        usual = self._pass_seconds if pause_seconds is None else pause_seconds
+        return min(_PAUSES * usual + _EXTRA_SECONDS, self._pass_seconds)
+
+    def is_shared(self, place: int) -> bool:
+        """Return whether replies in other places are being generated."""
+        with _CHANGED:
+            active = {part.place for part in (*self._waiting, *self._running)} | {
+                index for index, each in enumerate(self._places) if now() - each.returned_at < _ACTIVE_SECONDS
+            }
+            return bool(active - {place})
+
+    def cancel(self, place: int, enabled: bool) -> None:
+        """Cancel the current and all later passes of a place with CancelledError, or stop cancelling.
+
+        A pass that other replies share continues, and only this reply's tokens are discarded.
+        """
+        self._places[place].is_cancelled = enabled
+        if not enabled:
+            return
+        with _CHANGED:
+            for part in list(self._waiting):
+                if part.place == place:
+                    self._withdraw(part)
+            if self._running and all(self._places[part.place].is_cancelled for part in self._running):
+                self._set_interrupt(True)
+
+    def _withdraw(self, part: PassPart) -> None:
+        """Remove a part that waits for its pass. The caller must hold the lock."""
+        if part in self._waiting:
+            self._waiting.remove(part)
+            self._finish(part, CancelledError("the model's computation was cancelled"))
+
+    def _finish(self, part: PassPart, error: Exception | None) -> None:
+        place = self._places[part.place]
+        place.returned_at = place.caller.returned_at = 0.0 if error else now()
+        place.expected_by = 0.0 if error else place.returned_at + self._patience(place.pause_seconds)
+        part.error, part.is_done = error, True
+        _CHANGED.notify_all()
+
+    def _serve(self) -> None:
+        while parts := self._next_parts():
+            started = now()
+            try:
+                self._run(parts)
+            except Exception as error:
+                for part in parts:
+                    part.error = part.error or BackendError(f"a forward pass failed: {error}")
+            with _CHANGED:
+                seconds = now() - started
+                before = self._pass_seconds or seconds
+                self._pass_seconds = before + _WEIGHT * (seconds - before)
+                self._running = ()
+                for part in parts:
+                    part.pass_tokens = sum(len(each.tokens) for each in parts)
+                    self._finish(part, part.error or self._cancellation(part))
+
+    def _cancellation(self, part: PassPart) -> Exception | None:
+        if self._places[part.place].is_cancelled:
+            return CancelledError("the model's computation was cancelled")
+        return None
+
+    def _next_parts(self) -> Sequence[PassPart]:
+        """Wait until a pass can start, and return its parts. Returns none after `close`."""
+        with _CHANGED:
+            while not self._closed:
+                seconds = self._seconds_to_wait() if self._waiting else None
+                if seconds is not None and seconds <= 0.0:
+                    self._running = self._take()
+                    self._set_interrupt(False)
+                    return self._running
+                _CHANGED.wait(seconds)
+            for part in self._waiting:
+                self._finish(part, ClosedError("the model is closed"))
+            self._waiting.clear()
+            return ()
+
+    def _seconds_to_wait(self) -> float:
+        """Return how long to wait for more replies. 0 or less if all expected ones have requested a pass."""
+        waiting = {part.place for part in self._waiting}
+        others = (place for index, place in enumerate(self._places) if index not in waiting)
+        return max(map(self._expected_by, others), default=0.0) - now()
+
+    def _expected_by(self, place: _Place) -> float:
+        """Return until when to wait for a reply's next request."""
+        caller = place.caller
+        if caller.waiting_in is None:
+            # After a pass of one model, a reply may continue with any other one.
+            return max(place.expected_by, caller.returned_at + self._patience(caller.pause_seconds))
+        # A pass of the target waits for replies that are drafting. A pass of the draft model does not wait
+        # for replies that have finished their drafts.
+        is_away = caller.waiting_in._pass_seconds > self._pass_seconds
+        return 0.0 if is_away else place.expected_by
+
+    def _take(self) -> Sequence[PassPart]:
+        """Remove and return the parts of the next pass, in the order of their requests."""
+        tokens = rows = 0
+        taken: list[PassPart] = []
+        for part in list(self._waiting):
+            tokens += len(part.tokens)
+            rows += len(part.tokens) if part.needs_logits else 0
+            if taken and (tokens > self._max_tokens or rows > self._max_rows):
+                break
+            self._waiting.remove(part)
+            taken.append(part)
+        return taken
+
+    def close(self) -> None:
+        """Fail all waiting requests with ClosedError, and wait for the running pass."""
+        with _CHANGED:
+            self._closed = True
+            _CHANGED.notify_all()
+        if self._thread is not threading.current_thread():
+            self._thread.join()

@@ -1,0 +1,244 @@
+"""Load a GGUF model for several replies at once, which share its weights and its forward passes."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progress, SelfDraft, Snapshot
+from edgespec.backends.base_model import BaseModel
+from edgespec.backends.llamacpp.adapters import LoraAdapters, adapter_bytes
+from edgespec.backends.llamacpp.context import LlamaContext
+from edgespec.backends.llamacpp.context_planning import plan_context
+from edgespec.backends.llamacpp.kv_cells import KvCells
+from edgespec.backends.llamacpp.kv_types import parse_kv_types
+from edgespec.backends.llamacpp.loading import describe, load_weights, threads_for
+from edgespec.backends.llamacpp.metadata import vocabulary_size
+from edgespec.backends.llamacpp.mtp_files import unloaded_bytes
+from edgespec.backends.llamacpp.native import library
+from edgespec.backends.llamacpp.probe import probe
+from edgespec.backends.llamacpp.resizing import cache_variant
+from edgespec.backends.llamacpp.shared_context import (
+    ContextPlace,
+    SharedContext,
+    check_places,
+    max_pass_tokens,
+    why_not_shared,
+)
+from edgespec.backends.llamacpp.text_export import export_text, import_text
+from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
+from edgespec.engine.logits import HostLogits
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import (
+    BackendError,
+    CancelledError,
+    CapabilityError,
+    ContextFullError,
+    MemoryBudgetError,
+    ModelFileError,
+)
+
+__all__ = ["PlaceModel", "load_places"]
+
+
+def load_places(
+    path: str, name: str, options: LoadOptions, progress: Progress | None = None
+) -> Sequence[LanguageModel]:
+    """Load a GGUF model once for `options.parallel` replies.
+
+    Returns:
+        One model per reply. They share their weights and forward passes, and each has its own KV cache. Each
+        must be closed.
+
+    Raises:
+        CapabilityError: Replies cannot share the passes of this model.
+        OptionError: An option is invalid for this model.
+        EdgespecError: See `load` for the other errors.
+    """
+    if options.kv_type != "auto":
+        parse_kv_types(options.kv_type)
+    weights = load_weights(path, name, options, progress)
+    context: LlamaContext | None = None
+    try:
+        if not vocabulary_size(weights):
+            raise ModelFileError(f"{path} has no vocabulary", "choose a complete language model")
+        if why := why_not_shared(weights):
+            raise CapabilityError(f"replies cannot share the passes of {name}: {why}", "omit --parallel")
+        plan = plan_context(weights, options)
+        check_places(plan, options)
+        adapters = LoraAdapters(weights, options.adapters)
+        context = LlamaContext(weights, options, plan, threads_for(weights, options), adapters=adapters)
+        result = probe(context, weights, options)
+        max_width = min(result.capabilities.max_width, max_pass_tokens(context))
+        capabilities = replace(result.capabilities, max_width=max_width, self_draft_methods=frozenset())
+        vocabularies = [LlamaVocabulary(weights) for _ in range(plan.places)]
+        facts = describe(
+            weights, path, name, plan.share, vocabularies[0], replace(result, capabilities=capabilities)
+        )
+        facts = replace(
+            facts,
+            weight_bytes=facts.weight_bytes - unloaded_bytes(Path(path)) + adapter_bytes(options.adapters),
+            cache_variant=cache_variant(weights, plan.share),
+            adapters=options.adapters,
+        )
+        shared = SharedContext(context, partial(library().llama_model_free, weights))
+    except BaseException:
+        if context:
+            context.close()
+        library().llama_model_free(weights)
+        raise
+    return [
+        PlaceModel(facts, place, vocabulary, options.max_branches)
+        for place, vocabulary in zip(shared.places, vocabularies, strict=True)
+    ]
+
+
+class PlaceModel(BaseModel):
+    """A GGUF model as one of several concurrent replies sees it.
+
+    Each reply can use its model in its own thread. Passes of different replies run together, and a failed or
+    cancelled one does not affect the others. The context cannot be resized.
+
+    Args:
+        facts: The facts of the model, with the reply's share of the context.
+        place: The reply's place in the shared context.
+        vocabulary: The reply's own tokenizer, which `close` closes.
+        max_branches: The maximum number of leaves in a token tree.
+    """
+
+    def __init__(
+        self, facts: ModelFacts, place: ContextPlace, vocabulary: LlamaVocabulary, max_branches: int
+    ) -> None:
+        self.facts = facts
+        self.vocabulary = self._vocabulary = vocabulary
+        self._place = place
+        self._cells = KvCells(place, max_branches)
+
+    @property
+    def length(self) -> int:
+        return self._cells.length
+
+    @property
+    def threads(self) -> int:
+        return self._place.threads
+
+    @property
+    def max_threads(self) -> int:
+        return self._place.max_threads if self._place.adapts_threads else 0
+
+    def set_max_threads(self, threads: int) -> None:
+        self._place.shared.set_max_threads(threads)
+
+    def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
+        self._check(len(tokens))
+        self._cells.end_round()
+        done = 0
+        while done < len(tokens):
+            batch = tokens[done : done + self._place.batch_tokens]
+            try:
+                self._place.append(batch, self.length)
+            except (BackendError, ContextFullError, CancelledError):
+                self._cells.truncate(self.length)
+                raise
+            self._cells.length += len(batch)
+            done += len(batch)
+            if progress and not progress("prefill", done / len(tokens)):
+                raise CancelledError("processing the prompt was cancelled")
+
+    def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
+        try:
+            self._check(tree.width)
+            if tree.width > self._place.max_width:
+                raise CapabilityError(
+                    f"a draft of {tree.width} tokens exceeds the limit of {self._place.max_width} per pass",
+                    "use a shorter --draft-length or fewer --draft-branches",
+                )
+            if first == 0:
+                self._cells.end_round()
+            positions, sequences = self._cells.place_tree(tree, first)
+            part = self._place.run(tree.tokens[first:], positions, sequences)
+        except (BackendError, ContextFullError, CancelledError):
+            self._cells.end_round()
+            raise
+        return HostLogits(part.rows, part.pass_tokens - len(positions))
+
+    def commit(self, path: tuple[int, ...]) -> None:
+        self._check(0)
+        self._cells.commit(path)
+
+    def truncate(self, length: int) -> None:
+        self._check(0)
+        self._cells.truncate(min(length, self.length))
+
+    def remove_range(self, start: int, end: int) -> None:
+        self._check(0)
+        if not self._place.shared.can_shift:
+            raise CapabilityError(
+                f"{self.facts.name} cannot move cached keys to other positions",
+                "truncate the cache and prefill the rest again",
+            )
+        self._cells.end_round()
+        end = min(end, self.length)
+        if start < end:
+            self._place.remove_range(start, end)
+            self._cells.length -= end - start
+
+    def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
+        self._check(0)
+        self._cells.end_round()
+        start, end = self._span(start, end)
+        return Snapshot(end, export_text(self._place, start, end), start)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        self._check(0)
+        self._cells.truncate(self.length if snapshot.start else 0)
+        start, length = snapshot.start, snapshot.length
+        if not (
+            self.length == start <= length <= self._place.tokens
+            and import_text(self._place, memoryview(snapshot.data), start, length)
+        ):
+            self._cells.truncate(min(start, self.length))
+            raise BackendError(
+                "the saved KV cache belongs to another model or exceeds the context",
+                "process the prompt again",
+            )
+        self._cells.length = length
+
+    def resize(self, context_tokens: int) -> None:
+        """Check that the context has room for `context_tokens`. Its size never changes."""
+        self._check_size(context_tokens)
+        if context_tokens > self._place.tokens:
+            raise MemoryBudgetError(
+                f"a context that several replies share cannot grow beyond {self._place.tokens:,} tokens for"
+                " each of them",
+                "load the model again with a larger --context",
+            )
+        self._cells.end_round()
+
+    def self_draft(self, method: SelfDraft) -> LanguageModel:  # noqa: ARG002
+        self._check(0)
+        raise CapabilityError(
+            f"{self.facts.name} cannot draft for itself while several replies share its passes",
+            "omit --parallel, or choose another method, such as model or suffix",
+        )
+
+    def set_adapter_scales(self, scales: Sequence[float]) -> None:  # noqa: ARG002
+        raise CapabilityError(
+            f"the scales of adapters for {self.facts.name} are fixed while several replies share its passes",
+            "omit --parallel, or load the model with other scales for --adapter",
+        )
+
+    def interrupt(self, enabled: bool) -> None:
+        self._place.interrupt(enabled)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._place.clear()
+        # The weights are freed when no place tokenizes a text any more.
+        self._vocabulary.close(self._place.shared.release)
+        gc.collect()

@@ -1,0 +1,241 @@
+"""Share one llama.cpp context between several replies, whose forward passes run together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
+
+from edgespec.backends.base import LoadOptions
+from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
+from edgespec.backends.llamacpp.kv_sequences import KvSequences
+from edgespec.backends.llamacpp.metadata import has_state
+from edgespec.backends.llamacpp.pass_scheduler import PassPart, PassScheduler
+from edgespec.backends.llamacpp.resizing import longrope_switch_tokens
+from edgespec.errors import EdgespecError, OptionError
+
+__all__ = ["ContextPlace", "SharedContext", "check_places", "max_pass_tokens", "why_not_shared"]
+
+# The maximum number of sequences in a llama.cpp context (LLAMA_MAX_SEQ).
+_MAX_SEQUENCES = 256
+# Maximum number of prompt tokens in a pass that other replies share. A heuristic: such a pass takes a few
+# times as long as one that only generates tokens.
+_SHARED_PREFILL_TOKENS = 64
+
+
+def why_not_shared(weights: Any) -> str:
+    """Return why replies cannot share the passes of a GGUF model, or an empty string if they can."""
+    if has_state(weights):
+        return "it has recurrent layers"
+    if longrope_switch_tokens(weights):
+        # llama.cpp chooses the factors by the size of the whole context instead of a reply's share.
+        return "it uses LongRoPE"
+    return ""
+
+
+def check_places(plan: ContextPlan, options: LoadOptions) -> None:
+    """Raise OptionError if a context has more sequences than llama.cpp supports."""
+    if plan.sequences > _MAX_SEQUENCES:
+        most = _MAX_SEQUENCES * plan.places // plan.sequences
+        raise OptionError(
+            f"{plan.places} replies at once with up to {options.max_branches} branches per draft need"
+            f" {plan.sequences} llama.cpp sequences, but there are only {_MAX_SEQUENCES}",
+            f"use --parallel {most} or less, or fewer --draft-branches",
+        )
+
+
+def max_pass_tokens(context: LlamaContext) -> int:
+    """Return how many tokens of one reply a pass can verify."""
+    if not context.window:
+        return context.max_width
+    # The root of a deeper tree could be outside the window before it is committed (see `WindowPlace`).
+    return max(1, min(context.max_width, context.window - 1))
+
+
+class SharedContext:
+    """A llama_context that several replies share, each with its own place.
+
+    Each place has its own sequences and an equal share of the KV cells. All places can be used at the same
+    time, each by one thread.
+
+    Args:
+        context: The context, which must be empty. Its plan says how many places there are.
+        free_weights: Frees the model's weights. Called after the last place was released.
+    """
+
+    def __init__(self, context: LlamaContext, free_weights: Callable[[], None]) -> None:
+        self._context, self._free_weights = context, free_weights
+        self.can_shift = context.plan.kv_types.can_shift_keys and context.can_shift
+        # Held during every call of llama.cpp, because a llama_context is not thread-safe.
+        self.lock = threading.RLock()
+        count = context.plan.places
+        self.scheduler = PassScheduler(
+            count, context.batch_tokens, context.max_width, self._run, self._set_interrupt
+        )
+        make = WindowPlace if context.window else ContextPlace
+        self.places = tuple(make(self, context, place) for place in range(count))
+        self._open_places = count
+
+    def _set_interrupt(self, requested: bool) -> None:
+        self._context.interrupt.requested = requested
+
+    def _run(self, parts: Sequence[PassPart]) -> None:
+        """Run a pass. If it fails, run each part alone, so that a failing one does not affect the others."""
+        with self.lock:
+            try:
+                self._run_together(parts)
+            except EdgespecError as error:
+                if len(parts) == 1:
+                    parts[0].error = error
+                else:
+                    for part in parts:
+                        self._run([part])
+
+    def _run_together(self, parts: Sequence[PassPart]) -> None:
+        logits = self._context.run(
+            list(chain.from_iterable(part.tokens for part in parts)),
+            list(chain.from_iterable(part.positions for part in parts)),
+            list(chain.from_iterable(part.sequences for part in parts)),
+            [part.needs_logits for part in parts for _ in part.tokens],
+        )
+        row = 0
+        for part in parts:
+            if not part.needs_logits:
+                self.places[part.place].protect(part.positions[0], part.positions[-1] + 1)
+            else:
+                end = row + len(part.tokens)
+                # The next pass, which may be one of other replies, overwrites the rows.
+                part.rows, row = logits[row:end].copy(), end
+
+    def set_max_threads(self, threads: int) -> None:
+        """Set the number of CPU threads on an idle machine."""
+        with self.lock:
+            self._context.set_max_threads(threads)
+
+    def release(self) -> None:
+        """Close a place. After the last one, free the context and the weights."""
+        with self.lock:
+            self._open_places -= 1
+            if self._open_places:
+                return
+        self.scheduler.close()
+        self._context.close()
+        self._free_weights()
+
+
+class ContextPlace(KvSequences):
+    """The place of one reply in a shared context, with the methods of `LlamaContext` that a model needs.
+
+    Attributes:
+        plan: The place's share of the context.
+        tokens: The number of KV cells of the place.
+    """
+
+    # Number of the place's llama.cpp sequences that are neither text nor scratch space.
+    _EXTRA_SEQUENCES = 0
+
+    def __init__(self, shared: SharedContext, context: LlamaContext, place: int) -> None:
+        self.plan: ContextPlan = context.plan.share
+        first, count = place * self.plan.sequences, self.plan.sequences - self._EXTRA_SEQUENCES
+        super().__init__(count, window=context.window, first=first, lock=shared.lock)
+        self._attach(context.handle)
+        self.tokens = self.plan.tokens
+        self.shared = shared
+        self._whole = context
+        self._place = place
+        self.max_width = max_pass_tokens(context)
+
+    @property
+    def batch_tokens(self) -> int:
+        """The maximum number of prompt tokens in the next pass, which is lower if other replies share it."""
+        most = self._whole.batch_tokens
+        return min(most, _SHARED_PREFILL_TOKENS) if self.shared.scheduler.is_shared(self._place) else most
+
+    @property
+    def threads(self) -> int:
+        return self._whole.threads
+
+    @property
+    def max_threads(self) -> int:
+        return self._whole.max_threads
+
+    @property
+    def adapts_threads(self) -> bool:
+        return self._whole.adapts_threads
+
+    def append(self, tokens: Sequence[int], position: int) -> None:
+        """Append tokens to the place's text, starting at `position`, without computing logits."""
+        count = len(tokens)
+        self._run(tokens, range(position, position + count), [(0,)] * count, needs_logits=False)
+
+    def run(
+        self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[Sequence[int]]
+    ) -> PassPart:
+        """Run tokens in the next shared pass, and return them with their logits.
+
+        Raises:
+            CancelledError: `interrupt` was called.
+            ContextFullError: There are not enough free KV cells.
+            OutOfMemoryError: A buffer for the forward pass cannot be allocated.
+            BackendError: llama.cpp failed for any other reason.
+        """
+        return self._run(tokens, positions, sequences, needs_logits=True)
+
+    def _run(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        sequences: Sequence[Sequence[int]],
+        *,
+        needs_logits: bool,
+    ) -> PassPart:
+        ids = [[self._first + sequence for sequence in each] for each in sequences]
+        return self.shared.scheduler.run(PassPart(self._place, tokens, positions, ids, needs_logits))
+
+    def interrupt(self, enabled: bool) -> None:
+        """Cancel the current and all later passes of this place with CancelledError, or stop cancelling."""
+        self.shared.scheduler.cancel(self._place, enabled)
+
+    def protect(self, start: int, end: int) -> None:
+        """Keep llama.cpp from using the cells at positions [start, end) of sequence 0 for other tokens."""
+
+
+class WindowPlace(ContextPlace):
+    """The place of one reply in the shared context of a model with sliding-window attention.
+
+    llama.cpp uses the cells of a sequence outside the window for tokens of other replies, although a rollback
+    needs them again. It only does so with cells that belong to a single sequence. The last sequence of the
+    place therefore shares all committed cells.
+    """
+
+    _EXTRA_SEQUENCES = 1
+
+    def __init__(self, shared: SharedContext, context: LlamaContext, place: int) -> None:
+        super().__init__(shared, context, place)
+        self._protecting = self._first + self._scratch + 1
+
+    def protect(self, start: int, end: int) -> None:
+        with self._lock:
+            self._lib.llama_memory_seq_cp(self._memory, self._first, self._protecting, start, end)
+
+    def copy(self, source: int, sequence: int, start: int = -1, end: int = -1) -> None:
+        with self._lock:
+            super().copy(source, sequence, start, end)
+            if sequence == 0:
+                self.protect(start, end)
+
+    def drop(self, sequence: int, start: int, end: int = -1) -> bool:
+        with self._lock:
+            if sequence == 0:
+                self._lib.llama_memory_seq_rm(self._memory, self._protecting, start, end)
+            dropped = super().drop(sequence, start, end)
+            if sequence == 0:
+                # The cells that remain may include accepted tokens of a draft tree.
+                self.protect(0, start)
+            return dropped
+
+    def remove_range(self, start: int, end: int) -> None:
+        with self._lock:
+            self._lib.llama_memory_seq_rm(self._memory, self._protecting, start, end)
+            super().remove_range(start, end)

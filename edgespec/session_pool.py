@@ -1,0 +1,116 @@
+"""The sessions of a runtime, each of which generates one of several concurrent replies."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+
+from edgespec.backends.base import LanguageModel, Progress
+from edgespec.engine.loop import Step
+from edgespec.engine.stats import Stats
+from edgespec.errors import BusyError, ClosedError
+from edgespec.methods import DrafterSet
+from edgespec.request import Request
+from edgespec.session import Session
+
+__all__ = ["Place", "SessionPool"]
+
+
+class Place(NamedTuple):
+    """What one of several concurrent replies uses: the models and drafters of its session."""
+
+    target: LanguageModel
+    draft: LanguageModel | None
+    drafters: DrafterSet
+
+
+class SessionPool:
+    """Starts each reply in a free session. All methods can be called from any thread.
+
+    Attributes:
+        sessions: The sessions. They have the same models and drafters, which share computations and cached
+            prefixes, so any of them can generate any reply.
+    """
+
+    def __init__(self, sessions: Sequence[Session]) -> None:
+        self.sessions = sessions
+        # Reentrant, because starting a reply can end an abandoned one, whose callback may start another.
+        self._starting = threading.RLock()
+        self._closed = False
+
+    @property
+    def first(self) -> Session:
+        """The first session, which has the same properties as all others."""
+        return self.sessions[0]
+
+    def start(
+        self,
+        request: Request,
+        *,
+        is_stop: Callable[[int], bool],
+        is_cancelled: Callable[[], bool],
+        stats: Stats,
+        progress: Progress | None = None,
+    ) -> tuple[Session, Iterator[Step]]:
+        """Start a reply in the free session whose KV cache saves the most prefill. See `Session.start`.
+
+        Raises:
+            BusyError: All sessions are generating replies.
+            ClosedError: The pool was closed.
+        """
+        with self._starting:
+            if self._closed:
+                raise ClosedError("the runtime is closed", "load the model again")
+            # If none is free, a busy one may hold an abandoned reply, which `Session.start` ends.
+            sessions = [session for session in self.sessions if not session.is_busy] or self.sessions
+            if len(sessions) > 1:
+                # Among equal ones, prefer the session whose last reply is the oldest.
+                cached = {session: session.cached_prefix_tokens(request.tokens) for session in sessions}
+                sessions = sorted(sessions, key=lambda session: (-cached[session], session.ended_at))
+            for session in sessions:
+                try:
+                    steps = session.start(
+                        request, is_stop=is_stop, is_cancelled=is_cancelled, stats=stats, progress=progress
+                    )
+                except BusyError as error:
+                    busy = error
+                else:
+                    return session, steps
+        if len(self.sessions) == 1:
+            raise busy
+        raise BusyError(
+            f"{len(self.sessions)} other replies are still being generated",
+            "wait for one of them, cancel one, or use a RequestQueue",
+        )
+
+    @contextmanager
+    def borrowed_target(self) -> Iterator[LanguageModel]:
+        """Provide the target of the first session. Meanwhile, no session can start a reply.
+
+        Raises:
+            BusyError: A reply is running.
+            ClosedError: The pool was closed.
+        """
+        with ExitStack() as borrowed:
+            targets = [borrowed.enter_context(session.borrowed_target()) for session in self.sessions]
+            yield targets[0]
+
+    def clear_cache(self) -> None:
+        """Clear the prefix cache and the caches of all sessions. Raises BusyError or ClosedError."""
+        for session in self.sessions:
+            session.clear_cache()
+
+    def cancel(self) -> None:
+        """Stop all replies in progress after the current target pass."""
+        for session in self.sessions:
+            session.cancel()
+
+    def close(self) -> None:
+        """Stop all replies and free the models. Further calls have no effect."""
+        with self._starting:
+            self._closed = True
+        self.cancel()
+        for session in self.sessions:
+            session.close()
