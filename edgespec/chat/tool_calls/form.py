@@ -74,6 +74,10 @@ class CallForm(Protocol):
     def starts_bare(self) -> bool:
         """Whether a `{` at the start of the answer begins a call as well."""
 
+    @property
+    def reasoning_ends(self) -> tuple[str, ...]:
+        """The texts that begin a call and also end the reasoning, besides the usual marker."""
+
     def read(self, reader: TextReader, writer: CallWriter) -> Wait[bool]:
         """Read calls from behind the text that begins them. Return False if the text is not as expected.
 

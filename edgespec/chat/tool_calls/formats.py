@@ -62,6 +62,7 @@ _FORMS: tuple[tuple[Sequence[str], CallForm], ...] = (
             separators=("<|message|>",),
             around=("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", ""),
             markers=("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"),
+            reasoning_ends=("<|start|>assistant<|channel|>commentary", "<|start|>assistant to="),
             header=r"([\w.:/-]+?)(?:<\|channel\|>commentary)?\s*(?:<\|constrain\|>)?(?:json)?",
         ),
     ),

@@ -10,15 +10,40 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from edgespec.backends.base import Vocabulary
+from edgespec.chat.escaping import is_control
 from edgespec.chat.tool_calls.form import CallForm, ChoicePart, JsonPart, Part, TextPart
+from edgespec.chat.tool_calls.tool_set import ToolSet
 
-__all__ = ["auto_grammar", "required_grammar"]
+__all__ = ["auto_grammar", "required_grammar", "tool_grammar"]
 
 # Keys of a schema next to which `additionalProperties` would have another meaning or none.
 _COMBINING_KEYS = {"additionalProperties", "allOf", "anyOf", "oneOf", "$ref", "patternProperties"}
 # Write JSON as chat templates do. Flexible whitespace would let a model write spaces without end.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ANY_TEXT = "(?s:.*)"
+
+
+def tool_grammar(form: CallForm, tools: ToolSet, vocabulary: Vocabulary) -> str | None:
+    """Return the grammar that a request with tools needs, or None if the model can write anything.
+
+    Args:
+        form: How the model writes calls.
+        tools: The tools of the request. If any of them is strict, the grammar covers all of them.
+        vocabulary: The target's tokenizer.
+    """
+
+    def control_token(text: str) -> int | None:
+        tokens = vocabulary.tokenize(text, special=True, start=False)
+        return tokens[0] if len(tokens) == 1 and is_control(vocabulary, tokens[0]) else None
+
+    if tools.required:
+        schemas = {name: tools.schemas[name] for name in tools.required}
+        return required_grammar(form, schemas, control_token)
+    # The text around the calls of gpt-oss contains control tokens, which this grammar does not describe.
+    if tools.strict and not form.reasoning_ends:
+        return auto_grammar(form, tools.schemas, control_token)
+    return None
 
 
 def required_grammar(

@@ -39,6 +39,7 @@ class JsonForm:
     argument_key: str = "arguments"
     name_key: str = "name"
     starts_bare: bool = False
+    reasoning_ends: tuple[str, ...] = ()
 
     @property
     def markers(self) -> tuple[str, ...]:

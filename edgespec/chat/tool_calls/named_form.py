@@ -25,6 +25,7 @@ class NamedForm:
             model was trained to write them.
         header: A pattern of the text before the separator, whose first group is the name.
         markers: The texts in calls that can be control tokens.
+        reasoning_ends: The texts that begin a call and also end the reasoning.
     """
 
     opens: tuple[str, ...]
@@ -34,6 +35,7 @@ class NamedForm:
     closes: tuple[str, ...] = ()
     header: str = r"([\w.:/-]+)"
     starts_bare: bool = False
+    reasoning_ends: tuple[str, ...] = ()
 
     def read(self, reader: TextReader, writer: CallWriter) -> Wait[bool]:
         yield from read_closes(reader, self.opens)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from edgespec.chat.tool_calls.calls import ToolCallDelta
 from edgespec.chat.tool_calls.form import CallForm, CallWriter
 from edgespec.chat.tool_calls.reader import SPACE, TextReader, Wait
 
-__all__ = ["ParsedText", "ToolCallParser"]
+__all__ = ["CallSyntax", "ParsedText", "ToolCallParser"]
 
 
 class ParsedText(NamedTuple):
@@ -17,6 +19,30 @@ class ParsedText(NamedTuple):
 
     text: str
     calls: tuple[ToolCallDelta, ...]
+
+
+@dataclass(frozen=True)
+class CallSyntax:
+    """What is needed to parse the tool calls of one reply.
+
+    Attributes:
+        form: How the model writes calls.
+        schemas: The JSON schema of each tool's parameters, by the tool's name.
+        id_prefix: The start of the ids of the calls, which must differ between replies.
+    """
+
+    form: CallForm
+    schemas: Mapping[str, Mapping[str, Any]]
+    id_prefix: str
+
+    def parser(self) -> ToolCallParser:
+        """Return a parser for the reply."""
+        return ToolCallParser(self.form, self.schemas, lambda index: f"{self.id_prefix}{index}")
+
+    @cached_property
+    def markers(self) -> frozenset[bytes]:
+        """The texts of control tokens that are part of calls."""
+        return frozenset(marker.encode() for marker in self.form.markers)
 
 
 class ToolCallParser:

@@ -60,6 +60,7 @@ class TaggedForm:
     padded: bool = False
     closes: tuple[str, ...] = ()
     starts_bare: bool = False
+    reasoning_ends: tuple[str, ...] = ()
 
     @property
     def markers(self) -> tuple[str, ...]:

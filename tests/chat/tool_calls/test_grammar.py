@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-import jsonschema  # type: ignore[import-untyped]
+import jsonschema
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
