@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from edgespec.errors import BackendMissingError, ModelFileError
+from edgespec.errors import BackendMissingError, ModelFileError, shorten
 from edgespec.files import read_regular_file, regular_file_bytes
 from edgespec.installation import setup_command
 
@@ -146,7 +146,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
             f"{path} cannot be read: {error.strerror}", "download the model again"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise ModelFileError(f"{path} is not valid JSON: {error}", "download it again") from error
+        raise ModelFileError(f"{path} is not valid JSON: {shorten(error)}", "download it again") from error
     if not isinstance(value, dict):
         raise ModelFileError(f"{path} does not contain a JSON object", "download it again")
     return value
@@ -184,7 +184,9 @@ def read_tensors(file: Path) -> dict[str, StoredTensor]:
     except OSError as error:
         raise ModelFileError(f"{file} cannot be read: {error.strerror}", "download it again") from error
     except (ValueError, ArithmeticError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise ModelFileError(f"the header of {file} is damaged: {error}", "download it again") from error
+        raise ModelFileError(
+            f"the header of {file} is damaged: {shorten(error)}", "download it again"
+        ) from error
     if needed_bytes > size_bytes:
         raise ModelFileError(
             f"{file} is truncated: it has {size_bytes:,} of {needed_bytes:,} bytes", "download it again"

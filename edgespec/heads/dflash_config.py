@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from edgespec.heads.rope_settings import RopeSettings, parse_rope
+
 __all__ = ["DFlashConfig", "is_dflash", "parse_dflash_config"]
 
 _DEFAULT_BLOCK_TOKENS = 16
@@ -18,7 +20,6 @@ class DFlashConfig:
 
     Attributes:
         size: Hidden size of the head, which equals the target's.
-        rope: Rotary embedding settings, in the format of Hugging Face's `rope_scaling`. None for the default.
         vocab_size: Target's vocabulary size.
         context_tokens: Context length that the head was trained for. 0 if unknown.
         states: Layer indices of the target's hidden states that the head reads. Index k means the input of
@@ -39,8 +40,7 @@ class DFlashConfig:
     kv_heads: int
     head_size: int
     norm_eps: float
-    rope_theta: float
-    rope: Mapping[str, Any] | None
+    rope: RopeSettings
     vocab_size: int
     context_tokens: int
     states: tuple[int, ...]
@@ -50,12 +50,6 @@ class DFlashConfig:
     is_causal: bool
     windows: tuple[int, ...]
     markov_rank: int
-
-    @property
-    def rope_type(self) -> str:
-        """Rotary embedding type, such as `llama3` or `yarn`."""
-        rope = self.rope or {}
-        return str(rope.get("rope_type") or rope.get("type") or "default")
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -75,8 +69,6 @@ def parse_dflash_config(config: Mapping[str, Any]) -> DFlashConfig:
         ValueError, KeyError, TypeError, ArithmeticError: A setting is missing, invalid or not supported.
     """
     size, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-    rope = config.get("rope_scaling") or config.get("rope_parameters")
-    rope = rope if isinstance(rope, dict) else {}
     for name, supported in (("model_type", "qwen3"), ("hidden_act", "silu"), ("markov_head_type", "vanilla")):
         if (value := config.get(name) or supported) != supported:
             raise ValueError(f"its {name} {value!r} is not supported")
@@ -90,8 +82,7 @@ def parse_dflash_config(config: Mapping[str, Any]) -> DFlashConfig:
         kv_heads=int(config.get("num_key_value_heads") or heads),
         head_size=int(config.get("head_dim") or size // heads),
         norm_eps=float(config["rms_norm_eps"]),
-        rope_theta=float(config.get("rope_theta") or rope.get("rope_theta") or 10000.0),
-        rope=rope or None,
+        rope=parse_rope(config),
         vocab_size=int(config["vocab_size"]),
         context_tokens=int(config.get("max_position_embeddings") or 0),
         states=_states(config),

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from edgespec.errors import ModelFileError
+from edgespec.errors import ModelFileError, shorten
 from edgespec.files import error_reason, read_regular_file
+from edgespec.heads.rope_settings import RopeSettings, parse_rope
 
 __all__ = ["EagleConfig", "parse_config", "read_config"]
 
@@ -27,7 +28,6 @@ class EagleConfig:
         version: 1 for EAGLE-1 and EAGLE-2, which have the same architecture. 3 for EAGLE-3.
         hidden_size: Size of the head's hidden states and token embeddings.
         target_size: Size of the target's hidden states.
-        rope: Rotary embedding settings, in the format of Hugging Face's `rope_scaling`. None for the default.
         vocab_size: Target's vocabulary size.
         context_tokens: Context length that the head was trained for. 0 if unknown.
         layers: Indices of the target layers whose hidden states the head reads, in the publisher's numbering.
@@ -45,20 +45,13 @@ class EagleConfig:
     kv_heads: int
     head_size: int
     norm_eps: float
-    rope_theta: float
-    rope: Mapping[str, Any] | None
+    rope: RopeSettings
     vocab_size: int
     context_tokens: int
     layers: tuple[int, ...] | None
     norm_before_residual: bool
     norm_before_fc: bool
     norm_output: bool
-
-    @property
-    def rope_type(self) -> str:
-        """Rotary embedding type, such as `llama3` or `yarn`."""
-        rope = self.rope or {}
-        return str(rope.get("rope_type") or rope.get("type") or "default")
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -103,7 +96,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise ModelFileError(f"{path} cannot be read: {error_reason(error)}", "download it again") from error
     except (ValueError, RecursionError) as error:
-        raise ModelFileError(f"{path} is damaged: {error}", "download it again") from error
+        raise ModelFileError(f"{path} is damaged: {shorten(error)}", "download it again") from error
 
 
 def parse_config(config: Mapping[str, Any], version: Literal[1, 3]) -> EagleConfig:
@@ -113,8 +106,6 @@ def parse_config(config: Mapping[str, Any], version: Literal[1, 3]) -> EagleConf
         ValueError, KeyError, TypeError, ArithmeticError: A setting is missing or invalid.
     """
     size, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-    rope = config.get("rope_scaling") or config.get("rope_parameters")
-    rope = rope if isinstance(rope, dict) else {}
     layers = config.get("eagle_aux_hidden_state_layer_ids")
     activation = config.get("hidden_act") or "silu"
     if activation != "silu":
@@ -130,8 +121,7 @@ def parse_config(config: Mapping[str, Any], version: Literal[1, 3]) -> EagleConf
         kv_heads=int(config.get("num_key_value_heads") or heads),
         head_size=int(config.get("head_dim") or size // heads),
         norm_eps=float(config["rms_norm_eps"]),
-        rope_theta=float(config.get("rope_theta") or rope.get("rope_theta") or 10000.0),
-        rope=rope or None,
+        rope=parse_rope(config),
         vocab_size=int(config["vocab_size"]),
         context_tokens=int(config.get("max_position_embeddings") or 0),
         layers=tuple(int(layer) for layer in layers) if layers else None,

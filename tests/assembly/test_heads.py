@@ -130,7 +130,10 @@ class TestFinding:
             edgespec.load(str(target), "none", head=head, **OPTIONS)
 
     def test_a_method_that_lacks_its_head_says_so(self, target: Path) -> None:
-        with pytest.raises(OptionError, match="no head was found in the files of target.gguf or beside them"):
+        with pytest.raises(
+            OptionError,
+            match="no head was found in the files of target.gguf, beside them or in the Hugging Face",
+        ):
             edgespec.load(str(target), "none", method="eagle", **OPTIONS)
         with pytest.raises(OptionError, match="--head none was given"):
             edgespec.load(str(target), "none", method="eagle", head="none", **OPTIONS)

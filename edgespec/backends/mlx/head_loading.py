@@ -97,7 +97,8 @@ def check_finite(head: LanguageModel, folder: Path) -> None:
     # Tokens outside the draft vocabulary have the logit -inf.
     if np.isnan(logits).any() or not np.isfinite(logits).any():
         raise ModelFileError(
-            f"the head {folder} is damaged: its logits are not finite", "download it again, or omit --head"
+            f"the head {folder} is damaged: its logits are not finite",
+            "download it again, or use --head none",
         )
 
 
