@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from edgespec.errors import BackendMissingError, ModelFileError, shorten
 from edgespec.files import read_regular_file, regular_file_bytes
+from edgespec.heads.residual_layout import residual_head_method
 from edgespec.installation import setup_command
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "WEIGHTS_INDEX",
     "StoredTensor",
     "head_weights",
+    "is_complete_without_config",
     "is_weights",
     "missing_among",
     "missing_files",
@@ -106,8 +108,14 @@ def missing_among(names: Iterable[str]) -> list[str]:
 def missing_from_head(folder: Path) -> list[str]:
     """Return the names of the files that a head in the layout of Hugging Face lacks."""
     names = [path.name for path in folder.iterdir() if path.is_file()]
-    missing = [] if "config.json" in names else ["config.json"]
-    return missing if head_weights(names) else [*missing, "model.safetensors"]
+    weights = head_weights(names)
+    missing = [] if "config.json" in names or is_complete_without_config(weights) else ["config.json"]
+    return missing if weights else [*missing, "model.safetensors"]
+
+
+def is_complete_without_config(weights: Iterable[str]) -> bool:
+    """Return whether these are the weight files of a Medusa or Hydra head, whose shapes tell all sizes."""
+    return any(residual_head_method(Path(name)) for name in weights)
 
 
 def head_weights(names: Iterable[str]) -> list[str]:

@@ -244,7 +244,9 @@ class TestPlanning:
         assert [option.reference for option in both.pair.heads] == [str(head)]
         assert both.pair.why_no_head == f"the head {other} does not fit in memory"
         assert [decision.what for decision in both.plan.decisions] == ["only 1 of 2 heads"]
-        assert planned(both.plan.total_bytes - 1).pair.heads == ()
+        neither = planned(both.plan.total_bytes - 1).pair
+        assert neither.heads == ()
+        assert neither.why_no_head == f"the heads {head} and {other} do not fit in memory"
 
     def test_plans_name_the_head(self, target: Path, head: Path) -> None:
         preview = edgespec.plan(str(target), "none", context=512)

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.errors import ModelFileError, shorten
+from edgespec.files import explain_write_errors
 from edgespec.heads.dflash_config import DFlashConfig
 from edgespec.heads.eagle_config import EagleConfig
 from edgespec.heads.rope_settings import RopeSettings
@@ -54,9 +55,10 @@ def write_head(
             writer.add_tensor(name, _converted(values, f"the {name} of the head in {folder}"))
         if target_ids is not None:
             writer.add_tensor("d2t", target_ids)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
+        with explain_write_errors(output):
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
     except (KeyError, ValueError, TypeError, ArithmeticError, struct.error) as error:
         raise ModelFileError(
             f"the config.json of the head in {folder} has invalid settings: {shorten(error)}",
