@@ -6,11 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from edgespec.heads.config_values import positive
 from edgespec.heads.rope_settings import RopeSettings, parse_rope
 
 __all__ = ["DFlashConfig", "is_dflash", "parse_dflash_config"]
 
 _DEFAULT_BLOCK_TOKENS = 16
+# Maximum number of layers. Published heads have five.
+_MAX_LAYERS = 128
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
@@ -69,19 +72,22 @@ def parse_dflash_config(config: Mapping[str, Any]) -> DFlashConfig:
         ValueError, KeyError, TypeError, ArithmeticError: A setting is missing, invalid or not supported.
     """
     size, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    layers = int(config["num_hidden_layers"])
+    if not 0 < layers <= _MAX_LAYERS:
+        raise ValueError(f"its num_hidden_layers is {layers:,}, but must be from 1 to {_MAX_LAYERS}")
     for name, supported in (("model_type", "qwen3"), ("hidden_act", "silu"), ("markov_head_type", "vanilla")):
         if (value := config.get(name) or supported) != supported:
             raise ValueError(f"its {name} {value!r} is not supported")
     markov_rank = int(config.get("markov_rank") or 0)
-    windows = _windows(config)
+    windows = _windows(config, layers)
     result = DFlashConfig(
         size=size,
-        layers=int(config["num_hidden_layers"]),
+        layers=layers,
         feed_forward_size=int(config["intermediate_size"]),
         heads=heads,
         kv_heads=int(config.get("num_key_value_heads") or heads),
         head_size=int(config.get("head_dim") or size // heads),
-        norm_eps=float(config["rms_norm_eps"]),
+        norm_eps=positive("rms_norm_eps", config["rms_norm_eps"]),
         rope=parse_rope(config),
         vocab_size=int(config["vocab_size"]),
         context_tokens=int(config.get("max_position_embeddings") or 0),
@@ -94,7 +100,7 @@ def parse_dflash_config(config: Mapping[str, Any]) -> DFlashConfig:
         markov_rank=markov_rank,
     )
     sizes = (
-        result.size, result.layers, result.feed_forward_size, result.heads, result.kv_heads, result.head_size,
+        result.size, result.feed_forward_size, result.heads, result.kv_heads, result.head_size,
         result.vocab_size, result.block_tokens,
     )  # fmt: skip
     if min(sizes) <= 0 or result.head_size % 2 or result.heads % result.kv_heads:
@@ -111,10 +117,9 @@ def _states(config: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(int(layer) for layer in config["aux_hidden_state_layer_ids"])
 
 
-def _windows(config: Mapping[str, Any]) -> tuple[int, ...]:
-    count = int(config["num_hidden_layers"])
-    types = config.get("layer_types") or [_FULL] * count
-    if len(types) != count or not {*types} <= {_SLIDING, _FULL}:
+def _windows(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    types = config.get("layer_types") or [_FULL] * layers
+    if len(types) != layers or not {*types} <= {_SLIDING, _FULL}:
         raise ValueError(f"its layer_types {types!r} are not supported")
     return tuple(int(config["sliding_window"]) if kind == _SLIDING else 0 for kind in types)
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from edgespec.errors import ModelFileError, shorten
 from edgespec.files import error_reason, read_regular_file
+from edgespec.heads.config_values import positive
 from edgespec.heads.rope_settings import RopeSettings, parse_rope
 
 __all__ = ["EagleConfig", "parse_config", "read_config"]
@@ -120,7 +121,7 @@ def parse_config(config: Mapping[str, Any], version: Literal[1, 3]) -> EagleConf
         heads=heads,
         kv_heads=int(config.get("num_key_value_heads") or heads),
         head_size=int(config.get("head_dim") or size // heads),
-        norm_eps=float(config["rms_norm_eps"]),
+        norm_eps=positive("rms_norm_eps", config["rms_norm_eps"]),
         rope=parse_rope(config),
         vocab_size=int(config["vocab_size"]),
         context_tokens=int(config.get("max_position_embeddings") or 0),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from edgespec.errors import CapabilityError, ModelFileError, shorten
+from edgespec.files import error_reason
 from edgespec.heads.stored_tensor import StoredTensor
 from edgespec.heads.tensor_files import read_tensor_file
 
@@ -173,7 +174,9 @@ def _read_config(path: Path) -> Mapping[str, Any]:
             raise ValueError(f"hidden_state_offset is {offset!r}")
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise ModelFileError(f"{path} cannot be read: {error_reason(error)}", "download it again") from error
+    except (ValueError, RecursionError) as error:
         raise ModelFileError(f"{path} is damaged: {shorten(error)}", "download it again") from error
     return config
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from edgespec.heads.config_values import positive
 
 __all__ = ["RopeSettings", "parse_rope"]
 
@@ -39,10 +40,7 @@ def parse_rope(config: Mapping[str, Any]) -> RopeSettings:
     scaling = scaling if isinstance(scaling, dict) else {}
     theta = config.get("rope_theta") or scaling.get("rope_theta") or RopeSettings().theta
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
-    numbers = {name: scaling[name] for name in _POSITIVE if scaling.get(name) is not None}
-    for name, value in {"rope_theta": theta, **numbers}.items():
-        if not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise ValueError(f"its {name} is {value!r}, but must be a positive number")
+    numbers = {name: positive(name, scaling[name]) for name in _POSITIVE if scaling.get(name) is not None}
     if kind == "llama3" and numbers.get("low_freq_factor") == numbers.get("high_freq_factor"):
         raise ValueError("its low_freq_factor and high_freq_factor must be given and differ")
-    return RopeSettings(float(theta), kind, scaling)
+    return RopeSettings(positive("rope_theta", theta), kind, scaling)

@@ -335,6 +335,8 @@ def test_a_published_head_is_converted(
         {"vocab_size": 50},
         {"eagle_aux_hidden_state_layer_ids": "abc"},
         {"rms_norm_eps": "x"},
+        {"rms_norm_eps": float("nan")},
+        {"rms_norm_eps": -1.0},
         {"head_dim": 15},
     ],
 )
