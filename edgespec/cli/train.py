@@ -12,7 +12,7 @@ import click
 from edgespec.cli.help import HelpfulGroup
 from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.measuring import duration_text, prompts_option
-from edgespec.cli.options import KindType, json_option, model_reference
+from edgespec.cli.options import KindType, OutputPath, json_option, model_reference
 from edgespec.cli.screen import ProgressLine, note, print_json, print_table, printable
 from edgespec.option_kinds import Integer
 
@@ -79,7 +79,7 @@ def _add_command(kind: _Kind) -> None:
         "folder",
         metavar="DIR",
         required=True,
-        type=click.Path(path_type=Path, file_okay=False),
+        type=OutputPath(path_type=Path, file_okay=False),
         help="Folder in which to save the head. A head that is already there is replaced only by a better"
         " one.",
     )
