@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import LoadOptions
+from edgespec.backends.llamacpp.adapters import LoraAdapters
 from edgespec.backends.llamacpp.batch import Batch, Inputs
 from edgespec.backends.llamacpp.hidden_state_hook import HiddenStateHook
 from edgespec.backends.llamacpp.kv_sequences import KvSequences
@@ -99,6 +100,7 @@ class LlamaContext(KvSequences):
         takes_hidden: bool = False,
         target: LlamaContext | None = None,
         mtp: bool = False,
+        adapters: LoraAdapters | None = None,
     ) -> None:
         lib = library()
         super().__init__(plan.sequences, window=lib.llama_model_n_swa(model))
@@ -119,7 +121,7 @@ class LlamaContext(KvSequences):
         params.swa_full = True
         params.kv_unified = True
         params.no_perf = True
-        self._model, self._target = model, target
+        self._model, self._target, self._adapters = model, target, adapters
         self._vocab_size = vocabulary_size(model)
         self._taps = StateTaps(model)
         self._hook, self._always_hooked = hook or self._taps.hook, hook is not None
@@ -175,6 +177,12 @@ class LlamaContext(KvSequences):
         self.interrupt.attach(context)
         self.plan, self.tokens = plan, int(self._lib.llama_n_ctx(self._context))
         self._taps.apply(context)
+        self.apply_adapters()
+
+    def apply_adapters(self) -> None:
+        """Use the adapters with their current scales from the next pass on. Raises BackendError."""
+        if self._adapters:
+            self._adapters.apply(self._context)
 
     @property
     def _needs_hook(self) -> bool:
