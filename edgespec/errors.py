@@ -21,7 +21,14 @@ __all__ = [
     "OutOfMemoryError",
     "TemplateError",
     "VocabularyMismatchError",
+    "shorten",
 ]
+
+
+def shorten(text: object, max_characters: int = 120) -> str:
+    """Return a text for a message, cut after `max_characters`. Names in files can have any length."""
+    shown = str(text)
+    return shown if len(shown) <= max_characters else f"{shown[:max_characters]}..."
 
 
 class EdgespecError(Exception):
