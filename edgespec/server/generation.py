@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from edgespec import QueuedReply, Reply, RequestQueue, TextChunk
+from edgespec.errors import CancelledError
 from edgespec.server.models import LoadedModel
 
 __all__ = ["ChatPrompt", "Event", "Generation", "ReplyRequest", "TextPrompt"]
@@ -97,6 +98,8 @@ class Generation:
             index, event = await self._received.get()
             if isinstance(event, Exception):
                 raise event
+            if isinstance(event, Reply) and event.finish_reason == "cancelled":
+                raise CancelledError("the server ended the reply")
             unfinished -= isinstance(event, Reply)
             yield index, event
 

@@ -8,18 +8,20 @@ import threading
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import edgespec
 from edgespec import RequestQueue, Runtime
-from edgespec.catalog import resolve
+from edgespec.catalog import ModelInfo, find_installed, resolve
+from edgespec.catalog.catalogue import user_aliases
 from edgespec.catalog.reference_parsing import PathReference, parse_reference
 from edgespec.errors import BusyError, ClosedError, EdgespecError, ModelNotFoundError
 from edgespec.options import LOAD_OPTIONS
 from edgespec.server.settings import ServerSettings
 
-__all__ = ["LoadedModel", "ModelPool"]
+__all__ = ["KnownModel", "LoadedModel", "ModelPool"]
 
 # How often to look for models that were not used for `idle_unload_seconds`.
 _IDLE_CHECK_SECONDS = 1.0
@@ -27,6 +29,23 @@ _IDLE_CHECK_SECONDS = 1.0
 _SINGLE_MODEL_OPTIONS = {name for name, option in LOAD_OPTIONS.items() if option.per_run} | {"head"}
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """A model that requests can name.
+
+    Attributes:
+        name: The name.
+        created: Unix time in seconds at which its file was last changed, or 0 if unknown.
+        info: The metadata in its files, or None if they could not be read.
+        loaded: The model if it is loaded.
+    """
+
+    name: str
+    created: int
+    info: ModelInfo | None
+    loaded: LoadedModel | None
 
 
 class LoadedModel:
@@ -141,8 +160,28 @@ class ModelPool:
             async with self._user_left:
                 self._user_left.notify_all()
 
-    def _find(self, name: str) -> Path:
-        """Return the path of a model on this machine."""
+    async def known(self) -> list[KnownModel]:
+        """Return the models on this machine that requests can name, the server's own first."""
+        loaded = {path: model for path, entry in self._entries.items() if (model := entry.loaded)}
+        return await asyncio.to_thread(self._known, loaded)
+
+    def _known(self, loaded: Mapping[Path, LoadedModel]) -> list[KnownModel]:
+        installed = {each.reference: each for each in find_installed(include_embedded=True).models}
+        known: dict[Path, KnownModel] = {}
+        for name in (self._settings.target, *user_aliases(), *installed):
+            try:
+                path = installed[name].path if name in installed else self._find(name)
+                if name in installed:
+                    self._check_name(name)
+                created = int(path.stat().st_mtime)
+            except (EdgespecError, OSError):
+                continue
+            info = next((each.info for each in installed.values() if each.path == path), None)
+            known.setdefault(path, KnownModel(name, created, info, loaded.get(path)))
+        return list(known.values())
+
+    def _check_name(self, name: str) -> None:
+        """Raise ModelNotFoundError if requests must not name a model like this."""
         if name != self._settings.target and isinstance(parse_reference(name), PathReference):
             # Clients must not be able to open any file on this machine.
             raise ModelNotFoundError(
@@ -150,6 +189,10 @@ class ModelPool:
                 " list` shows",
                 "name the model with `edgespec models alias NAME PATH`",
             )
+
+    def _find(self, name: str) -> Path:
+        """Return the path of a model on this machine."""
+        self._check_name(name)
         return resolve(name, allow_download=name == self._settings.target).path
 
     async def _load(self, name: str, path: Path, entry: _Entry) -> LoadedModel:
