@@ -52,10 +52,11 @@ def _by_path(protocol: Protocol) -> Mapping[str, Mapping[str, Operation]]:
 def _protocol_of(path: str) -> Protocol:
     """Return the protocol with the longest prefix of the path."""
     prefixes = {prefix: protocol for protocol in PROTOCOLS for prefix in protocol.prefixes}
-    return prefixes[max((prefix for prefix in prefixes if path.startswith(prefix)), key=len)]
+    return prefixes[max((prefix for prefix in prefixes if path.startswith(prefix)), key=len, default="/")]
 
 
 async def _unknown_path(scope: Scope, receive: Receive, send: Send) -> None:
     path = scope["path"]
-    error = ApiError(404, f"there is nothing at {path[:100]}; /openapi.json lists the paths", code="not_found")
+    message = f"there is nothing at {path[:100]}; /openapi.json lists the paths"
+    error = ApiError(404, message, code="not_found")
     await error_response(_protocol_of(path), error)(scope, receive, send)

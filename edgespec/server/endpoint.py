@@ -75,7 +75,7 @@ class PathEndpoint:
 
     async def _read(
         self, operation: Operation | None, scope: Scope, receive: Receive
-    ) -> BaseModel | None | ApiError:
+    ) -> BaseModel | ApiError | None:
         """Return the validated body, or the error if it is invalid."""
         if operation is None:
             allowed = ", ".join(self._operations)
@@ -84,7 +84,7 @@ class PathEndpoint:
             )
         try:
             data = await _read_body(scope, receive)
-            return operation.body and operation.body.model_validate_json(data)
+            return operation.body.model_validate_json(data) if operation.body else None
         except ApiError as error:
             return error
         except ValidationError as error:
@@ -134,8 +134,11 @@ async def _read_body(scope: Scope, receive: Receive) -> bytes:
                 if not message.get("more_body", False):
                     return bytes(body)
     except TimeoutError:
-        message = f"the request body did not arrive within {BODY_SECONDS:.0f} seconds; send it again"
-        raise ApiError(408, message, headers={"Connection": "close"}) from None
+        raise ApiError(
+            408,
+            f"the request body did not arrive within {BODY_SECONDS:.0f} seconds; send it again",
+            headers={"Connection": "close"},
+        ) from None
 
 
 def _too_large() -> ApiError:

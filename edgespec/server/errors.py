@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,8 @@ __all__ = ["ApiError", "api_error", "invalid_request", "validation_error"]
 # Seconds after which a client should retry if the server is busy or is stopping.
 _RETRY_SECONDS = 5
 _MAX_SHOWN_CHARACTERS = 100
+# Names of types, which pydantic adds to the place of a problem if a field allows several types.
+_TYPE = re.compile(r"\[|-|^(?:str|int|float|bool|dict|[A-Z]\w*)$")
 
 
 @dataclass(eq=False)
@@ -92,8 +95,8 @@ def validation_error(error: ValidationError, known: Sequence[str]) -> ApiError:
         error: The exception.
         known: Names of the fields that the operation supports, to suggest one for a misspelt name.
     """
-    problem = error.errors(include_url=False, include_context=False, include_input=True)[0]
-    place = ".".join(str(part) for part in problem["loc"])
+    problems = error.errors(include_url=False, include_context=False, include_input=True)
+    problem, place = problems[0], _place(problems[0]["loc"])
     if problem["type"] == "json_invalid":
         return invalid_request("the request body is not valid JSON; check its syntax")
     if problem["type"] == "extra_forbidden":
@@ -104,9 +107,16 @@ def validation_error(error: ValidationError, known: Sequence[str]) -> ApiError:
         )
     if not place:
         return invalid_request("the request body must be a JSON object; enclose its fields in braces")
-    message = problem["msg"][:1].lower() + problem["msg"][1:]
+    # A field that allows several types has a problem for each of them.
+    messages = [each["msg"] for each in problems if _place(each["loc"]) == place]
+    message = ", or ".join(text[:1].lower() + text[1:] for text in dict.fromkeys(messages))
     given = "" if problem["type"] == "missing" else f", not {_shown(problem['input'])}"
     return invalid_request(f"{place}: {message}{given}", place)
+
+
+def _place(path: tuple[int | str, ...]) -> str:
+    """Return the place of a problem, such as `messages.0.content`, without the names of types."""
+    return ".".join(str(part) for part in path if not _TYPE.search(str(part)))
 
 
 def _shown(value: Any) -> str:

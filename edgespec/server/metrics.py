@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from edgespec import Reply
 
@@ -43,8 +43,9 @@ class Metrics:
         """Add the statistics of an ended reply. None stands for a reply that failed."""
         with self._lock:
             self._replies[reply.finish_reason if reply else "failed"] += 1
-            for name in _STATS if reply else ():
-                self._totals[name] += getattr(reply.stats, name)
+            if reply:
+                for name in _STATS:
+                    self._totals[name] += getattr(reply.stats, name)
 
     def text(self, waiting: Mapping[str, int]) -> str:
         """Return all metrics.
@@ -53,13 +54,11 @@ class Metrics:
             waiting: Number of waiting requests for each loaded model.
         """
         with self._lock:
-            lines = _lines(
-                "requests",
-                ((f'path="{path}",status="{status}"', count) for (path, status), count in self._requests.items()),
-            )
-            lines += _lines("replies", ((f'reason="{why}"', count) for why, count in self._replies.items()))
+            requests = {f'path="{path}",status="{code}"': n for (path, code), n in self._requests.items()}
+            lines = _lines("requests", requests)
+            lines += _lines("replies", {f'reason="{why}"': n for why, n in self._replies.items()})
             for name, total in self._totals.items():
-                lines += _lines(name, [("", total)])
+                lines += _lines(name, {"": total})
         lines += [
             "# HELP edgespec_requests_waiting Requests that wait for a loaded model.",
             "# TYPE edgespec_requests_waiting gauge",
@@ -71,9 +70,11 @@ class Metrics:
         return "\n".join(lines) + "\n"
 
 
-def _lines(name: str, values: Iterable[tuple[str, float]]) -> list[str]:
+def _lines(name: str, values: Mapping[str, float]) -> list[str]:
     metric = f"edgespec_{name}_total"
-    rows = [f"{metric}{{{labels}}} {value}" if labels else f"{metric} {value}" for labels, value in values]
+    rows = [
+        f"{metric}{{{labels}}} {value}" if labels else f"{metric} {value}" for labels, value in values.items()
+    ]
     return [f"# HELP {metric} {_HELP[name]}", f"# TYPE {metric} counter", *rows]
 
 

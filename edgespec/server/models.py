@@ -105,8 +105,8 @@ class ModelPool:
     """Lends loaded models to requests. Used in the server's event loop only.
 
     - Models are loaded and unloaded one at a time, in the order of the requests for them.
-    - A model is loaded beside others if it fits into the rest of the memory budget without reductions, such as
-      a shorter context. Otherwise, the models that were not used for the longest time are unloaded first.
+    - A model is loaded beside others if it fits into the rest of the memory budget without reductions, such
+      as a shorter context. Otherwise, the models that were not used for the longest time are unloaded first.
     - A model is unloaded only when no request uses it. Requests that arrive while it is leaving wait until it
       is loaded again, so that a busy model cannot keep others from being loaded.
     """

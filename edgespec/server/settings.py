@@ -50,7 +50,9 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         if self.api_key is not None and not self.api_key.strip():
-            raise OptionError("the API key is empty", "set --api-key or EDGESPEC_API_KEY to a long random text")
+            raise OptionError(
+                "the API key is empty", "set --api-key or EDGESPEC_API_KEY to a long random text"
+            )
         if not is_loopback(self.host) and self.api_key is None:
             raise OptionError(
                 f"--host {self.host} makes the server reachable from other machines, but there is no API key",

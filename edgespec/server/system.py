@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
-
 from starlette.responses import PlainTextResponse, Response
+from typing_extensions import TypedDict
 
 from edgespec.server.openai.errors import error_body
 from edgespec.server.protocol import Call, Operation, Protocol

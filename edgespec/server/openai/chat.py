@@ -5,14 +5,15 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import AsyncGenerator
-from typing import Annotated, Any, NotRequired, TypedDict
+from typing import Annotated, Any, NotRequired
 
 from pydantic import Field
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from edgespec import Reply
 from edgespec.server.fields import Ignored
-from edgespec.server.generation import Generation, ReplyRequest
+from edgespec.server.generation import ReplyRequest
 from edgespec.server.openai.errors import error_event
 from edgespec.server.openai.fields import OpenAIFields, requests_options
 from edgespec.server.openai.messages import ChatMessage, chat_prompt
@@ -70,7 +71,10 @@ async def create_chat_completion(call: Call[ChatRequest]) -> Response:
     async with call.service.generate(call.body.model, _requests(call.body)) as generation:
         replies = await generation.replies()
         completion: ChatCompletion = {
-            **_head(call.body, generation, "chat.completion"),
+            "id": _new_id(),
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": call.body.model or generation.model.name,
             "choices": [
                 {
                     "index": index,
@@ -87,19 +91,13 @@ async def create_chat_completion(call: Call[ChatRequest]) -> Response:
 
 
 def _requests(body: ChatRequest) -> list[ReplyRequest]:
-    if body.max_completion_tokens is not None:
-        body.max_tokens = body.max_completion_tokens
-    prompt = chat_prompt(body.messages)
-    return [ReplyRequest(prompt, options) for options in requests_options(body)]
+    prompt, limit = chat_prompt(body.messages), body.max_completion_tokens
+    limits = {} if limit in (None, -1) else {"max_tokens": limit}
+    return [ReplyRequest(prompt, {**options, **limits}) for options in requests_options(body)]
 
 
-def _head(body: ChatRequest, generation: Generation, kind: str) -> Any:
-    return {
-        "id": f"chatcmpl-{secrets.token_hex(12)}",
-        "object": kind,
-        "created": int(time.time()),
-        "model": body.model or generation.model.name,
-    }
+def _new_id() -> str:
+    return f"chatcmpl-{secrets.token_hex(12)}"
 
 
 def _message(reply: Reply) -> ReplyMessage:
@@ -112,13 +110,18 @@ def _message(reply: Reply) -> ReplyMessage:
 async def _stream(call: Call[ChatRequest]) -> AsyncGenerator[bytes, None]:
     """Yield the events of a streamed reply.
 
-    The usage is in the last choice's last event. If the client asked for it, it has an event of its own, which
-    has no choices. Clients that did not ask for that often fail on it.
+    The usage is in the last choice's last event. If the client asked for it, it has an event of its own,
+    which has no choices. Clients that did not ask for that often fail on it.
     """
     body = call.body
     own_event = bool(body.stream_options and body.stream_options.include_usage)
     async with call.service.generate(body.model, _requests(body)) as generation:
-        head = _head(body, generation, "chat.completion.chunk")
+        head = {
+            "id": _new_id(),
+            "object": "chat.completion.chunk",
+            "created": int(time.time()),
+            "model": body.model or generation.model.name,
+        }
         started: set[int] = set()
         replies: dict[int, Reply] = {}
         async for index, event in generation.events():

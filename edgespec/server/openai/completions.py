@@ -5,14 +5,15 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import AsyncGenerator
-from typing import Any, TypedDict
+from typing import Any
 
 from pydantic import Field
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from edgespec import Reply
 from edgespec.server.errors import invalid_request
-from edgespec.server.generation import Generation, ReplyRequest, TextPrompt
+from edgespec.server.generation import ReplyRequest, TextPrompt
 from edgespec.server.openai.errors import error_event
 from edgespec.server.openai.fields import MAX_CHOICES, OpenAIFields, requests_options
 from edgespec.server.openai.report import Report, Timings, Usage, report, timings, usage
@@ -60,7 +61,10 @@ async def create_completion(call: Call[CompletionRequest]) -> Response:
     async with call.service.generate(body.model, requests) as generation:
         replies = await generation.replies()
         completion: Completion = {
-            **_head(body, generation),
+            "id": _new_id(),
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": body.model or generation.model.name,
             "choices": [
                 {
                     "index": index,
@@ -91,27 +95,25 @@ def _requests(body: CompletionRequest) -> list[ReplyRequest]:
     ]
 
 
-def _head(body: CompletionRequest, generation: Generation) -> Any:
-    return {
-        "id": f"cmpl-{secrets.token_hex(12)}",
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": body.model or generation.model.name,
-    }
+def _new_id() -> str:
+    return f"cmpl-{secrets.token_hex(12)}"
 
 
 def _echoed(body: CompletionRequest, request: ReplyRequest) -> str:
     return request.prompt.text if body.echo and isinstance(request.prompt, TextPrompt) else ""
 
 
-async def _stream(
-    call: Call[CompletionRequest], requests: list[ReplyRequest]
-) -> AsyncGenerator[bytes, None]:
+async def _stream(call: Call[CompletionRequest], requests: list[ReplyRequest]) -> AsyncGenerator[bytes, None]:
     """Yield the events of streamed texts. The usage is where chat completions have it."""
     body = call.body
     own_event = bool(body.stream_options and body.stream_options.include_usage)
     async with call.service.generate(body.model, requests) as generation:
-        head = _head(body, generation)
+        head = {
+            "id": _new_id(),
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": body.model or generation.model.name,
+        }
         started: set[int] = set()
         replies: dict[int, Reply] = {}
         async for index, event in generation.events():

@@ -48,9 +48,9 @@ class OpenAIFields(ReplyFields):
 def requests_options(fields: OpenAIFields) -> list[dict[str, Any]]:
     """Return the options of each of the `n` replies. With a seed, each reply has another one."""
     if fields.stream_options and not fields.stream:
-        raise invalid_request("stream_options needs stream: true; leave it out, or set stream", "stream_options")
+        raise invalid_request(
+            "stream_options needs stream: true; leave it out, or set stream", "stream_options"
+        )
     options = reply_options(fields)
     seed = options.get("seed")
-    return [
-        options if seed is None else {**options, "seed": seed + index} for index in range(fields.n or 1)
-    ]
+    return [options if seed is None else {**options, "seed": seed + index} for index in range(fields.n or 1)]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
-
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from edgespec.server.errors import ApiError
 from edgespec.server.models import KnownModel

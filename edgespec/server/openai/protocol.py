@@ -32,12 +32,8 @@ OPENAI = Protocol(
             Completion,
             streams=True,
         ),
-        Operation(
-            "GET", "/v1/models", "List the models on this machine.", list_models, response=ModelList
-        ),
-        Operation(
-            "GET", "/v1/models/{model:path}", "Describe a model.", retrieve_model, response=Model
-        ),
+        Operation("GET", "/v1/models", "List the models on this machine.", list_models, response=ModelList),
+        Operation("GET", "/v1/models/{model:path}", "Describe a model.", retrieve_model, response=Model),
     ),
     error_body,
 )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypedDict
+
+from typing_extensions import TypedDict
 
 from edgespec import Reply
 from edgespec.server.models import LoadedModel
@@ -51,7 +52,8 @@ class Timings(TypedDict):
 class LossLimit(TypedDict):
     """Bound on what drafting can cost a reply.
 
-    The reply takes at most `1 + share` times as long as with plain decoding, plus the time of `passes` passes.
+    The reply takes at most `1 + share` times as long as with plain decoding, plus the time of `passes`
+    passes.
     """
 
     share: float
