@@ -215,7 +215,8 @@ class ModelPool:
         return edgespec.load(**options, progress=lambda *_: not self._stopping.is_set())
 
     def _options_for(self, name: str) -> dict[str, Any]:
-        options = {"target": name, **self._settings.load_options}
+        # Any request may ask for the method `auto`, which needs measured costs.
+        options = {"target": name, **self._settings.load_options, "methods": ("auto",)}
         if name == self._settings.target:
             return {**options, "draft": self._settings.draft}
         own = {key: value for key, value in options.items() if key not in _SINGLE_MODEL_OPTIONS}

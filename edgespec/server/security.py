@@ -40,7 +40,8 @@ class Guard:
         public_paths: frozenset[str],
     ) -> None:
         self._app, self._protocol_of, self._public_paths = app, protocol_of, public_paths
-        self._key_digest = _digest(settings.api_key) if settings.api_key is not None else None
+        key = settings.api_key
+        self._key_digest = None if key is None else _digest(key.encode("utf-8", "surrogateescape"))
         self._origins = frozenset(settings.allowed_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -86,12 +87,14 @@ class Guard:
     def _has_key(self, headers: Headers) -> bool:
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
         given = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-        return self._key_digest is not None and hmac.compare_digest(_digest(given), self._key_digest)
+        return self._key_digest is not None and hmac.compare_digest(
+            _digest(given.encode("latin-1")), self._key_digest
+        )
 
 
-def _digest(key: str) -> bytes:
+def _digest(key: bytes) -> bytes:
     """Return a hash of the key, so that comparing keys takes the same time for all lengths."""
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+    return hashlib.sha256(key).digest()
 
 
 def _host_name(host: str) -> str:
