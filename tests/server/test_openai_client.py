@@ -239,23 +239,25 @@ def test_a_waiting_request_is_cancelled(
     server: HttpServer, http: httpx.Client, endless: dict[str, Any]
 ) -> None:
     body = {"messages": MESSAGES, **endless}
-    with (
-        httpx.Client(base_url=server.url, timeout=0.3) as impatient,
-        httpx.Client(base_url=server.url) as other,
-    ):
-        with impatient.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as response:
-            next(response.iter_lines())
-            with pytest.raises(httpx.ReadTimeout):
-                other.post("/v1/chat/completions", json=body, timeout=0.1)
-            assert 'requests_waiting{model="demo"} 0' in http.get("/metrics").text
+    with http.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as response:
+        lines = response.iter_lines()
+        next(lines)
+        with httpx.Client(base_url=server.url) as impatient, pytest.raises(httpx.ReadTimeout):
+            impatient.post("/v1/chat/completions", json=body, timeout=0.1)
+        deadline = time.monotonic() + 10
+        while 'requests_waiting{model="demo"} 0' not in http.get("/metrics").text:
+            assert time.monotonic() < deadline
+        assert next(line for line in lines if line)
 
 
 def test_full_queue(endless: dict[str, Any]) -> None:
     with running(max_waiting=1) as server, httpx.Client(base_url=server.url) as client:
         body = {"messages": MESSAGES, "n": 2, "stream": True, **endless}
         with client.stream("POST", "/v1/chat/completions", json=body) as response:
-            next(response.iter_lines())
+            lines = response.iter_lines()
+            next(lines)
             refused = client.post("/v1/chat/completions", json={"messages": MESSAGES})
+            assert next(line for line in lines if line)
     assert refused.status_code == 429
     assert int(refused.headers["retry-after"]) > 0
     assert refused.json()["error"]["code"] == "queue_full"
