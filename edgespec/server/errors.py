@@ -95,8 +95,10 @@ def validation_error(error: ValidationError, known: Sequence[str]) -> ApiError:
         error: The exception.
         known: Names of the fields that the operation supports, to suggest one for a misspelt name.
     """
-    problems = error.errors(include_url=False, include_context=False, include_input=True)
+    problems = error.errors(include_url=False)
     problem, place = problems[0], _place(problems[0]["loc"])
+    if isinstance(wrong := problem.get("ctx", {}).get("error"), OptionError):
+        return invalid_request(str(wrong), place)
     if problem["type"] == "json_invalid":
         return invalid_request("the request body is not valid JSON; check its syntax")
     if problem["type"] == "extra_forbidden":

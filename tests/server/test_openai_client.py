@@ -129,8 +129,8 @@ def test_a_last_assistant_message_is_continued(client: openai.OpenAI) -> None:
     [
         ({"temperatur": 1}, "temperatur", "unknown field 'temperatur'; did you mean temperature?"),
         ({"temperature": "hot"}, "temperature", "temperature: input should be a valid number, not 'hot'"),
-        ({"temperature": -1}, None, "temperature must be a number from 0 to 100, not -1"),
-        ({"method": "modle"}, None, "did you mean 'model'?"),
+        ({"temperature": -1}, "temperature", "temperature must be a number from 0 to 100, not -1"),
+        ({"method": "modle"}, "method", "did you mean 'model'?"),
         ({"method": "lookahead"}, None, "lookahead"),
         ({"n": 99}, "n", "n: input should be less than or equal to 16, not 99"),
         ({"messages": []}, "messages", "messages: list should have at least 1 item"),
