@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from edgespec.errors import EdgespecError
+from edgespec.errors import BusyError, EdgespecError
 from edgespec.files import format_bytes
 from edgespec.server.errors import ApiError, api_error, validation_error
 from edgespec.server.protocol import Call, Operation, Protocol
@@ -24,8 +24,10 @@ from edgespec.server.service import Service
 
 __all__ = ["PathEndpoint", "error_response"]
 
-# The largest body. Prompts of a million tokens are a few megabytes.
-MAX_BODY_BYTES = 16 * 2**20
+# The largest body. Prompts of a million tokens are about 5 MB.
+MAX_BODY_BYTES = 8 * 2**20
+# The most bytes of unfinished bodies that the server holds. Clients could otherwise use up the memory.
+MAX_BUFFERED_BYTES = 16 * MAX_BODY_BYTES
 # Seconds in which a client must send the whole body.
 BODY_SECONDS = 60.0
 
@@ -83,13 +85,48 @@ class PathEndpoint:
                 405, f"{scope['method']} is not supported here; use {allowed}", headers={"Allow": allowed}
             )
         try:
-            data = await _read_body(scope, receive)
+            data = await self._read_body(scope, receive)
             return operation.body.model_validate_json(data) if operation.body else None
-        except ApiError as error:
-            return error
+        except (ApiError, BusyError) as error:
+            return api_error(error)
         except ValidationError as error:
             known = operation.body.model_fields if operation.body else ()
             return validation_error(error, tuple(known))
+
+    async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
+        """Return the request's body.
+
+        Raises:
+            ApiError: The body is too large or takes too long.
+            ClientDisconnect: The client disconnected.
+        """
+        length = Headers(scope=scope).get("content-length", "0")
+        if length.isdigit() and int(length) > MAX_BODY_BYTES:
+            raise _too_large()
+        body = bytearray()
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientDisconnect
+                    part = message.get("body", b"")
+                    body += part
+                    self._service.buffered_bytes += len(part)
+                    if len(body) > MAX_BODY_BYTES:
+                        raise _too_large()
+                    if self._service.buffered_bytes > MAX_BUFFERED_BYTES:
+                        raise BusyError("too many large requests arrive at once", "try again later")
+                    if not message.get("more_body", False):
+                        return bytes(body)
+        except TimeoutError:
+            raise ApiError(
+                408,
+                f"the request body did not arrive within {BODY_SECONDS:.0f} seconds; send it again",
+                headers={"Connection": "close"},
+            ) from None
+        finally:
+            self._service.buffered_bytes -= len(body)
 
     async def _respond(
         self, operation: Operation, body: BaseModel | None, scope: Scope, receive: Receive, send: Send
@@ -109,36 +146,6 @@ class PathEndpoint:
 def error_response(protocol: Protocol, error: ApiError) -> Response:
     """Return an error response in the format of the protocol."""
     return json_response(protocol.error_body(error), error.status, error.headers)
-
-
-async def _read_body(scope: Scope, receive: Receive) -> bytes:
-    """Return the request's body.
-
-    Raises:
-        ApiError: The body is too large or takes too long.
-        ClientDisconnect: The client disconnected.
-    """
-    length = Headers(scope=scope).get("content-length", "0")
-    if length.isdigit() and int(length) > MAX_BODY_BYTES:
-        raise _too_large()
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientDisconnect
-                body += message.get("body", b"")
-                if len(body) > MAX_BODY_BYTES:
-                    raise _too_large()
-                if not message.get("more_body", False):
-                    return bytes(body)
-    except TimeoutError:
-        raise ApiError(
-            408,
-            f"the request body did not arrive within {BODY_SECONDS:.0f} seconds; send it again",
-            headers={"Connection": "close"},
-        ) from None
 
 
 def _too_large() -> ApiError:

@@ -75,7 +75,7 @@ def api_error(error: Exception) -> ApiError:
         case MemoryBudgetError():
             return ApiError(400, str(error), code="model_does_not_fit", param="model")
         case OptionError() | TemplateError():
-            return invalid_request(str(error))
+            return invalid_request(_shortened(str(error)))
         case BusyError():
             return ApiError(429, str(error), "rate_limit_error", "queue_full", headers=retry)
         case ClosedError() | CancelledError():
@@ -98,7 +98,7 @@ def validation_error(error: ValidationError, known: Sequence[str]) -> ApiError:
     problems = error.errors(include_url=False)
     problem, place = problems[0], _place(problems[0]["loc"])
     if isinstance(wrong := problem.get("ctx", {}).get("error"), OptionError):
-        return invalid_request(str(wrong), place)
+        return invalid_request(_shortened(str(wrong)), place)
     if problem["type"] == "json_invalid":
         return invalid_request("the request body is not valid JSON; check its syntax")
     if problem["type"] == "extra_forbidden":
@@ -122,5 +122,8 @@ def _place(path: tuple[int | str, ...]) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[:_MAX_SHOWN_CHARACTERS]}..."
+    return _shortened(repr(value), _MAX_SHOWN_CHARACTERS)
+
+
+def _shortened(text: str, characters: int = 500) -> str:
+    return text if len(text) <= characters else f"{text[:characters]}..."

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    WithJsonSchema,
+    create_model,
+)
 
+from edgespec.errors import OptionError
 from edgespec.options import REPLY_OPTIONS, Option, ReplyArguments
 
 __all__ = ["Ignored", "ReplyFields", "RequestFields", "reply_options"]
@@ -29,22 +38,42 @@ class RequestFields(BaseModel):
         ]
 
 
+# Maximum number of entries of a list or object, which bounds the time to check it.
+_MAX_ENTRIES = 10_000
 # Options for which -1 means the default, as in llama.cpp and LM Studio.
 _MINUS_ONE_IS_DEFAULT = ("max_tokens", "seed")
 
 
 def _reply_field(name: str, option: Option, hint: Any) -> Any:
-    """Return the type of a request field and its description, derived from the option's declaration."""
-    limits = option.kind.json_schema(name)
+    """Return the type and default of a request field, derived from the option's declaration.
+
+    The option checks the value. pydantic would collect millions of errors for a long list of wrong values.
+    """
+    schema = TypeAdapter(hint | None).json_schema() | option.kind.json_schema(name)
     minus_one = name in _MINUS_ONE_IS_DEFAULT
     if minus_one:
-        limits = {"anyOf": [{"type": "integer", **limits}, {"const": -1}, {"type": "null"}]}
+        schema["anyOf"] = [
+            {"type": "integer", "minimum": schema.pop("minimum")},
+            {"const": -1},
+            {"type": "null"},
+        ]
 
     def check(value: Any) -> Any:
-        return None if value is None or (minus_one and value == -1) else option.check(name, value)
+        if value is None or (minus_one and value == -1):
+            return None
+        if isinstance(value, list | dict) and len(value) > _MAX_ENTRIES:
+            raise OptionError(f"{name} has {len(value)} entries", f"use at most {_MAX_ENTRIES}")
+        return option.check(name, _integer_keys(value) if isinstance(value, dict) else value)
 
-    field = Field(default=None, description=option.help, json_schema_extra=limits)
-    return Annotated[hint | None, AfterValidator(check)], field
+    schema["description"] = option.help
+    return Annotated[Any, AfterValidator(check), WithJsonSchema(schema)], None
+
+
+def _integer_keys(value: dict[str, Any]) -> dict[Any, Any]:
+    """Return the object with integers as keys, which are strings in JSON, if all keys are integers."""
+    if all(key.isascii() and key.isdigit() and len(key) < 10 for key in value):
+        return {int(key): item for key, item in value.items()}
+    return dict(value)
 
 
 def _reply_fields() -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -22,14 +21,14 @@ class Service:
         settings: What to serve, and to whom.
         models: The loaded models.
         metrics: Counts requests and replies.
-        started_at: Unix time at which the server was started, in seconds.
+        buffered_bytes: Size of all request bodies that are being received.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
         self.models = ModelPool(settings)
         self.metrics = Metrics()
-        self.started_at = int(time.time())
+        self.buffered_bytes = 0
 
     @asynccontextmanager
     async def generate(

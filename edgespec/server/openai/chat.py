@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any, NotRequired
 
-from pydantic import Field
+from pydantic import FailFast, Field
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
@@ -27,7 +27,7 @@ __all__ = ["ChatCompletion", "ChatRequest", "create_chat_completion"]
 class ChatRequest(OpenAIFields):
     """The body of a chat completion request."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1), FailFast()]
     max_completion_tokens: int | None = Field(default=None, description="Like max_tokens.")
     parallel_tool_calls: Ignored
     prediction: Ignored

@@ -5,11 +5,11 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import FailFast, Field
 from starlette.responses import Response
-from typing_extensions import TypedDict
+from typing_extensions import TypeAliasType, TypedDict
 
 from edgespec import Reply
 from edgespec.server.errors import invalid_request
@@ -23,10 +23,14 @@ from edgespec.server.responses import json_response, open_stream, server_sent_ev
 __all__ = ["Completion", "CompletionRequest", "create_completion"]
 
 
+# Unlike an annotated type, an alias can be part of a union.
+_Prompts = TypeAliasType("_Prompts", Annotated[list[str], FailFast()])
+
+
 class CompletionRequest(OpenAIFields):
     """The body of a completion request."""
 
-    prompt: str | list[str] = Field(description="The text to continue, or several texts.")
+    prompt: str | _Prompts = Field(description="The text to continue, or several texts.")
     echo: bool | None = Field(default=None, description="Repeat the prompt before the text.")
     best_of: int | None = Field(default=None, description="Must equal n.")
 

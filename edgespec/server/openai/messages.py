@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, FailFast
+from typing_extensions import TypeAliasType
 
 from edgespec.server.errors import invalid_request
 from edgespec.server.fields import Ignored, RequestFields
@@ -23,11 +24,15 @@ class ContentPart(RequestFields):
     text: str | None = None
 
 
+# Unlike an annotated type, an alias can be part of a union.
+_Parts = TypeAliasType("_Parts", Annotated[list[ContentPart], FailFast()])
+
+
 class ChatMessage(RequestFields):
     """A message of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[ContentPart] | None = None
+    content: str | _Parts | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     name: Ignored
