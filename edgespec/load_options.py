@@ -8,6 +8,7 @@ from typing import Annotated, Literal, TypedDict
 from edgespec.method_names import HEADS
 from edgespec.option import ACCEPTANCE, DRAFT_LENGTH, METHOD, Option, declared_options
 from edgespec.option_kinds import (
+    Adapters,
     Branches,
     Choice,
     Flag,
@@ -83,9 +84,11 @@ class LoadArguments(TypedDict, total=False):
         "Use only operations whose results are bit-for-bit identical to plain decoding. edgespec determines"
         " these when it first loads a model. The speed-up may be smaller.",
         default=False)]
-    adapter: Annotated[str | PathLike[str] | None, Option(PathName(), "model",
-        "Path to a LoRA or DoRA adapter folder in mlx-lm format. MLX models only.",
-        per_run=True)]
+    adapter: Annotated[str | PathLike[str] | Sequence[str | PathLike[str]] | Mapping[str, float], Option(
+        Adapters(), "model",
+        "LoRA adapters to apply to the model, each with an optional scale, such as `style.gguf=0.5`. GGUF"
+        " models need .gguf files, MLX models a single folder in mlx-lm format (LoRA or DoRA).",
+        default=(), default_text="none", per_run=True)]
     prefix_cache: Annotated[str, Option(Choice(("none", "memory", "disk")), "prefix_cache",
         "Where to cache earlier chats so that returning to one is fast. `disk` also keeps the cache between"
         " runs, in files only you can read.",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,6 +14,8 @@ from edgespec.errors import OptionError
 from edgespec.method_names import parse_method
 
 __all__ = [
+    "AdapterScales",
+    "Adapters",
     "Branches",
     "Choice",
     "Flag",
@@ -217,6 +220,54 @@ class PathName(Kind):
 
     def check(self, name: str, value: Any) -> str:
         return check_path(name, value)
+
+
+_ADAPTER_SCALE = Number(-1000.0, 1000.0)
+
+
+class Adapters(Kind):
+    """Paths of adapters, each with an optional scale, such as `a.gguf,b.gguf=0.5`."""
+
+    metavar = "PATH[=SCALE],..."
+
+    def parse(self, text: str) -> Any:
+        return text.split(",")
+
+    def check(self, name: str, value: Any) -> tuple[tuple[str, float], ...]:
+        if isinstance(value, Mapping):
+            pairs = list(value.items())
+        else:
+            given = [value] if isinstance(value, str | os.PathLike) else value
+            if not isinstance(given, Sequence):
+                raise OptionError(f"{name} must be one or more paths, not {value!r}", "pass a path")
+            pairs = [_path_and_scale(check_path(name, one)) for one in given]
+        return tuple(
+            (os.path.expanduser(check_path(name, path)), _ADAPTER_SCALE.check(f"the scale of {path}", scale))
+            for path, scale in pairs
+        )
+
+
+def _path_and_scale(text: str) -> tuple[str, float]:
+    path, equals, scale = text.rpartition("=")
+    if not equals or os.path.exists(text):
+        return text, 1.0
+    try:
+        return path, float(scale)
+    except ValueError:
+        return text, 1.0
+
+
+class AdapterScales(Kind):
+    """The scale of each adapter, by name."""
+
+    metavar = "NAME=SCALE"
+
+    def check(self, name: str, value: Any) -> dict[str, float]:
+        if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+            raise OptionError(
+                f"{name} must map names to numbers, not {value!r}", 'for example, use {"tone": 0.5}'
+            )
+        return {key: _ADAPTER_SCALE.check(f"the scale of {key}", scale) for key, scale in value.items()}
 
 
 class Branches(Kind):

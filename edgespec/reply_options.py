@@ -7,7 +7,7 @@ from typing import Annotated, TypedDict
 
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.option import ACCEPTANCE, DRAFT_LENGTH, METHOD, Option, declared_options
-from edgespec.option_kinds import Integer, SamplingNumber, TextList, TokenBiases
+from edgespec.option_kinds import AdapterScales, Integer, SamplingNumber, TextList, TokenBiases
 
 __all__ = ["REPLY_OPTIONS", "ReplyArguments"]
 
@@ -35,6 +35,10 @@ class ReplyArguments(TypedDict, total=False):
     stop: Annotated[str | Sequence[str], Option(TextList(), "reply",
         "End the reply just before this string. Can be repeated.",
         default=())]
+    adapter_scales: Annotated[Mapping[str, float] | None, Option(AdapterScales(), "reply",
+        "Scale of each loaded adapter for this reply, by the name of its file without .gguf. Adapters that"
+        " are not named are not used. GGUF models only.",
+        default_text="the scales given to `load`", api_only=True)]
     method: Annotated[str | None, METHOD]
     draft_length: Annotated[int | None, DRAFT_LENGTH]
     acceptance: Annotated[str | None, ACCEPTANCE]

@@ -53,6 +53,7 @@ class Request:
     method: str
     draft_length: int | None
     acceptance: str
+    adapter_scales: tuple[float, ...]
     processors: tuple[LogitsProcessor, ...] = ()
 
     def max_draft_length(self, adapts: bool) -> int:
@@ -104,7 +105,22 @@ def build_request(
     if values["seed"] is None:
         values["seed"] = secrets.randbits(32)
     values["max_tokens"] = values["max_tokens"] or default_max_tokens(context_tokens)
+    values["adapter_scales"] = _adapter_scales(values["adapter_scales"], facts)
     return Request(tokens, params, processors=tuple(processors), **values)
+
+
+def _adapter_scales(given: Mapping[str, float] | None, facts: ModelFacts) -> tuple[float, ...]:
+    """Return the scale of each of the target's adapters for a reply. Raises OptionError."""
+    if given is None:
+        return tuple(adapter.scale for adapter in facts.adapters)
+    names = [adapter.name for adapter in facts.adapters]
+    for name in given:
+        if name not in names:
+            raise OptionError(
+                f"{facts.name} was loaded without an adapter called {name!r}",
+                f"use one of {', '.join(names)}" if names else "load the adapter with --adapter",
+            )
+    return tuple(given.get(name, 0.0) for name in names)
 
 
 def default_max_tokens(context_tokens: int) -> int:

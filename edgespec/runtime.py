@@ -65,6 +65,7 @@ class Runtime:
         prefix_cache: PrefixCache | None = None,
         record: AcceptanceRecorder | None = None,
         mapped: MappedFiles | None = None,
+        unadapted_acceptance: float | None = None,
     ) -> None:
         self._target, self._draft, self._notice = target, draft, notice
         self.vocabulary: Vocabulary = target.vocabulary
@@ -78,7 +79,7 @@ class Runtime:
         self._defaults = defaults
         self._costs = costs or TargetCosts(target, LoadOptions())
         reserve_bytes = plan.budget.reserve_bytes if plan else DEFAULT_RESERVE_BYTES
-        self._session = Session(target, drafters, prefix_cache, draft, reserve_bytes)
+        self._session = Session(target, drafters, prefix_cache, draft, reserve_bytes, unadapted_acceptance)
         self._prompts: PromptBuilder | None = None
 
     @property

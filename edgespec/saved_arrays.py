@@ -93,7 +93,7 @@ def delete_saved_arrays(folder: Path | None = None) -> int:
 
 
 def models_fingerprint(*models: ModelFacts) -> str:
-    """Return a hash that identifies models, in the given order, including their weights.
+    """Return a hash that identifies models, in the given order, including their weights and adapters.
 
     Reads a few blocks of each weight file. For unreadable files, only the name is hashed.
     """
@@ -111,6 +111,12 @@ def models_fingerprint(*models: ModelFacts) -> str:
             digest.update(path.name.encode())
             with suppress(OSError):
                 digest.update(sampled_sha256(path).encode())
+        for adapter in facts.adapters:
+            digest.update(repr((adapter.name, adapter.scale)).encode())
+            folder = Path(adapter.path)
+            for path in sorted(folder.iterdir()) if folder.is_dir() else [folder]:
+                with suppress(OSError):
+                    digest.update(sampled_sha256(path).encode())
     return digest.hexdigest()
 
 

@@ -54,6 +54,7 @@ class Session:
         prefix_cache: KV segments of earlier prompts, or None.
         context: Resizes the target's and draft model's KV caches.
         memory_pressure: Frees caches when other programs need memory.
+        unadapted_acceptance: The acceptance rate that was measured without the target's adapters, or None.
         target_step_seconds: Moving average of the time for a single-token pass of the target.
     """
 
@@ -64,8 +65,10 @@ class Session:
         prefix_cache: PrefixCache | None = None,
         draft: LanguageModel | None = None,
         reserve_bytes: int = DEFAULT_RESERVE_BYTES,
+        unadapted_acceptance: float | None = None,
     ) -> None:
         self.target, self.draft = target, draft
+        self.unadapted_acceptance = unadapted_acceptance
         self.prefix_cache = prefix_cache
         self.context = ResizableContext(target, draft)
         self.drafters = drafters
@@ -180,6 +183,7 @@ class Session:
         stats.prompt_tokens = len(tokens)
         try:
             if not is_cancelled():
+                self._target_cache.use_adapters(request.adapter_scales)
                 room = min(request.max_tokens, MIN_ROOM_TOKENS)
                 stats.cached_prompt_tokens = self._target_cache.prepare(tokens, room, stats, progress)
                 self.target.run_ahead(drafter is None)

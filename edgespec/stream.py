@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 
@@ -87,7 +88,19 @@ class ReplyStream:
         """The drafting method of this reply and its speed-up so far."""
         if self._reply or not self.stats.target_passes:
             return self._method
-        return self._session.report(self._request.method)
+        report = self._session.report(self._request.method)
+        notes = self._adapter_note(report), report.note
+        return replace(report, note=" · ".join(filter(None, notes)))
+
+    def _adapter_note(self, report: MethodReport) -> str:
+        """Say what acceptance rate the draft model reaches, because it runs without the target's adapters."""
+        drafted = self.stats.drafted_per_position
+        if not any(self._request.adapter_scales) or report.effective != "model" or not drafted:
+            return ""
+        rate, usual = self.stats.accepted_per_position[0] / drafted[0], self._session.unadapted_acceptance
+        compared = "" if usual is None else f", compared with {usual:.0%} without an adapter"
+        accepted = f"{rate:.0%} of its first tokens were accepted{compared}"
+        return f"the draft model runs without the adapter; {accepted}"
 
     @property
     def reply(self) -> Reply:

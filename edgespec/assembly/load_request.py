@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 from edgespec.assembly.drafting_options import DraftingOptions
 from edgespec.assembly.planning import PlanRequest
-from edgespec.backends.base import LoadOptions
-from edgespec.errors import OptionError
+from edgespec.backends.base import Adapter, LoadOptions
 from edgespec.memory import Preference, available_bytes
 from edgespec.memory.context_resize import INITIAL_CONTEXT_TOKENS
 from edgespec.options import MODEL_OPTIONS, as_bytes
@@ -50,7 +48,7 @@ class LoadRequest:
 
 def _backend_options(drafting: DraftingOptions) -> LoadOptions:
     arguments = drafting.arguments
-    adapter, memory_bytes = arguments["adapter"], as_bytes(arguments["memory"])
+    memory_bytes = as_bytes(arguments["memory"])
     return LoadOptions(
         context_tokens=arguments["context"],
         initial_context_tokens=None if arguments["reserve_full_context"] else INITIAL_CONTEXT_TOKENS,
@@ -62,17 +60,6 @@ def _backend_options(drafting: DraftingOptions) -> LoadOptions:
         mlock=arguments["mlock"],
         max_branches=drafting.max_branches,
         memory_bytes=available_bytes() if memory_bytes is None else memory_bytes,
-        adapter=None if adapter is None else _adapter_folder(str(adapter)),
+        adapters=tuple(Adapter(*one) for one in cast(Sequence[tuple[str, float]], arguments["adapter"])),
         exact=arguments["exact"],
     )
-
-
-def _adapter_folder(adapter: str) -> str:
-    """Return the path of an adapter's folder. Raise OptionError if the folder does not exist."""
-    folder = Path(adapter).expanduser()
-    if not folder.is_dir():
-        raise OptionError(
-            f"the adapter folder {folder} does not exist",
-            "pass the folder that `mlx_lm.lora --adapter-path` wrote",
-        )
-    return str(folder)

@@ -17,7 +17,7 @@ from edgespec.assembly.planning import LoadPlan, budget_for, check_fits, plan_pa
 from edgespec.assembly.prefix_cache_options import create_prefix_cache, file_states
 from edgespec.backends.base import LoadOptions, Progress
 from edgespec.backends.mapped_files import MappedFiles
-from edgespec.catalog.acceptance_history import AcceptanceRecorder
+from edgespec.catalog.acceptance_history import AcceptanceHistory, AcceptanceRecorder
 from edgespec.costs.target_costs import FreeCosts, TargetCosts
 from edgespec.errors import ModelFileError, OptionError
 from edgespec.memory import check_room_to_plan
@@ -87,7 +87,7 @@ def _load_planned(planned: LoadPlan, trial_notice: str, progress: Progress | Non
     """Load both models and create the runtime. On failure, close everything that was loaded."""
     pair, drafting, options = planned.pair, planned.drafting, planned.options
     arguments = drafting.arguments
-    states = file_states(pair.target.path, options.adapter)
+    states = file_states(pair.target.path, options.adapters)
     with ExitStack() as undo:
         model = load_target(pair, planned.target_options, progress)
         undo.callback(model.close)
@@ -135,6 +135,7 @@ def _load_planned(planned: LoadPlan, trial_notice: str, progress: Progress | Non
                 planned.plan,
                 states,
             ),
+            unadapted_acceptance=_unadapted_acceptance(pair, options),
             mapped=_mapped_files(pair, options, has_copy="lowbit" in drafters.names),
         )
         undo.pop_all()
@@ -157,11 +158,19 @@ def _mapped_files(pair: ModelPair, options: LoadOptions, *, has_copy: bool) -> M
     return MappedFiles(paths)
 
 
+def _unadapted_acceptance(pair: ModelPair, options: LoadOptions) -> float | None:
+    """Return the pair's measured acceptance rate without adapters, or None if there are no adapters."""
+    if pair.draft is None or not options.adapters:
+        return None
+    history = AcceptanceHistory()
+    return history.rate((pair.target.path, pair.target.format), (pair.draft.path, pair.draft.format))
+
+
 def _acceptance_recorder(pair: ModelPair, drafting: DraftingOptions) -> AcceptanceRecorder | None:
     """Return a recorder for the draft model's acceptance rate, or None if the options would distort it."""
     arguments = drafting.arguments
     distorts = (
-        arguments["adapter"] is not None
+        arguments["adapter"]
         or arguments["draft_branches"]
         or arguments["draft_confidence"]
         or arguments["learn"]

@@ -59,7 +59,7 @@ class PairEstimator:
             self._drafts[""] = pair.draft, self._open_draft(pair.draft)
         self._copy: MemoryEstimator | None = None
         if copy := _find_low_bit_copy(pair, drafting):
-            self._copy = open_estimator(copy, replace(options, adapter=None))
+            self._copy = open_estimator(copy, replace(options, adapters=()))
             undo.callback(self._copy.close)
         self._process_bytes = max(backend.process_bytes for backend in pair.backends)
 
@@ -112,7 +112,7 @@ class PairEstimator:
             items += self._draft_items(choice, options, target.context_tokens)
         if self._copy and choice.copy:
             tokens = self._copy_context_tokens(choice, target.context_tokens)
-            copy_options = replace(options, adapter=None, context_tokens=tokens)
+            copy_options = replace(options, adapters=(), context_tokens=tokens)
             items += create_items("low-bit copy", self._copy.estimate(copy_options))
         for option in pair.heads[: choice.heads]:
             estimate = pair.target.file_format.estimate_head

@@ -9,7 +9,7 @@ from functools import partial
 
 from edgespec.assembly.drafting_options import DraftingOptions
 from edgespec.assembly.heads import FindHead, find_heads, without_heads
-from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progress
+from edgespec.backends.base import Adapter, LanguageModel, LoadOptions, ModelFacts, Progress
 from edgespec.backends.registry import Backend, same_backend
 from edgespec.backends.trial_load import TrialModel, check_loadable
 from edgespec.catalog import MetadataCache, Resolved, choose_draft, resolve
@@ -142,13 +142,11 @@ def find_pair(
             _check_is_model(found_draft, metadata)
         if not found_draft and draft == "auto":
             why_none += heads.suggestion
-    if options.adapter is not None and not found.file_format.adapters:
-        raise OptionError(
-            f"an adapter needs an MLX model, but {found.name} is not one",
-            "omit --adapter, or use an MLX version of the model, such as 8b-mlx",
-        )
-    drafts_otherwise = found_draft is not None or bool(heads.chosen)
-    found = _prepared_for_early_exit(found, drafting, drafts_otherwise)
+    if options.adapters:
+        _check_adapters(options.adapters, found, drafting)
+    else:
+        drafts_otherwise = found_draft is not None or bool(heads.chosen)
+        found = _prepared_for_early_exit(found, drafting, drafts_otherwise)
     if heads.chosen and not found.file_format.head_formats:
         heads = without_heads(heads, f"{found.name} is used as prepared for early exit")
     if not found_draft and DRAFT_MODEL_USERS & drafting.named_drafters:
@@ -164,6 +162,20 @@ def _check_is_model(found: Resolved, metadata: MetadataCache) -> None:
     info = model_info_or_none(found, metadata)
     if info is not None and info.kind == "head":
         raise refused_head(found.name)
+
+
+def _check_adapters(adapters: Sequence[Adapter], target: Resolved, drafting: DraftingOptions) -> None:
+    """Raise an error if the adapters cannot be applied to the target with the methods that it needs."""
+    form = target.file_format
+    if form.check_adapters is None:
+        raise OptionError(f"{target.name} does not support adapters", "omit --adapter, or use another model")
+    form.check_adapters(adapters, target.path)
+    if "layerskip" in form.preparations & drafting.named_drafters:
+        raise OptionError(
+            "method 'layerskip' cannot be used with --adapter for a GGUF model, because the files that"
+            " `edgespec prepare layerskip` makes do not support adapters",
+            "omit --adapter, or use another method, such as suffix",
+        )
 
 
 def _prepared_for_early_exit(found: Resolved, drafting: DraftingOptions, drafts_otherwise: bool) -> Resolved:
@@ -218,6 +230,8 @@ def try_pair(pair: ModelPair, options: LoadOptions, progress: Progress | None) -
             model = TrialModel(found.name, found.path, found.file_format, runs)
             models.append(model)
             if runs and found is pair.target:
+                if options.adapters:
+                    models.append(model._replace(adapters=options.adapters))
                 trials = [model._replace(head=option.head) for option in pair.heads]
     try:
         return pair, check_loadable([*models, *trials], progress)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 
-from edgespec.backends.base import LanguageModel, LoadOptions
-from edgespec.backends.registry import format_at
+from edgespec.backends.base import Adapter, LanguageModel, LoadOptions
+from edgespec.backends.registry import all_files, format_at
 from edgespec.costs.target_costs import PassCosts
 from edgespec.errors import ModelFileError
-from edgespec.files import file_state, sampled_sha256
+from edgespec.files import file_state
 from edgespec.memory import MemoryPlan
 from edgespec.memory.prefix_cache import PrefixCache, PrefixCacheDisk, ReuseCosts, max_copy_bytes
 from edgespec.saved_arrays import models_fingerprint
@@ -23,14 +23,14 @@ _PREFILL_SPEEDUP = 4.0
 _ASSUMED_BYTES_PER_SECOND = 1e10
 
 
-def file_states(target: Path, adapter: str | None) -> tuple[str, ...]:
-    """Return the state of each file of a model and its adapter, to detect later changes.
+def file_states(target: Path, adapters: Sequence[Adapter]) -> tuple[str, ...]:
+    """Return the state of each file of a model and its adapters, to detect later changes.
 
     Returns an empty tuple if the state of a file cannot be read.
     """
     try:
         files = format_at(target).files(target)
-        files += sorted(Path(adapter).iterdir()) if adapter is not None else []
+        files += [file for adapter in adapters for file in all_files(Path(adapter.path))]
         return tuple(map(file_state, files))
     except (OSError, ModelFileError):
         return ()
@@ -62,7 +62,7 @@ def create_prefix_cache(
     disk, notice = None, ""
     if place == "disk":
         identity = _identity(target, load_options, costs, states_before)
-        if states_before and file_states(Path(target.facts.path), load_options.adapter) == states_before:
+        if states_before and file_states(Path(target.facts.path), load_options.adapters) == states_before:
             disk = PrefixCacheDisk(identity, disk_bytes)
         else:
             notice = "prefixes are not cached on disk: the model's files changed while they were loaded"
@@ -91,8 +91,4 @@ def _identity(target: LanguageModel, options: LoadOptions, costs: PassCosts, sta
     ]
     if not target.facts.capabilities.prefix_reuse_exact:
         parts.append("read in whole pieces")
-    if options.adapter is not None:
-        for path in sorted(Path(options.adapter).iterdir()):
-            with suppress(OSError):
-                parts.append(sampled_sha256(path))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()

@@ -12,6 +12,7 @@ from edgespec.engine.tree import TokenTree
 
 __all__ = [
     "MAX_VOCAB_PADDING",
+    "Adapter",
     "Capabilities",
     "EarlyExit",
     "Head",
@@ -86,6 +87,25 @@ SelfDraft: TypeAlias = EarlyExit | LowBit | SkippedLayers | Head
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """A low-rank adapter (LoRA, arXiv 2106.09685) to apply to a model's weights.
+
+    Attributes:
+        path: A GGUF file, or a folder in mlx-lm's format, which can also contain a DoRA adapter.
+        scale: Factor for the adapter's change to the weights.
+    """
+
+    path: str
+    scale: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """The name of the file without its extension, or of the folder."""
+        path = Path(self.path)
+        return path.stem if path.suffix == ".gguf" else path.name
+
+
+@dataclass(frozen=True, slots=True)
 class LoadOptions:
     """Options for loading a model. Unless noted otherwise, None lets the backend choose.
 
@@ -105,7 +125,7 @@ class LoadOptions:
         max_logit_rows: Maximum number of rows per pass that need logits. None uses the backend's limit.
         is_draft: Whether the model is used for drafting. If so, `auto` settings can prefer speed over
             bit-exactness.
-        adapter: Folder with a LoRA or DoRA adapter to apply to the weights.
+        adapters: The adapters to apply to the weights.
         exact: Whether `auto` settings choose kernels whose logits do not depend on the number of tokens per
             pass, even if they are slower.
         low_bits: Whether to load the weights in a format that can also be read at lower precision, so that
@@ -128,14 +148,14 @@ class LoadOptions:
     memory_bytes: int | None = None
     max_logit_rows: int | None = None
     is_draft: bool = False
-    adapter: str | None = None
+    adapters: tuple[Adapter, ...] = ()
     exact: bool = False
     low_bits: bool = False
     mtp: bool = False
 
     def for_draft(self) -> LoadOptions:
         """Return these options for a draft model, without those that apply only to the target."""
-        return replace(self, is_draft=True, adapter=None, exact=False, low_bits=False, mtp=False)
+        return replace(self, is_draft=True, adapters=(), exact=False, low_bits=False, mtp=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +222,7 @@ class ModelFacts:
         requested_kv_bytes: `kv_bytes` at `requested_context_tokens`, else 0.
         cache_variant: Identifies properties of the KV cache that do not follow from the model and its
             options. A saved cache is only valid for the same variant.
+        adapters: The adapters applied to the weights.
     """
 
     name: str
@@ -223,6 +244,7 @@ class ModelFacts:
     requested_context_tokens: int = 0
     requested_kv_bytes: int = 0
     cache_variant: str = ""
+    adapters: tuple[Adapter, ...] = ()
 
     @property
     def max_context_tokens(self) -> int:
@@ -316,6 +338,13 @@ class LanguageModel(Protocol):
 
     def set_max_threads(self, threads: int) -> None:
         """Set the number of CPU threads on an idle machine. Has no effect if `max_threads` is 0."""
+
+    def set_adapter_scales(self, scales: Sequence[float]) -> None:
+        """Set the scale of each of `facts.adapters` for later passes. The cache must be empty.
+
+        Raises:
+            CapabilityError: The scales of adapters are fixed when the model is loaded.
+        """
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
         """Append tokens to the cache without computing their logits.

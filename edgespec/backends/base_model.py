@@ -65,6 +65,12 @@ class BaseModel(ABC):
     def set_max_threads(self, threads: int) -> None:  # noqa: B027
         pass
 
+    def set_adapter_scales(self, scales: Sequence[float]) -> None:  # noqa: ARG002
+        raise CapabilityError(
+            f"the scales of adapters for {self.facts.name} are fixed when it is loaded",
+            "load the model again with other values for --adapter",
+        )
+
     def run_ahead(self, enabled: bool) -> None:  # noqa: B027
         pass
 

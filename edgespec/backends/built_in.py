@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgespec.backends.base import Head, LanguageModel, LoadOptions, Progress
+from edgespec.backends.base import Adapter, Head, LanguageModel, LoadOptions, Progress
+from edgespec.backends.gguf_adapters import check_gguf_adapters
 from edgespec.backends.gguf_files import gguf_files
 from edgespec.backends.gguf_header import read_header
 from edgespec.backends.gguf_metadata import (
@@ -15,7 +16,7 @@ from edgespec.backends.gguf_metadata import (
     read_split_info,
     split_metadata_file,
 )
-from edgespec.backends.mlx_files import missing_files, require_mlx
+from edgespec.backends.mlx_files import check_mlx_adapters, missing_files, require_mlx
 from edgespec.backends.mlx_metadata import read_mlx_info
 from edgespec.backends.pass_weights import PassWeights
 from edgespec.backends.registry import Backend, BenchmarkModels, ExitMeasurement, FileFormat
@@ -56,6 +57,12 @@ def _try_gguf_head(path: str, name: str, head: Head, progress: Progress | None) 
     from edgespec.backends.llamacpp.trial import try_head
 
     try_head(path, name, head, progress)
+
+
+def _try_gguf_adapters(path: str, name: str, adapters: Sequence[Adapter], progress: Progress | None) -> None:
+    from edgespec.backends.llamacpp.trial import try_adapters
+
+    try_adapters(path, name, adapters, progress)
 
 
 def _write_gguf_benchmark(path: Path, type_name: str, size_bytes: int) -> PassWeights:
@@ -201,6 +208,8 @@ _GGUF = FileFormat(
     low_bit_copy_format="gguf",
     trial=_try_gguf,
     try_head=_try_gguf_head,
+    check_adapters=check_gguf_adapters,
+    try_adapters=_try_gguf_adapters,
     read_pass_weights=read_pass_weights,
     benchmark_models=BenchmarkModels(
         types=_BITS_PER_WEIGHT,
@@ -242,7 +251,7 @@ _MLX = FileFormat(
     read_info=read_mlx_info,
     read_tokens=tokens_of_folder,
     missing_files=missing_files,
-    adapters=True,
+    check_adapters=check_mlx_adapters,
     online_training=True,
     skips_layers=True,
     measure_exits=_measure_mlx_exits,

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from edgespec.errors import BackendMissingError, ModelFileError
+from edgespec.backends.base import Adapter
+from edgespec.errors import BackendMissingError, ModelFileError, OptionError
 from edgespec.files import read_regular_file, regular_file_bytes
 from edgespec.installation import setup_command
 
@@ -20,6 +21,7 @@ __all__ = [
     "WEIGHTS",
     "WEIGHTS_INDEX",
     "StoredTensor",
+    "check_mlx_adapters",
     "head_weights",
     "is_weights",
     "missing_among",
@@ -64,6 +66,20 @@ def require_mlx(model: str) -> None:
         raise BackendMissingError(
             f"{model} is an MLX model, but mlx and mlx-lm are not installed",
             f"install them with `{setup_command('mlx')}`, or choose a GGUF model",
+        )
+
+
+def check_mlx_adapters(adapters: Sequence[Adapter], model: Path) -> None:
+    """Check that there is a single adapter in a folder that exists. Raises ModelFileError or OptionError."""
+    if len(adapters) > 1 or adapters[0].scale != 1:
+        raise OptionError(
+            f"{model.name} is an MLX model, to which only one adapter can be applied, without a scale",
+            "pass a single adapter, or merge the adapters with mlx-lm",
+        )
+    if not Path(adapters[0].path).is_dir():
+        raise ModelFileError(
+            f"the adapter folder {adapters[0].path} does not exist",
+            "pass the folder that `mlx_lm.lora --adapter-path` wrote",
         )
 
 

@@ -42,6 +42,8 @@ _READ_LAYERS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"
 _INNER_CONFIGS = ("text_config", "transformer_layer_config", "eagle_config", "dflash_config")
 # Maximum number of the target's layers that a head reads.
 _MAX_READ_LAYERS = 64
+# Names of tensors that only layers for multi-token prediction have.
+_MTP_NAME = re.compile(r"(?:^|\.)(?:(?:mtp|nextn|mtp_layers\.\d+)\.|eh_proj\.weight$)")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _EXPERTS_USED = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k")
 _CONTEXT = (
@@ -172,7 +174,7 @@ def _heads(
             if head in name.lower():
                 return [label]
     layers = _first(config, ("num_nextn_predict_layers", "mtp_num_hidden_layers"))
-    if any(re.search(r"(?:^|\.)(?:mtp|nextn)\.", name) for name in tensors):
+    if any(_MTP_NAME.search(name) for name in tensors):
         return [f"MTP, {layers} layer{'s' if layers > 1 else ''}" if layers else "MTP"]
     return []
 

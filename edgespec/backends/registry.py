@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import TypeAlias
 
-from edgespec.backends.base import Head, LanguageModel, LoadOptions, Progress
+from edgespec.backends.base import Adapter, Head, LanguageModel, LoadOptions, Progress
 from edgespec.backends.head_training import Teacher
 from edgespec.backends.memory_estimate import MemoryEstimate, MemoryEstimator
 from edgespec.backends.model_info import ModelInfo
@@ -90,7 +90,8 @@ class FileFormat:
         one_file_per_quantisation: Whether a Hugging Face repository can contain several quantisations, one
             per file.
         mapped: Whether weights are memory-mapped, in which case the files must not change while in use.
-        adapters: Whether a LoRA or DoRA adapter can be applied to the model.
+        check_adapters: Checks that adapters can be applied to the model at a path, before it is loaded.
+            Raises ModelFileError or OptionError. None if the format does not support adapters.
         online_training: Whether a draft model can be trained between replies (`--learn`).
         skips_layers: Whether the model can draft with some of its layers skipped (method `swift`).
         preparations: Preparations that `edgespec prepare` supports for this format, such as `lowbit`.
@@ -105,6 +106,8 @@ class FileFormat:
             (see `trial_load`). None if no file can crash the process.
         try_head: Loads the model at a path together with a head and runs a few tokens, given the model's name
             and a progress callback (see `trial_load`). None if no head can crash the process.
+        try_adapters: Loads the model at a path with adapters and runs a few tokens, given the model's name,
+            the adapters and a progress callback (see `trial_load`). None if no adapter can crash the process.
         read_pass_weights: Returns the weights that a pass of the model at a path reads. Raises
             ModelFileError.
         benchmark_models: Models for measuring this machine. None if there are none.
@@ -128,7 +131,7 @@ class FileFormat:
     missing_files: Callable[[Path], list[str]] = lambda _path: []
     one_file_per_quantisation: bool = False
     mapped: bool = False
-    adapters: bool = False
+    check_adapters: Callable[[Sequence[Adapter], Path], None] | None = None
     online_training: bool = False
     skips_layers: bool = False
     preparations: frozenset[str] = frozenset()
@@ -138,6 +141,7 @@ class FileFormat:
     low_bit_weights: bool = False
     trial: Callable[[str, str, bool, Progress | None], None] | None = None
     try_head: Callable[[str, str, Head, Progress | None], None] | None = None
+    try_adapters: Callable[[str, str, Sequence[Adapter], Progress | None], None] | None = None
     read_pass_weights: Callable[[Path], PassWeights] | None = None
     benchmark_models: BenchmarkModels | None = None
     head_formats: Mapping[str, frozenset[str]] = field(default_factory=dict)

@@ -107,6 +107,9 @@ class ReplayModel(BaseModel):
     def max_threads(self) -> int:
         return self._inner.max_threads
 
+    def set_adapter_scales(self, scales: Sequence[float]) -> None:
+        self._inner.set_adapter_scales(scales)
+
     def set_max_threads(self, threads: int) -> None:
         self._inner.set_max_threads(threads)
 

@@ -56,6 +56,9 @@ class SelfDraftView(ABC, Generic[M]):
     def set_max_threads(self, threads: int) -> None:
         pass
 
+    def set_adapter_scales(self, scales: Sequence[float]) -> None:  # noqa: ARG002
+        raise CapabilityError(f"{self.facts.name} has no adapters", "set the scales of the target's adapters")
+
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:  # noqa: ARG002
         self._check()
 

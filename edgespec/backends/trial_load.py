@@ -20,7 +20,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from edgespec.backends.base import Head, Progress
+from edgespec.backends.base import Adapter, Head, Progress
 from edgespec.backends.registry import FileFormat, all_files, backend_of, format_of
 from edgespec.errors import BackendError, CancelledError, EdgespecError, ModelFileError
 from edgespec.files import cache_folder, file_state, read_regular_file, regular_file_bytes, write_private_file
@@ -65,6 +65,7 @@ class TrialModel(NamedTuple):
         runs: Whether to load the weights and run a few tokens, rather than only read the metadata.
         head: The head to test together with the model, which has already passed its own test. None to test
             only the model.
+        adapters: The adapters to test together with the model, in the same way.
     """
 
     name: str
@@ -72,17 +73,21 @@ class TrialModel(NamedTuple):
     form: FileFormat
     runs: bool
     head: Head | None = None
+    adapters: tuple[Adapter, ...] = ()
 
     @property
     def tested_path(self) -> Path:
-        """The path to blame if the process crashes: the head's path if there is one, else the model's."""
+        """The path to blame if the process crashes: that of the adapter or head if there is one."""
+        if self.adapters:
+            return Path(self.adapters[0].path)
         return self.head.path if self.head and self.head.path else self.path
 
     @property
     def files(self) -> list[Path]:
-        """The files of the model and the head. Raises OSError or ModelFileError."""
+        """The files of the model, the head and the adapters. Raises OSError or ModelFileError."""
         head = self.head.path if self.head else None
-        return [*self.form.files(self.path), *(all_files(head) if head else ())]
+        adapters = [Path(adapter.path) for adapter in self.adapters]
+        return [*self.form.files(self.path), *(all_files(head) if head else ()), *adapters]
 
 
 def check_loadable(models: Sequence[TrialModel], progress: Progress | None = None) -> str:
@@ -107,7 +112,11 @@ def check_loadable(models: Sequence[TrialModel], progress: Progress | None = Non
     results = _Results()
     untried = {}
     for model in models:
-        if model.form.trial is None or (model.head and model.form.try_head is None):
+        if (
+            model.form.trial is None
+            or (model.head and model.form.try_head is None)
+            or (model.adapters and model.form.try_adapters is None)
+        ):
             continue
         backend_of(model.form.name).require(model.name)
         key = _key(model)
@@ -167,7 +176,8 @@ def _key(model: TrialModel) -> str | None:
         with suppress(PackageNotFoundError):
             versions.append(version(package))
     head = (model.head.method, str(model.head.path)) if model.head else ()
-    parts = (os.path.abspath(model.path), states, versions, *head)
+    adapters = [adapter.path for adapter in model.adapters]
+    parts = (os.path.abspath(model.path), states, versions, *head, *adapters)
     return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
@@ -296,7 +306,14 @@ def _start_child(models: Sequence[TrialModel]) -> Iterator[_Child]:
     request = {
         "path": [str(Path(__file__).parents[2]), *filter(os.path.isabs, sys.path)],
         "models": [
-            (model.form.name, str(model.path), model.name, model.runs, _encoded(model.head))
+            (
+                model.form.name,
+                str(model.path),
+                model.name,
+                model.runs,
+                _encoded(model.head),
+                [(adapter.path, adapter.scale) for adapter in model.adapters],
+            )
             for model in models
         ],
         "cpu_seconds": cpu_seconds,
@@ -355,11 +372,13 @@ def main(request: dict[str, Any]) -> None:
     """Try to load each model in the request and print the outcome. Runs in the child process."""
     _limit_process(request["cpu_seconds"])
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    for form_name, path, name, runs, head in request["models"]:
+    for form_name, path, name, runs, head, adapters in request["models"]:
         form = format_of(form_name)
         try:
             if head and form.try_head is not None:
                 form.try_head(path, name, _decoded(head), _print_fraction)
+            elif adapters and form.try_adapters is not None:
+                form.try_adapters(path, name, [Adapter(*adapter) for adapter in adapters], _print_fraction)
             elif form.trial is not None:
                 form.trial(path, name, runs, _print_fraction)
             _print(_PASSED)

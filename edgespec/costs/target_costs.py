@@ -126,7 +126,7 @@ PassCosts: TypeAlias = FreeCosts | TargetCosts
 
 def settings_key(options: LoadOptions) -> str:
     """Return a key that identifies this machine and all options that affect the duration of a pass."""
-    chosen = (options.threads, options.gpu_layers, options.kv_type, options.flash_attention, options.adapter)
+    chosen = (options.threads, options.gpu_layers, options.kv_type, options.flash_attention, options.adapters)
     exact = " exact" if options.exact else ""
     return repr((chosen, machine_identity())) + exact
 

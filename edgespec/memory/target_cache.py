@@ -36,10 +36,34 @@ class TargetCache:
         self._tokens: list[int] = []
         self._reuse_is_exact = target.facts.capabilities.prefix_reuse_exact
         self._prefilled_tokens = 0
+        self._adapter_scales = self._loaded_scales = tuple(adapter.scale for adapter in target.facts.adapters)
+
+    def use_adapters(self, scales: tuple[float, ...]) -> None:
+        """Set the scales of the target's adapters for the next reply.
+
+        A KV cache is only valid for the scales that it was computed with. The prefix cache holds sequences
+        for the scales that the target was loaded with, and is not used with others.
+
+        Raises:
+            CapabilityError: The scales of the target's adapters are fixed.
+        """
+        if scales == self._adapter_scales:
+            return
+        if self._cache and self._tokens:
+            self._truncate_to_reusable()
+            self._cache.add(self._tokens)
+        self._tokens = []
+        self._target.truncate(0)
+        self._target.set_adapter_scales(scales)
+        self._adapter_scales = scales
+
+    @property
+    def _cache(self) -> PrefixCache | None:
+        return self._prefix_cache if self._adapter_scales == self._loaded_scales else None
 
     @property
     def saves_to_disk(self) -> bool:
-        return self._prefix_cache is not None and self._prefix_cache.saves_to_disk
+        return self._cache is not None and self._cache.saves_to_disk
 
     def sync_length(self) -> None:
         """Forget tokens that are no longer in the target's KV cache. Call this only between passes."""
@@ -51,10 +75,10 @@ class TargetCache:
 
     def save(self) -> None:
         """Save the target's cached tokens on disk, if the prefix cache uses the disk."""
-        if self._prefix_cache and self._prefix_cache.saves_to_disk:
+        if self._cache and self._cache.saves_to_disk:
             self.sync_length()
             self._truncate_to_reusable()
-            self._prefix_cache.add(self._tokens)
+            self._cache.add(self._tokens)
 
     def reclaim_idle(self) -> None:
         """Free memory if other programs need it.
@@ -80,7 +104,7 @@ class TargetCache:
         Raises:
             ContextFullError: There is not enough memory for a context of this length.
         """
-        target, cache = self._target, self._prefix_cache
+        target, cache = self._target, self._cache
         self._truncate_to_reusable()
         shared = self._reusable(min(common_prefix_length(self._tokens, tokens), len(tokens) - 1))
         if cache and shared < len(self._tokens):

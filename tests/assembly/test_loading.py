@@ -16,9 +16,9 @@ from edgespec.assembly.drafting_options import DraftingOptions
 from edgespec.assembly.loading import _acceptance_recorder
 from edgespec.assembly.pairing import _load_model, draft_load_options, find_pair, options_in_pair
 from edgespec.backends import mlx_files
-from edgespec.backends.base import Capabilities, LoadOptions, ModelFacts
+from edgespec.backends.base import Adapter, Capabilities, LoadOptions, ModelFacts
 from edgespec.catalog import resolve
-from edgespec.errors import BackendMissingError, OptionError
+from edgespec.errors import BackendMissingError, EdgespecError, OptionError
 
 FACTS = ModelFacts(
     name="m", path="p", architecture="a", description="d", parameters=1, file_bytes=1, weight_bytes=100,
@@ -87,15 +87,15 @@ def test_loading_imports_one_backend_only(reference: str, unwanted: tuple[str, .
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_an_adapter_for_a_gguf_is_rejected(loaded: list[tuple[str, Any]], tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="an adapter needs an MLX model, but demo is not one") as caught:
+def test_a_folder_is_no_adapter_for_a_gguf(loaded: list[tuple[str, Any]], tmp_path: Path) -> None:
+    with pytest.raises(EdgespecError, match="needs an adapter in a .gguf file") as caught:
         edgespec.load("demo", adapter=str(tmp_path))
     assert caught.value.next_step
     assert not loaded
 
 
 def test_a_missing_adapter_is_rejected(loaded: list[tuple[str, Any]], tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="the adapter folder .*none does not exist"):
+    with pytest.raises(EdgespecError, match="the adapter folder .*none does not exist"):
         edgespec.load("demo-mlx", adapter=str(tmp_path / "none"))
     assert not loaded
 
@@ -121,8 +121,8 @@ def test_an_option_of_the_wrong_type_is_rejected(
 
 
 def test_load_options_of_a_draft() -> None:
-    options = LoadOptions(threads=3, memory_bytes=1000, adapter="a", max_branches=9)
-    expected = replace(options, context_tokens=4, memory_bytes=880, is_draft=True, adapter=None)
+    options = LoadOptions(threads=3, memory_bytes=1000, adapters=(Adapter("a"),), max_branches=9)
+    expected = replace(options, context_tokens=4, memory_bytes=880, is_draft=True, adapters=())
     assert draft_load_options(options, DraftingOptions.of(), 4, 880) == replace(expected, max_logit_rows=96)
     assert draft_load_options(options, DraftingOptions.of(draft_branches="auto"), 4, 880) == replace(
         expected, max_logit_rows=96
@@ -180,7 +180,7 @@ def test_acceptance_is_recorded_only_if_it_applies_to_the_plain_pair(
         ("corpus", 3, "one path"),
         ("corpus", b"x", "one path"),
         ("corpus", ["x"], "one path"),
-        ("adapter", 3, "one path"),
+        ("adapter", 3, "one or more paths"),
         ("draft_confidence", "x", "a number from 0 to below 1"),
         ("draft_confidence", None, "a number from 0 to below 1"),
         ("draft_sinks", None, "an integer from 0"),

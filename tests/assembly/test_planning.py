@@ -16,7 +16,7 @@ import edgespec
 from edgespec.assembly.drafting_options import DraftingOptions
 from edgespec.assembly.pairing import ModelPair, find_pair
 from edgespec.assembly.planning import LoadPlan, PlanRequest, check_fits, plan_pair
-from edgespec.backends.base import LoadOptions
+from edgespec.backends.base import Adapter, LoadOptions
 from edgespec.backends.llamacpp.memory_estimate import GgufMemoryEstimator
 from edgespec.backends.llamacpp.quantise import quantise
 from edgespec.backends.memory_estimate import MemoryEstimate
@@ -111,17 +111,21 @@ class TestCopies:
         assert not planned.drafting.has_room_for_copy
 
     @pytest.mark.usefixtures("copied")
-    def test_a_copy_is_estimated_without_the_adapter(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_copy_is_estimated_without_the_adapter(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        adapter = Adapter(str(tmp_path / "a.gguf"))
+        Path(adapter.path).touch()
         estimate = GgufMemoryEstimator.estimate
-        adapters: dict[str, str | None] = {}
+        adapters: dict[str, tuple[Adapter, ...]] = {}
 
         def recorded(self: GgufMemoryEstimator, options: LoadOptions) -> MemoryEstimate:
-            adapters[self.name] = options.adapter
+            adapters[self.name] = options.adapters
             return estimate(self, options)
 
         monkeypatch.setattr(GgufMemoryEstimator, "estimate", recorded)
-        _planned(1 << 40, draft=None, options=replace(_OPTIONS, adapter="a"))
-        assert adapters == {"demo": "a", "demo at low bits": None}
+        _planned(1 << 40, draft=None, options=replace(_OPTIONS, adapters=(adapter,)))
+        assert adapters == {"demo": (adapter,), "demo at low bits": ()}
 
 
 def test_the_draft_kv_cache_is_quantised_first() -> None:

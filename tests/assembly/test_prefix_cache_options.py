@@ -15,7 +15,7 @@ from edgespec.assembly import loading
 from edgespec.assembly.load_request import LoadRequest
 from edgespec.assembly.pairing import load_target
 from edgespec.assembly.prefix_cache_options import _identity, file_states
-from edgespec.backends.base import LoadOptions
+from edgespec.backends.base import Adapter, LoadOptions
 from edgespec.costs.target_costs import FreeCosts
 from edgespec.errors import OptionError
 from edgespec.files import sampled_sha256
@@ -172,7 +172,7 @@ class TestIdentity:
         found = {self.identity()}
         for content in (b"one", b"two"):
             (tmp_path / "adapters.safetensors").write_bytes(content)
-            found.add(self.identity(options={"adapter": str(tmp_path)}))
+            found.add(self.identity(facts={"adapters": (Adapter(str(tmp_path)),)}))
         assert len(found) == 3
 
 
@@ -181,20 +181,20 @@ def test_file_states_change_with_the_files(folder: bool, tmp_path: Path) -> None
     path = tmp_path / "model.gguf"
     model = tmp_path if folder else path
     path.write_bytes(b"GGUF one")
-    seen = [file_states(model, None)]
+    seen = [file_states(model, ())]
     os.utime(path, ns=(1, 1))
-    seen.append(file_states(model, None))
+    seen.append(file_states(model, ()))
     path.write_bytes(b"GGUF one two")
     os.utime(path, ns=(1, 1))
-    seen.append(file_states(model, None))
+    seen.append(file_states(model, ()))
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapters.safetensors").write_bytes(b"one")
-    seen.append(file_states(path, str(adapter)))
+    seen.append(file_states(path, [Adapter(str(adapter))]))
     assert all(seen)
     assert len(set(seen)) == 4
     path.unlink()
-    assert file_states(path, None) == ()
+    assert file_states(path, ()) == ()
 
 
 def test_none_writes_no_files(demo_target: Path, tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_lookup_by_format() -> None:
     assert backend_of("gguf") is backend_of("layerskip")
     assert same_backend("gguf", "layerskip")
     assert not same_backend("gguf", "mlx")
-    assert format_of("mlx").adapters
+    assert format_of("mlx").check_adapters
     assert not is_registered("lowbit")
     with pytest.raises(KeyError):
         format_of("nothing")

@@ -1,19 +1,20 @@
-"""A typed wrapper around llama_context that runs forward passes and manages KV-cache sequences."""
+"""A typed wrapper around llama_context, which allocates it and runs forward passes."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import LoadOptions
+from edgespec.backends.llamacpp.adapters import LoraAdapters
 from edgespec.backends.llamacpp.batch import Batch, Inputs
 from edgespec.backends.llamacpp.hidden_state_hook import HiddenStateHook
+from edgespec.backends.llamacpp.kv_sequences import KvSequences
 from edgespec.backends.llamacpp.kv_types import KvTypes
 from edgespec.backends.llamacpp.metadata import vocabulary_size
 from edgespec.backends.llamacpp.native import Interrupt, library, recent_errors
@@ -34,7 +35,6 @@ __all__ = ["MAX_WIDTH", "ContextPlan", "LlamaContext"]
 _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 # Status codes returned by llama_decode: no free KV cells, stopped by the abort callback, allocation failed.
 _NO_SLOT, _ABORTED, _NO_MEMORY = 1, 2, -2
-_BYTES = ctypes.POINTER(ctypes.c_uint8)
 # By default, a forward pass computes logits for at most this many tokens, which limits the size of the logits
 # buffer.
 MAX_WIDTH = 256
@@ -71,15 +71,14 @@ class ContextPlan:
         return replace(self, tokens=tokens, kv_bytes=self.kv_bytes + added_bytes)
 
 
-class LlamaContext:
+class LlamaContext(KvSequences):
     """A llama_context with a unified KV cache. Not thread-safe, except for `interrupt`.
 
     Uses `threads` CPU threads on an idle machine, and fewer while other programs need the cores, unless the
     user chose the number.
 
-    Sequence 0 holds the committed tokens. The last sequence is scratch space for copying KV cells, and the
-    others hold checkpoints or branches of the draft tree. If `allocate` fails, the context has no KV cache
-    (see `is_lost`).
+    `KvSequences` has the operations on the KV cache that need no forward pass. If `allocate` fails, the
+    context has no KV cache (see `is_lost`).
 
     The context of an EAGLE head borrows the token embeddings of `target`, so it must be allocated again
     whenever the target's context is. If `mtp` is set, the context runs only the model's multi-token
@@ -101,8 +100,10 @@ class LlamaContext:
         takes_hidden: bool = False,
         target: LlamaContext | None = None,
         mtp: bool = False,
+        adapters: LoraAdapters | None = None,
     ) -> None:
-        lib = self._lib = library()
+        lib = library()
+        super().__init__(plan.sequences, window=lib.llama_model_n_swa(model))
         self.interrupt = Interrupt()
         params = self._params = lib.llama_context_default_params()
         if mtp:
@@ -110,9 +111,6 @@ class LlamaContext:
         params.n_batch = params.n_ubatch = options.batch_tokens
         params.n_seq_max = plan.sequences
         params.n_rs_seq = plan.undo_tokens
-        self._scratch = plan.sequences - 1
-        # The ids of all llama.cpp sequences, except sequence 0, that may contain KV cells.
-        self._others: set[int] = set()
         self.max_width: int = min(plan.rows, options.batch_tokens)
         self._thread_count = ThreadCount(threads) if adapts_threads(options, plan.kv_types) else None
         params.n_threads = params.n_threads_batch = self.threads = threads
@@ -123,9 +121,8 @@ class LlamaContext:
         params.swa_full = True
         params.kv_unified = True
         params.no_perf = True
-        self._model, self._target = model, target
+        self._model, self._target, self._adapters = model, target, adapters
         self._vocab_size = vocabulary_size(model)
-        self._context: Any = None
         self._taps = StateTaps(model)
         self._hook, self._always_hooked = hook or self._taps.hook, hook is not None
         # Number of calls of `allocate`, by which head contexts notice that this context was replaced.
@@ -133,8 +130,6 @@ class LlamaContext:
         # Settings of the current llama_context, which `is_stale` compares with those that are needed now.
         self._is_hooked, self._max_outputs, self._target_generation = False, 0, 0
         self.allocate(plan)
-        # The size of the sliding attention window in tokens, or 0 if all layers use full attention.
-        self.window: int = lib.llama_model_n_swa(model)
         # Ask llama.cpp how many tokens it can undo, because some architectures ignore the requested number.
         self.undo_tokens: int = lib.llama_n_rs_seq(self._context)
         self._batch = Batch(options.batch_tokens, plan.sequences)
@@ -166,8 +161,8 @@ class LlamaContext:
         if self._target is not None:
             params.ctx_other, self._target_generation = self._target._context, self._target._generation
         self._generation += 1
-        self._context = self._lib.llama_init_from_model(self._model, params)
-        if not self._context:
+        context = self._lib.llama_init_from_model(self._model, params)
+        if not context:
             detail = (recent_errors() or ["llama.cpp reported no reason"])[-1]
             if "requires flash_attn" in detail:
                 raise OptionError(
@@ -178,10 +173,16 @@ class LlamaContext:
                 f"a context of {plan.tokens:,} tokens cannot be allocated: {detail}",
                 "use a smaller --context or another --kv-type",
             )
-        self._memory = self._lib.llama_get_memory(self._context)
-        self.interrupt.attach(self._context)
+        self._attach(context)
+        self.interrupt.attach(context)
         self.plan, self.tokens = plan, int(self._lib.llama_n_ctx(self._context))
-        self._taps.apply(self._context)
+        self._taps.apply(context)
+        self.apply_adapters()
+
+    def apply_adapters(self) -> None:
+        """Use the adapters with their current scales from the next pass on. Raises BackendError."""
+        if self._adapters:
+            self._adapters.apply(self._context)
 
     @property
     def _needs_hook(self) -> bool:
@@ -215,8 +216,7 @@ class LlamaContext:
         return self._taps.rows(self._context, count)
 
     def _free(self) -> None:
-        context, self._context, self._memory = self._context, None, None
-        self._others.clear()
+        context = self._detach()
         self.tokens = 0
         # Replace the NumPy view of the logits, because `llama_free` frees the memory that it refers to.
         self._logits = np.empty((0, self._vocab_size), np.float32)
@@ -229,11 +229,6 @@ class LlamaContext:
         self._free()
 
     @property
-    def is_lost(self) -> bool:
-        """Whether the context has no KV cache, because `allocate` failed or `release` was called."""
-        return not self._context
-
-    @property
     def is_stale(self) -> bool:
         """Whether the context must be allocated again before the next pass, even if its size is unchanged."""
         return (
@@ -242,18 +237,6 @@ class LlamaContext:
             or self._needed_outputs > self._max_outputs
             or (self._target is not None and self._target._generation != self._target_generation)
         )
-
-    def _check_allocated(self) -> None:
-        if self.is_lost:
-            raise ContextFullError(
-                "the context has no KV cache because the system ran out of memory",
-                "close other programs and send the message again",
-            )
-
-    @property
-    def has_memory(self) -> bool:
-        """Whether the model has a KV cache or a recurrent state. Models with neither cannot generate text."""
-        return bool(self._memory)
 
     def append(self, inputs: Inputs, position: int) -> None:
         """Append tokens or hidden states to sequence 0, starting at `position`, without computing logits."""
@@ -366,141 +349,6 @@ class LlamaContext:
             self._lib.llama_set_n_threads(self._context, threads, threads)
             # Store the number of threads for `allocate`, which creates a new context.
             self._params.n_threads = self._params.n_threads_batch = self.threads = threads
-
-    def copy(self, source: int, sequence: int, start: int = -1, end: int = -1) -> None:
-        """Make `sequence` share the KV cells of the sequence `source` at positions [start, end).
-
-        By default, all cells are shared. A recurrent state is always shared as a whole.
-        """
-        self._others.add(sequence)
-        self._lib.llama_memory_seq_cp(self._memory, source, sequence, start, end)
-
-    def drop(self, sequence: int, start: int, end: int = -1) -> bool:
-        """Remove positions [start, end) from a sequence. By default, remove from `start` to the end.
-
-        Returns:
-            Whether the positions were removed. llama.cpp cannot always remove positions from a recurrent
-            state.
-        """
-        dropped = bool(self._lib.llama_memory_seq_rm(self._memory, sequence, start, end))
-        if (start, end) == (0, -1):
-            self._others.discard(sequence)
-        return dropped
-
-    def drop_others(self) -> None:
-        """Remove all llama.cpp sequences except sequence 0."""
-        for sequence in self._others - {0}:
-            self.drop(sequence, 0)
-
-    @property
-    def can_shift(self) -> bool:
-        """Whether llama.cpp can move cached keys to other positions."""
-        return bool(self._lib.llama_memory_can_shift(self._memory))
-
-    def remove_range(self, start: int, end: int) -> None:
-        """Remove positions [start, end) from sequence 0, and shift all later tokens to close the gap."""
-        self._lib.llama_memory_seq_rm(self._memory, 0, start, end)
-        self._lib.llama_memory_seq_add(self._memory, 0, end, -1, start - end)
-
-    def clear(self) -> None:
-        """Remove all tokens from the KV cache."""
-        self._lib.llama_memory_clear(self._memory, False)
-
-    def compact_branch(self, source: int, start: int, end: int) -> None:
-        """Append positions [start, end) of the sequence `source` to the first `start` tokens of sequence 0.
-
-        All other sequences are removed. The KV cells are moved next to each other, so that attention sums are
-        rounded in the same way as without drafting.
-        """
-        parts = self.export_cells(source, start, end)
-        for sequence in range(self._scratch + 1):
-            self.drop(sequence, 0 if sequence else start)
-        if not self.import_cells(parts, start, end):
-            raise BackendError(
-                f"the KV cells of {end - start} accepted tokens cannot be moved",
-                "do not use --draft-branches with this model",
-            )
-
-    def export_cells(self, source: int, start: int, end: int) -> list[memoryview]:
-        """Return a sequence's KV cells at positions [start, end) as a list of parts for `import_cells`.
-
-        Each part is at most as long as the model's sliding attention window, because llama.cpp exports no
-        more at a time.
-        """
-        parts = []
-        # Remove KV cells that an earlier, interrupted export may have left in the scratch sequence.
-        self.drop(self._scratch, 0)
-        for begin, stop in self._parts(start, end):
-            self.copy(source, self._scratch, begin, stop)
-            parts.append(self.export_sequence(self._scratch))
-            self.drop(self._scratch, 0)
-        return parts
-
-    def import_cells(self, parts: Sequence[bytes | memoryview], start: int, end: int) -> bool:
-        """Append exported KV cells to sequence 0 at positions [start, end). Return whether this succeeded."""
-        ranges = self._parts(start, end)
-        if len(parts) != len(ranges):
-            return False
-        for part, (begin, stop) in zip(parts, ranges, strict=True):
-            if not self.import_sequence(part, self._scratch):
-                return False
-            self.copy(self._scratch, 0, begin, stop)
-            self.drop(self._scratch, 0)
-        return True
-
-    def _parts(self, start: int, end: int) -> list[tuple[int, int]]:
-        """Split the positions [start, end) at multiples of the sliding attention window's size."""
-        window = self.window or max(1, end)
-        cuts = [start, *range((start // window + 1) * window, end, window), end]
-        return list(pairwise(cuts)) if start < end else []
-
-    def apply_rollback(self) -> None:
-        """Complete the rollback of sequence 0's recurrent state that `drop` requested.
-
-        llama.cpp itself would complete it in the next forward pass, which is too late for checkpoints and
-        copies.
-        """
-        if not self.import_sequence(self.export_sequence(recurrent_only=True), recurrent_only=True):
-            raise BackendError("the recurrent state cannot be rolled back", "load the model again")
-
-    def state_bytes(self, *, recurrent_only: bool = False) -> int:
-        """Return the number of bytes that `export_sequence` exports for sequence 0."""
-        return int(self._lib.llama_state_seq_get_size_ext(self._context, 0, self._flags(recurrent_only)))
-
-    def export_sequence(self, sequence: int = 0, *, recurrent_only: bool = False) -> memoryview:
-        """Return a copy of a sequence's KV cells and recurrent state.
-
-        KV cells outside the sliding attention window are omitted, because the next token does not depend on
-        them.
-        """
-        self._check_allocated()
-        flags = self._flags(recurrent_only)
-        size = self._lib.llama_state_seq_get_size_ext(self._context, sequence, flags)
-        copy = np.empty(size, np.uint8)
-        written = self._lib.llama_state_seq_get_data_ext(
-            self._context, copy.ctypes.data_as(_BYTES), size, sequence, flags
-        )
-        return copy.data[:written]
-
-    def import_sequence(
-        self, data: bytes | memoryview, sequence: int = 0, *, recurrent_only: bool = False
-    ) -> bool:
-        """Load the result of `export_sequence` into an empty sequence. Return whether this succeeded."""
-        self._check_allocated()
-        self._others.add(sequence)
-        exported = np.frombuffer(data, np.uint8)
-        return bool(
-            self._lib.llama_state_seq_set_data_ext(
-                self._context,
-                exported.ctypes.data_as(_BYTES),
-                exported.size,
-                sequence,
-                self._flags(recurrent_only),
-            )
-        )
-
-    def _flags(self, recurrent_only: bool) -> int:
-        return int(self._lib.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) if recurrent_only else 0
 
     def close(self) -> None:
         """Free the llama_context and its batches."""

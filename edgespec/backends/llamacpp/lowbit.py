@@ -93,7 +93,7 @@ def load_low_bit_view(target: GgufModel, method: LowBit) -> LowBitView:
             f" {target.facts.capabilities.reason or 'its KV cells cannot be copied'}",
             "choose another method",
         )
-    options = replace(target.options, adapter=None)
+    options = replace(target.options, adapters=())
     if options.memory_bytes is not None:
         left = options.memory_bytes - target.facts.weight_bytes - target.facts.max_kv_bytes
         options = replace(options, memory_bytes=max(0, left))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from edgespec.backends.base import LoadOptions
+from edgespec.backends.llamacpp.adapters import adapter_bytes
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
 from edgespec.backends.llamacpp.context_planning import (
     UNDO_TOKENS,
@@ -146,6 +147,7 @@ class GgufMemoryEstimator:
         gpu_weights, gpu_cache_share, doubled = device_split(self._path, self.layers, options.gpu_layers)
         gpu_cache = round(cache_bytes * gpu_cache_share)
         weight_bytes = sum(map(library().llama_model_size, self._weights)) + doubled - self._unloaded_bytes
+        weight_bytes += adapter_bytes(options.adapters)
         if options.mmap and not options.mlock:
             weight_bytes -= self._shared_bytes
         parts = (

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from edgespec.backends.base import Head, LanguageModel, LoadOptions, ModelFacts, Progress
 from edgespec.backends.hidden_state_log import HiddenStateLog
+from edgespec.backends.llamacpp.adapters import LoraAdapters, adapter_bytes
 from edgespec.backends.llamacpp.checkpoints import StateCheckpoint, StateCheckpoints
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_planning import plan_context
@@ -83,7 +84,8 @@ class LlamaCppModel(GgufModel):
             raise ModelFileError(f"{path} has no vocabulary", "choose a complete language model")
         max_plan = plan_context(weights, options)
         plan = initial_plan(weights, max_plan, options)
-        context = LlamaContext(weights, options, plan, threads_for(weights, options))
+        self._adapters = LoraAdapters(weights, options.adapters)
+        context = LlamaContext(weights, options, plan, threads_for(weights, options), adapters=self._adapters)
         try:
             self.probe_result = result = probe(context, weights, options)
             cells = KvCells(context, options.max_branches, replays=result.replays)
@@ -91,10 +93,13 @@ class LlamaCppModel(GgufModel):
             facts = describe(weights, path, name, max_plan, self.vocabulary, result)
             self.facts: ModelFacts = replace(
                 facts,
-                weight_bytes=facts.weight_bytes - (0 if options.mtp else unloaded_bytes(Path(path))),
+                weight_bytes=facts.weight_bytes
+                - (0 if options.mtp else unloaded_bytes(Path(path)))
+                + adapter_bytes(options.adapters),
                 context_tokens=plan.tokens,
                 kv_bytes=plan.kv_bytes,
                 cache_variant=cache_variant(weights, max_plan),
+                adapters=options.adapters,
             )
         except BaseException:
             context.close()
@@ -104,6 +109,11 @@ class LlamaCppModel(GgufModel):
         self._tree_states: list[NDArray[np.float32]] = []
         # Whether llama.cpp will roll back the recurrent state at the start of the next forward pass.
         self._rollback_pending = False
+
+    def set_adapter_scales(self, scales: Sequence[float]) -> None:
+        self._check(0)
+        self._adapters.scales = tuple(scales)
+        self._context.apply_adapters()
 
     def _append(self, tokens: Sequence[int]) -> None:
         self._rollback_pending = False

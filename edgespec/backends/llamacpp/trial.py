@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, cast
 
-from edgespec.backends.base import Head, LoadOptions, Progress
+from edgespec.backends.base import Adapter, Head, LoadOptions, Progress
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_planning import plan_context
 from edgespec.backends.llamacpp.loading import load_files
@@ -23,7 +23,7 @@ from edgespec.backends.optional_features import HeadModel
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError
 
-__all__ = ["try_head", "try_model", "try_split_model"]
+__all__ = ["try_adapters", "try_head", "try_model", "try_split_model"]
 
 # Load the model on the CPU with a small context, which takes little time and memory.
 _OPTIONS = LoadOptions(context_tokens=256, gpu_layers=0, batch_tokens=64)
@@ -80,6 +80,21 @@ def try_head(path: str, name: str, head: Head, progress: Progress | None = None)
         view.close()
     finally:
         target.close()
+
+
+def try_adapters(path: str, name: str, adapters: Sequence[Adapter], progress: Progress | None = None) -> None:
+    """Load a GGUF model with adapters and run a few tokens.
+
+    Raises:
+        EdgespecError: The model or an adapter cannot be loaded.
+    """
+    model = load(path, name, replace(_OPTIONS, adapters=tuple(adapters)), progress)
+    try:
+        with suppress(CancelledError), _interrupted_after(model.interrupt, _PASS_CPU_SECONDS):
+            for width in _WIDTHS:
+                model.prefill([model.facts.vocab_size * i // width for i in range(width)])
+    finally:
+        model.close()
 
 
 def try_split_model(folder: str, name: str, _runs: bool, _progress: Progress | None = None) -> None:

@@ -131,6 +131,7 @@ def _load(path: str, name: str, options: LoadOptions, progress: Progress | None)
         chat_template=vocabulary.chat_template is not None,
         capabilities=Capabilities(True, True, "", MAX_WIDTH),
         notice=notice if context_tokens > trained else "",
+        adapters=options.adapters,
     )
     probed_facts = replace(facts, context_tokens=max(context_tokens, PROBE_TOKENS))
     model = MlxModel(loaded, probed_facts, vocabulary, options)

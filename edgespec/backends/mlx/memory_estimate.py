@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from edgespec.backends.base import LoadOptions
+from edgespec.backends.base import Adapter, LoadOptions
 from edgespec.backends.memory_check import requested_context
 from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
 from edgespec.backends.mlx.build_info import mlx_core, runs_on_cpu
@@ -86,8 +86,9 @@ class MlxMemoryEstimator:
 
     def __init__(self, path: str, name: str, options: LoadOptions) -> None:
         self.name = name
-        stamps = [_file_stamps(Path(folder)) for folder in (path, options.adapter) if folder is not None]
-        self._shape = _read_shape(path, name, options.adapter, options.low_bits, tuple(stamps))
+        folders = [path, *(adapter.path for adapter in options.adapters)]
+        stamps = [_file_stamps(Path(folder)) for folder in folders]
+        self._shape = _read_shape(path, name, options.adapters, options.low_bits, tuple(stamps))
         self.trained_context_tokens: int = self._shape.sizes.trained_context_tokens
 
     def estimate(self, options: LoadOptions) -> MemoryEstimate:
@@ -138,11 +139,11 @@ def _file_stamps(folder: Path) -> _FileStamps:
 
 @lru_cache(maxsize=16)
 def _read_shape(
-    path: str, name: str, adapter: str | None, low_bits: bool, _stamps: tuple[_FileStamps, ...]
+    path: str, name: str, adapters: tuple[Adapter, ...], low_bits: bool, _stamps: tuple[_FileStamps, ...]
 ) -> _ModelShape:
     """Return a model's properties without loading its weights. Cached until a model file changes."""
     try:
-        return _shape_of(read_skeleton(path, name, LoadOptions(adapter=adapter, low_bits=low_bits)))
+        return _shape_of(read_skeleton(path, name, LoadOptions(adapters=adapters, low_bits=low_bits)))
     finally:
         # MLX modules contain reference cycles, so only the garbage collector can free them.
         gc.collect()

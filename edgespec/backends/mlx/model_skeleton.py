@@ -96,13 +96,13 @@ class ModelSkeleton:
 def read_skeleton(path: str, name: str, options: LoadOptions) -> ModelSkeleton:
     """Load a model from a folder without reading its weights.
 
-    Uses only the adapter, `low_bits` and the memory limit from `options`.
+    Uses only the first adapter, `low_bits` and the memory limit from `options`.
 
     Raises:
         ModelFileError: The folder does not contain a model, or the model is damaged or unsupported.
         MemoryBudgetError: The weights exceed the memory limit.
     """
-    folder, adapter = Path(path), options.adapter
+    folder, adapter = Path(path), options.adapters[0].path if options.adapters else None
     with translate_load_errors(path):
         config = _read_config(folder)
         files = sorted(folder.glob(WEIGHTS))

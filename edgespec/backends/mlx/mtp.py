@@ -1,7 +1,8 @@
-"""Draft with the layer for multi-token prediction (MTP) that Qwen3-Next and Qwen3.5 models contain."""
+"""Draft with the layer for multi-token prediction (MTP) that some models contain, such as Qwen3-Next."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ from edgespec.backends.mlx.target_ends import TargetEmbedding, TargetLmHead
 from edgespec.backends.mlx_files import read_json_object
 from edgespec.backends.mlx_metadata import language_config
 from edgespec.errors import ModelFileError
-from edgespec.heads.mtp_files import read_mtp
+from edgespec.heads.mtp_files import QWEN_MODELS, read_mtp
 
 if TYPE_CHECKING:
     from edgespec.backends.mlx.model import MlxModel
@@ -63,7 +64,9 @@ class MtpNetwork(Module):
         """See `EagleNetwork.__call__`."""
         pair = [self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(states)]
         inputs = self.fc(mx.concatenate(pair, axis=-1))[None]
-        outputs: mx.array = self.layers[0](inputs, cache.make_mask(inputs.shape[1]), cache)[0]
+        # Multi-head latent attention cannot use mlx-lm's short form of a causal mask, a string.
+        mask = cache.make_mask(inputs.shape[1], return_array=True)
+        outputs: mx.array = self.layers[0](inputs, mask, cache)[0]
         return outputs
 
     def normalised(self, states: mx.array) -> mx.array:
@@ -89,7 +92,7 @@ def estimate_mtp_head(folder: Path, context_tokens: int) -> MemoryEstimate:
             MemoryPart("weights", sum(map(loaded_bytes, tensors.values()))),
             MemoryPart(
                 "cache",
-                _kv_bytes(tensors["layers.0.self_attn.k_proj.weight"].shape[0])
+                _kv_bytes({name: tensor.shape for name, tensor in tensors.items()})
                 * cache_rows(None, context_tokens),
             ),
             MemoryPart("compute", 4 * (BATCH_TOKENS * (2 * vocab + 16 * size) + MAX_LOGGED_TOKENS * size)),
@@ -97,16 +100,26 @@ def estimate_mtp_head(folder: Path, context_tokens: int) -> MemoryEstimate:
     )
 
 
-def _kv_bytes(key_size: int) -> int:
-    """Return the size of the keys and values of a token in bytes, in float32."""
-    return 2 * 4 * key_size
+def _kv_bytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Return the size of the keys and values of a token in bytes, in float32, from the shapes of the weights.
+
+    Multi-head latent attention (arXiv 2405.04434), as in DeepSeek-V3, caches one latent vector for both.
+
+    Raises:
+        ModelFileError: The layer has no attention that edgespec knows.
+    """
+    for name, arrays in (("k_proj", 2), ("kv_a_proj_with_mqa", 1)):
+        if shape := shapes.get(f"layers.0.self_attn.{name}.weight"):
+            return arrays * 4 * shape[0]
+    raise ModelFileError("the MTP layer has no tensor for attention keys", "download the model again")
 
 
 def load_mtp_head(target: MlxModel, net: Any, folder: Path) -> EagleHead:
     """Load the MTP layer in a target's folder. The target's cache must be empty.
 
     Implementations disagree whether the layer reads hidden states before or after the final norm, and
-    conversions can have added 1 to the weights of norms. So all four are tried on a short text.
+    conversions of Qwen models can have added 1 to the weights of norms. So all of these are tried on a short
+    text.
 
     Raises:
         ModelFileError: The folder contains no MTP layer, or a damaged one.
@@ -114,12 +127,14 @@ def load_mtp_head(target: MlxModel, net: Any, folder: Path) -> EagleHead:
     """
     tensors = read_mtp(folder)
     check_memory(target, f"the MTP layer of {target.facts.name}", sum(map(loaded_bytes, tensors.values())))
-    weights = _converted({name: weight_array(tensor) for name, tensor in tensors.items()})
-    shifted = {name: one + 1 if _is_norm(name) else one for name, one in weights.items()}
+    weights = _converted(net, {name: weight_array(tensor) for name, tensor in tensors.items()})
+    choices = [weights]
+    if target.facts.architecture in QWEN_MODELS:
+        choices.append({name: one + 1 if _is_norm(name) else one for name, one in weights.items()})
     heads: list[EagleHead] = []
     try:
         for state in (POST_NORM, target.layer_count):
-            for choice in (shifted, weights):
+            for choice in reversed(choices):
                 heads += [_head(target, net, choice, state, folder)]
         check_finite(heads[0], folder)
         best = most_accurate(target, heads)
@@ -137,10 +152,14 @@ def _is_norm(name: str) -> bool:
     return "norm" in name.rpartition(".")[0].rpartition(".")[2]
 
 
-def _converted(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Return the weights with those of experts joined, as in mlx-lm."""
+def _converted(net: Any, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """Return the weights in the layout of mlx-lm, which stacks those of experts and splits some of MLA."""
     prefix = "layers.0.mlp"
     joined = dict(weights)
+    if "layers.0.self_attn.kv_b_proj.weight" in joined:
+        # mlx-lm converts the layers that it knows, so present the MTP layer as one of them.
+        known = net.sanitize({f"model.{name}": weight for name, weight in joined.items()})
+        joined = {name.removeprefix("model."): weight for name, weight in known.items()}
     for name in ("gate_proj", "up_proj", "down_proj"):
         experts: list[mx.array] = []
         while (key := f"{prefix}.experts.{len(experts)}.{name}.weight") in joined:
@@ -159,9 +178,12 @@ def _converted(weights: dict[str, mx.array]) -> dict[str, mx.array]:
 def _head(target: MlxModel, net: Any, weights: Mapping[str, mx.array], state: int, folder: Path) -> EagleHead:
     """Return a head that reads the target's hidden state `state`."""
     arguments, layers = Body(net).arguments, LayerList(net).layers
-    index = next(index for index, layer in enumerate(layers) if "self_attn" in layer)
+    # The first layers of some models have no experts, but the MTP layer has.
+    index = max(index for index, layer in enumerate(layers) if "self_attn" in layer)
     try:
-        layer = type(layers[index])(arguments, index)
+        kind = type(layers[index])
+        numbered = "layer_idx" in inspect.signature(kind).parameters
+        layer = kind(arguments, layer_idx=index) if numbered else kind(arguments)
         network = MtpNetwork(layer, target.state_size, arguments.rms_norm_eps, state == POST_NORM)
         network.load_weights(list(weights.items()), strict=True)
         evaluate_constants([layer.self_attn.rope])
@@ -170,7 +192,6 @@ def _head(target: MlxModel, net: Any, weights: Mapping[str, mx.array], state: in
         raise ModelFileError(
             f"the MTP layer in {folder} does not fit the model: {error}", "download the model again"
         ) from error
-    key_size = weights["layers.0.self_attn.k_proj.weight"].shape[0]
     facts = head_facts(
         target,
         f"the MTP layer of {target.facts.name}",
@@ -178,7 +199,7 @@ def _head(target: MlxModel, net: Any, weights: Mapping[str, mx.array], state: in
         "mtp",
         f"MTP layer that reads the hidden state {state}",
         list(weights.values()),
-        _kv_bytes(key_size),
+        _kv_bytes({name: weight.shape for name, weight in weights.items()}),
         target.facts.trained_context_tokens,
     )
     embed = TargetEmbedding(net, target.facts.vocab_size, target.state_size)

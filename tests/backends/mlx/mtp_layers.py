@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
-from tests.backends.mlx.tiny_checkpoints import configuration
+from tests.backends.mlx.tiny_checkpoints import configuration, write_checkpoint
 
 
 def write_mtp_layer(folder: Path, *, fused: bool = False, **changes: NDArray[Any] | None) -> Path:
@@ -59,3 +60,68 @@ def write_mtp_layer(folder: Path, *, fused: bool = False, **changes: NDArray[Any
     named = {f"mtp.{name}": tensor.astype(np.float32) for name, tensor in tensors.items()}
     save_file(named, folder / "mtp.safetensors")
     return folder
+
+
+# Kinds of models that number MTP layers, with the kind of tiny model they are made from and what differs.
+NUMBERED: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v3": ("deepseek_v3", {}),
+    "glm4_moe": (
+        "deepseek_v3",
+        {
+            "model_type": "glm4_moe",
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+            "rope_scaling": None,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "partial_rotary_factor": 0.5,
+        },
+    ),
+    "mimo": ("qwen2", {"model_type": "mimo"}),
+}
+
+
+def write_numbered_mtp_layer(folder: Path, kind: str) -> Path:
+    """Write a tiny model with an MTP layer, named as in the original models, that repeats its last layer."""
+    base, changes = NUMBERED[kind]
+    write_checkpoint(folder, base, config=changes)
+    config = json.loads((folder / "config.json").read_text())
+    size, last = config["hidden_size"], config["num_hidden_layers"] - 1
+    layer = {
+        name.removeprefix(f"model.layers.{last}."): tensor
+        for name, tensor in load_file(folder / "model.safetensors").items()
+        if name.startswith(f"model.layers.{last}.")
+    }
+    random = np.random.default_rng(1)
+    matrix = random.normal(size=(size, 2 * size)) / size**0.5
+    norms = [1 + 0.1 * random.normal(size=size) for _ in range(3)]
+    if kind == "mimo":
+        prefix, own = "model.mtp_layers.0.", ("token_layernorm", "hidden_layernorm", "final_layernorm")
+        layer["input_proj.weight"] = matrix
+    else:
+        prefix, own = f"model.layers.{last + 1}.", ("enorm", "hnorm", "shared_head.norm")
+        layer |= {"eh_proj.weight": matrix, "embed_tokens.weight": np.zeros((config["vocab_size"], size))}
+        layer["shared_head.head.weight"] = np.zeros((config["vocab_size"], size))
+    layer |= {f"{name}.weight": norm for name, norm in zip(own, norms, strict=True)}
+    layer = _as_published(layer)
+    save_file(
+        {prefix + name: tensor.astype(np.float32) for name, tensor in layer.items()},
+        folder / "mtp.safetensors",
+    )
+    return folder
+
+
+def _as_published(layer: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """Undo what mlx-lm does to the tensors of a layer: each expert has its own, and MLA has one for both."""
+    published: dict[str, NDArray[Any]] = {}
+    for name, tensor in layer.items():
+        if ".switch_mlp." in name:
+            for expert, own in enumerate(tensor):
+                published[name.replace("switch_mlp", f"experts.{expert}")] = own
+        else:
+            published[name] = tensor
+    if "self_attn.embed_q.weight" in published:
+        keys = published.pop("self_attn.embed_q.weight").swapaxes(-1, -2)
+        both = np.concatenate([keys, published.pop("self_attn.unembed_out.weight")], axis=1)
+        published["self_attn.kv_b_proj.weight"] = both.reshape(-1, both.shape[-1])
+    return published

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file
 
 import edgespec
 from edgespec.assembly.loading import always_draft
@@ -21,7 +22,7 @@ from edgespec.backends.mlx_metadata import read_mlx_info
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.heads.mtp_files import read_mtp
 from tests.backends.head_histories import ROUNDS, Round, check_history
-from tests.backends.mlx.mtp_layers import write_mtp_layer
+from tests.backends.mlx.mtp_layers import NUMBERED, write_mtp_layer, write_numbered_mtp_layer
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 
 CONTEXT = 512
@@ -56,6 +57,10 @@ def test_a_draft_after_any_history_equals_that_of_a_fresh_head(
 
 
 def test_an_mtp_layer_changes_no_reply(folder: Path) -> None:
+    check_replies(folder)
+
+
+def check_replies(folder: Path) -> None:
     with (
         always_draft(),
         edgespec.load(str(folder), "none", method="none", context=256) as plain,
@@ -85,6 +90,10 @@ def test_fused_experts_give_the_same_layer(folder: Path, tmp_path: Path) -> None
 
 def test_the_layer_is_listed_and_its_memory_planned(folder: Path) -> None:
     assert read_mlx_info(folder).heads == ("MTP",)
+    check_plan(folder)
+
+
+def check_plan(folder: Path) -> None:
     estimate = estimate_mtp_head(folder, CONTEXT)
     target = load(folder)
     head = head_of(target)
@@ -96,7 +105,7 @@ def test_the_layer_is_listed_and_its_memory_planned(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"fc.weight": None}, r"it lacks mtp\.fc\.weight"),
+        ({"fc.weight": None}, r"lacks the tensor fc\.weight"),
         ({"fc.weight": np.zeros((64, 64))}, "does not fit the model"),
         ({"layers.0.mlp.gate.weight": None}, "does not fit the model"),
         ({"norm.weight": np.full(64, np.nan)}, "not finite"),
@@ -114,5 +123,45 @@ def test_a_model_without_such_layers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CapabilityError, match="MTP layers of its architecture"):
         head_of(target)
     target.close()
-    with pytest.raises(ModelFileError, match="it lacks mtp"):
+    with pytest.raises(ModelFileError, match="no tensors of one"):
         read_mtp(write_checkpoint(tmp_path / "next", "qwen3_next"))
+
+
+@pytest.fixture(scope="module", params=NUMBERED)
+def numbered(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_numbered_mtp_layer(tmp_path_factory.mktemp("numbered") / "model", request.param)
+
+
+def test_a_layer_of_another_family_is_loaded_as_the_target_loads_its_layers(numbered: Path) -> None:
+    from mlx.utils import tree_flatten
+
+    target = load(numbered)
+    network: Any = head_of(target)._network
+    last: Any = dict(tree_flatten(target._net.layers[-1].parameters()))
+    found: Any = dict(tree_flatten(network.layers[0].parameters()))
+    assert found.keys() == last.keys()
+    for name, weight in last.items():
+        np.testing.assert_array_equal(np.array(found[name]), np.array(weight), name)
+    stored = load_file(numbered / "mtp.safetensors")
+    matrix = next(
+        weight for name, weight in stored.items() if "_proj.weight" in name and weight.shape == (64, 128)
+    )
+    first, second = np.split(np.array(network.fc.weight), 2, axis=1)
+    if "mimo" in read_mlx_info(numbered).architecture:
+        first, second = second, first
+    np.testing.assert_array_equal(np.concatenate([first, second], axis=1), matrix)
+    target.close()
+
+
+@settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rounds=st.lists(ROUNDS, min_size=1, max_size=6), seed=st.integers(0, 1 << 16))
+def test_a_layer_of_another_family_follows_its_target(numbered: Path, rounds: list[Round], seed: int) -> None:
+    check_history(lambda: load(numbered), head_of, rounds, seed)
+
+
+def test_a_layer_of_another_family_changes_no_reply(numbered: Path) -> None:
+    check_replies(numbered)
+
+
+def test_the_memory_of_a_layer_of_another_family_is_planned(numbered: Path) -> None:
+    check_plan(numbered)

@@ -1,0 +1,200 @@
+"""The sequences of a llama_context: share, remove, export and import their KV cells and recurrent states."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from edgespec.backends.llamacpp.native import library
+from edgespec.errors import BackendError, ContextFullError
+
+__all__ = ["KvSequences"]
+
+_BYTES = ctypes.POINTER(ctypes.c_uint8)
+
+
+class KvSequences:
+    """The base class of `LlamaContext`, which holds the llama_context and manages its sequences.
+
+    Sequence 0 holds the committed tokens. The last sequence is scratch space for copying KV cells, and the
+    others hold checkpoints or branches of the draft tree.
+
+    Args:
+        count: The number of llama.cpp sequences.
+        window: The size of the sliding attention window in tokens, or 0 if all layers use full attention.
+    """
+
+    def __init__(self, count: int, *, window: int) -> None:
+        self._lib = library()
+        self._context: Any = None
+        self._memory: Any = None
+        self._scratch = count - 1
+        # The ids of all llama.cpp sequences, except sequence 0, that may contain KV cells.
+        self._others: set[int] = set()
+        self.window = window
+
+    def _attach(self, context: Any) -> None:
+        """Use a new llama_context, whose sequences are empty."""
+        self._context, self._memory = context, self._lib.llama_get_memory(context)
+
+    def _detach(self) -> Any:
+        """Stop using the llama_context, and return it so that the caller can free it."""
+        context, self._context, self._memory = self._context, None, None
+        self._others.clear()
+        return context
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the context has no KV cache, because `allocate` failed or `release` was called."""
+        return not self._context
+
+    def _check_allocated(self) -> None:
+        if self.is_lost:
+            raise ContextFullError(
+                "the context has no KV cache because the system ran out of memory",
+                "close other programs and send the message again",
+            )
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether the model has a KV cache or a recurrent state. Models with neither cannot generate text."""
+        return bool(self._memory)
+
+    def copy(self, source: int, sequence: int, start: int = -1, end: int = -1) -> None:
+        """Make `sequence` share the KV cells of the sequence `source` at positions [start, end).
+
+        By default, all cells are shared. A recurrent state is always shared as a whole.
+        """
+        self._others.add(sequence)
+        self._lib.llama_memory_seq_cp(self._memory, source, sequence, start, end)
+
+    def drop(self, sequence: int, start: int, end: int = -1) -> bool:
+        """Remove positions [start, end) from a sequence. By default, remove from `start` to the end.
+
+        Returns:
+            Whether the positions were removed. llama.cpp cannot always remove positions from a recurrent
+            state.
+        """
+        dropped = bool(self._lib.llama_memory_seq_rm(self._memory, sequence, start, end))
+        if (start, end) == (0, -1):
+            self._others.discard(sequence)
+        return dropped
+
+    def drop_others(self) -> None:
+        """Remove all llama.cpp sequences except sequence 0."""
+        for sequence in self._others - {0}:
+            self.drop(sequence, 0)
+
+    @property
+    def can_shift(self) -> bool:
+        """Whether llama.cpp can move cached keys to other positions."""
+        return bool(self._lib.llama_memory_can_shift(self._memory))
+
+    def remove_range(self, start: int, end: int) -> None:
+        """Remove positions [start, end) from sequence 0, and shift all later tokens to close the gap."""
+        self._lib.llama_memory_seq_rm(self._memory, 0, start, end)
+        self._lib.llama_memory_seq_add(self._memory, 0, end, -1, start - end)
+
+    def clear(self) -> None:
+        """Remove all tokens from the KV cache."""
+        self._lib.llama_memory_clear(self._memory, False)
+
+    def compact_branch(self, source: int, start: int, end: int) -> None:
+        """Append positions [start, end) of the sequence `source` to the first `start` tokens of sequence 0.
+
+        All other sequences are removed. The KV cells are moved next to each other, so that attention sums are
+        rounded in the same way as without drafting.
+        """
+        parts = self.export_cells(source, start, end)
+        for sequence in range(self._scratch + 1):
+            self.drop(sequence, 0 if sequence else start)
+        if not self.import_cells(parts, start, end):
+            raise BackendError(
+                f"the KV cells of {end - start} accepted tokens cannot be moved",
+                "do not use --draft-branches with this model",
+            )
+
+    def export_cells(self, source: int, start: int, end: int) -> list[memoryview]:
+        """Return a sequence's KV cells at positions [start, end) as a list of parts for `import_cells`.
+
+        Each part is at most as long as the model's sliding attention window, because llama.cpp exports no
+        more at a time.
+        """
+        parts = []
+        # Remove KV cells that an earlier, interrupted export may have left in the scratch sequence.
+        self.drop(self._scratch, 0)
+        for begin, stop in self._parts(start, end):
+            self.copy(source, self._scratch, begin, stop)
+            parts.append(self.export_sequence(self._scratch))
+            self.drop(self._scratch, 0)
+        return parts
+
+    def import_cells(self, parts: Sequence[bytes | memoryview], start: int, end: int) -> bool:
+        """Append exported KV cells to sequence 0 at positions [start, end). Return whether this succeeded."""
+        ranges = self._parts(start, end)
+        if len(parts) != len(ranges):
+            return False
+        for part, (begin, stop) in zip(parts, ranges, strict=True):
+            if not self.import_sequence(part, self._scratch):
+                return False
+            self.copy(self._scratch, 0, begin, stop)
+            self.drop(self._scratch, 0)
+        return True
+
+    def _parts(self, start: int, end: int) -> list[tuple[int, int]]:
+        """Split the positions [start, end) at multiples of the sliding attention window's size."""
+        window = self.window or max(1, end)
+        cuts = [start, *range((start // window + 1) * window, end, window), end]
+        return list(pairwise(cuts)) if start < end else []
+
+    def apply_rollback(self) -> None:
+        """Complete the rollback of sequence 0's recurrent state that `drop` requested.
+
+        llama.cpp itself would complete it in the next forward pass, which is too late for checkpoints and
+        copies.
+        """
+        if not self.import_sequence(self.export_sequence(recurrent_only=True), recurrent_only=True):
+            raise BackendError("the recurrent state cannot be rolled back", "load the model again")
+
+    def state_bytes(self, *, recurrent_only: bool = False) -> int:
+        """Return the number of bytes that `export_sequence` exports for sequence 0."""
+        return int(self._lib.llama_state_seq_get_size_ext(self._context, 0, self._flags(recurrent_only)))
+
+    def export_sequence(self, sequence: int = 0, *, recurrent_only: bool = False) -> memoryview:
+        """Return a copy of a sequence's KV cells and recurrent state.
+
+        KV cells outside the sliding attention window are omitted, because the next token does not depend on
+        them.
+        """
+        self._check_allocated()
+        flags = self._flags(recurrent_only)
+        size = self._lib.llama_state_seq_get_size_ext(self._context, sequence, flags)
+        copy = np.empty(size, np.uint8)
+        written = self._lib.llama_state_seq_get_data_ext(
+            self._context, copy.ctypes.data_as(_BYTES), size, sequence, flags
+        )
+        return copy.data[:written]
+
+    def import_sequence(
+        self, data: bytes | memoryview, sequence: int = 0, *, recurrent_only: bool = False
+    ) -> bool:
+        """Load the result of `export_sequence` into an empty sequence. Return whether this succeeded."""
+        self._check_allocated()
+        self._others.add(sequence)
+        exported = np.frombuffer(data, np.uint8)
+        return bool(
+            self._lib.llama_state_seq_set_data_ext(
+                self._context,
+                exported.ctypes.data_as(_BYTES),
+                exported.size,
+                sequence,
+                self._flags(recurrent_only),
+            )
+        )
+
+    def _flags(self, recurrent_only: bool) -> int:
+        return int(self._lib.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) if recurrent_only else 0
