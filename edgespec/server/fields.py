@@ -15,6 +15,7 @@ from pydantic import (
 )
 
 from edgespec.errors import OptionError
+from edgespec.option_kinds import TokenBiases
 from edgespec.options import REPLY_OPTIONS, Option, ReplyArguments
 
 __all__ = ["Ignored", "ReplyFields", "RequestFields", "reply_options"]
@@ -63,7 +64,9 @@ def _reply_field(name: str, option: Option, hint: Any) -> Any:
             return None
         if isinstance(value, list | dict) and len(value) > _MAX_ENTRIES:
             raise OptionError(f"{name} has {len(value)} entries", f"use at most {_MAX_ENTRIES}")
-        return option.check(name, _integer_keys(value) if isinstance(value, dict) else value)
+        if isinstance(value, dict) and isinstance(option.kind, TokenBiases):
+            value = _integer_keys(value)
+        return option.check(name, value)
 
     schema["description"] = option.help
     return Annotated[Any, AfterValidator(check), WithJsonSchema(schema)], None
@@ -78,11 +81,7 @@ def _integer_keys(value: dict[str, Any]) -> dict[Any, Any]:
 
 def _reply_fields() -> dict[str, Any]:
     hints = get_type_hints(ReplyArguments)
-    return {
-        name: _reply_field(name, option, hints[name])
-        for name, option in REPLY_OPTIONS.items()
-        if not option.api_only
-    }
+    return {name: _reply_field(name, option, hints[name]) for name, option in REPLY_OPTIONS.items()}
 
 
 _REPLY_FIELDS = _reply_fields()

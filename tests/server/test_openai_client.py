@@ -128,7 +128,7 @@ def test_a_last_assistant_message_is_continued(client: openai.OpenAI) -> None:
     ("change", "param", "message"),
     [
         ({"temperatur": 1}, "temperatur", "unknown field 'temperatur'; did you mean temperature?"),
-        ({"temperature": "hot"}, "temperature", "temperature: input should be a valid number, not 'hot'"),
+        ({"temperature": "hot"}, "temperature", "temperature must be a number from 0 to 100, not 'hot'"),
         ({"temperature": -1}, "temperature", "temperature must be a number from 0 to 100, not -1"),
         ({"method": "modle"}, "method", "did you mean 'model'?"),
         ({"method": "lookahead"}, None, "lookahead"),

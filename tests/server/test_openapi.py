@@ -34,7 +34,7 @@ CHECKS = [
 @pytest.fixture(scope="module")
 def described() -> Iterator[HttpServer]:
     """A server whose replies are short."""
-    with running(reply_options={"max_tokens": 2, "method": "none"}) as server:
+    with running(load_options={"context": 256}, reply_options={"max_tokens": 2, "method": "none"}) as server:
         yield server
 
 
@@ -57,7 +57,7 @@ def test_responses_match_the_description(described: HttpServer) -> None:
                 suppress_health_check=list(HealthCheck),
             )
             def check(case: Any) -> None:
-                case.call_and_validate(checks=CHECKS)
+                case.call_and_validate(checks=CHECKS, timeout=120)
 
             check()
 
