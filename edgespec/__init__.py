@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from edgespec.memory.plan import MemoryPlan
     from edgespec.memory.prefix_cache.cache import PrefixCacheUsage
     from edgespec.memory.use import MemoryUse
-    from edgespec.reply import MethodReport, Reply, TextChunk
+    from edgespec.reply import MethodReport, Reply, TextChunk, TokenLogprobs
     from edgespec.reply_options import ReplyArguments
     from edgespec.request_queue import QueuedReply, RequestQueue
     from edgespec.runtime import Runtime
@@ -52,6 +52,7 @@ __all__ = [
     "SamplingParams",
     "Stats",
     "TextChunk",
+    "TokenLogprobs",
     "__version__",
     "delete_data",
     "load",
@@ -73,7 +74,7 @@ _HOMES = {
     "edgespec.memory.plan": ("MemoryPlan",),
     "edgespec.memory.prefix_cache.cache": ("PrefixCacheUsage",),
     "edgespec.memory.use": ("MemoryUse",),
-    "edgespec.reply": ("MethodReport", "Reply", "TextChunk"),
+    "edgespec.reply": ("MethodReport", "Reply", "TextChunk", "TokenLogprobs"),
     "edgespec.reply_options": ("ReplyArguments",),
     "edgespec.request_queue": ("QueuedReply", "RequestQueue"),
     "edgespec.runtime": ("Runtime",),

@@ -11,12 +11,12 @@ __all__ = ["DRAFTER_NAMES", "DRAFT_MODEL_USERS", "HEADS", "SELF_DRAFTS", "parse_
 HEADS = ("mtp", "eagle", "dflash", "medusa", "hydra")
 
 # The names of all drafters, in the order in which their drafts are merged.
-DRAFTER_NAMES = ("layerskip", "lowbit", "swift", *HEADS, "model", "lookahead", "suffix", "ngram")
+DRAFTER_NAMES = ("layerskip", "lowbit", "swift", *HEADS, "model", "lookahead", "grammar", "suffix", "ngram")
 # Drafters that use the target's own weights and KV cache. A method can include at most one of them.
 SELF_DRAFTS = ("layerskip", "lowbit", "swift")
 # Drafters that cannot work without the model passed as `--draft`.
 DRAFT_MODEL_USERS = frozenset({"model"})
-_AUTOMATIC = (*HEADS, "model", "suffix")
+_AUTOMATIC = (*HEADS, "model", "grammar", "suffix")
 
 
 def parse_method(method: str) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from edgespec.costs.curve import CostFunction, assumed_cost
 from edgespec.costs.pass_limits import PassLimits
 from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
 from edgespec.drafters.base import BudgetedDrafter, Drafter
+from edgespec.drafters.grammar import GrammarDrafter
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.drafters.tree_growth import TreeGrowth
 from edgespec.errors import OptionError
@@ -23,8 +24,8 @@ from edgespec.reply import MethodReport
 
 __all__ = ["DrafterSet", "MissingDrafter"]
 
-# The method `auto` combines all of these drafters that are available with suffix lookup. Without any, it uses
-# the first available one of `_AUTO_SELF_DRAFTS`.
+# The method `auto` combines all of these drafters that are available with suffix lookup, and with `grammar`
+# if the reply has a constraint. Without any, it uses the first available one of `_AUTO_SELF_DRAFTS`.
 _AUTO_MODELS = (*HEADS, "model")
 _AUTO_SELF_DRAFTS = ("layerskip", "lowbit")
 _AUTO_LOOKUP = "suffix"
@@ -48,7 +49,8 @@ class DrafterSet:
     rates.
 
     Args:
-        drafters: Drafters by name, or the reasons why they are missing. `ngram` is always available.
+        drafters: Drafters by name, or the reasons why they are missing. `grammar` and `ngram` are always
+            available.
         chain_model: The draft model, if the `model` drafter proposes plain chains of its tokens, or None.
         why_no_draft: Why there is no draft model, for reports and error messages.
         v: Cost of a verify pass as a multiple of a single-token pass, as a function of the number of tokens
@@ -71,7 +73,7 @@ class DrafterSet:
         self._target = target.facts
         self._why_no_draft = why_no_draft
         self._v = v
-        self._drafters: dict[str, Drafter] = {"ngram": NgramDrafter()}
+        self._drafters: dict[str, Drafter] = {"grammar": GrammarDrafter(), "ngram": NgramDrafter()}
         self._missing: dict[str, MissingDrafter] = {
             "model": MissingDrafter(
                 f"it needs a draft model: {why_no_draft}", "use --draft REF or --method ngram"
@@ -99,13 +101,17 @@ class DrafterSet:
         """
         return self._auto_config.limits if self._auto_config else None
 
-    def choose(self, method: str) -> tuple[Drafter | None, MethodReport]:
+    def choose(self, method: str, *, constrained: bool = False) -> tuple[Drafter | None, MethodReport]:
         """Return the drafter for a method and a report on the drafters in use.
+
+        Args:
+            method: The method.
+            constrained: Whether the reply has a constraint, so that `auto` also uses `grammar`.
 
         Raises:
             OptionError: The method is unknown, or one of its drafters is unavailable.
         """
-        names, report = self._resolve(method)
+        names, report = self._resolve(method, constrained)
         if not names:
             return None, report
         if self._auto_config and (method == "auto" or self._auto_config.controls_named):
@@ -116,14 +122,14 @@ class DrafterSet:
         """Raise OptionError if the method is unknown or one of its drafters is unavailable."""
         self._resolve(method)
 
-    def _resolve(self, method: str) -> tuple[tuple[str, ...], MethodReport]:
+    def _resolve(self, method: str, constrained: bool = False) -> tuple[tuple[str, ...], MethodReport]:
         names = parse_method(method)
         capabilities = self._target.capabilities
         if names and not capabilities.rollback:
             reason = f"{self._target.name} cannot verify drafts: {capabilities.reason}"
             return (), MethodReport(method, "none", reason)
         if method == "auto":
-            names = self._auto_names()
+            names = self._auto_names(constrained)
             has_model = any(not self._drafters[name].is_lookup for name in names)
             reason = "chosen automatically" if has_model else self._why_no_draft
         else:
@@ -135,11 +141,12 @@ class DrafterSet:
         report = MethodReport(method, "+".join(names) or "none", reason)
         return tuple(sorted(names, key=DRAFTER_NAMES.index)), report
 
-    def _auto_names(self) -> tuple[str, ...]:
+    def _auto_names(self, constrained: bool) -> tuple[str, ...]:
         models = [name for name in _AUTO_MODELS if name in self._drafters]
         if not models:
             models = [name for name in _AUTO_SELF_DRAFTS if name in self._drafters][:1]
-        return tuple(name for name in (*models, _AUTO_LOOKUP) if name in self._drafters)
+        lookups = ("grammar", _AUTO_LOOKUP) if constrained else (_AUTO_LOOKUP,)
+        return tuple(name for name in (*models, *lookups) if name in self._drafters)
 
     def _controlled(self, config: AutoConfig, names: tuple[str, ...]) -> AutoController:
         if names not in self._controllers:

@@ -62,7 +62,7 @@ METHOD = Option(MethodName(), "method",
     "How to speed up replies. `auto` drafts with the draft model and from earlier text whenever that is"
     " faster. `none` disables drafting. You can also name one or more methods joined by +, which are then"
     " used even when they are slower: model, mtp, eagle, dflash, medusa, hydra, layerskip, lowbit, swift,"
-    " lookahead, suffix, ngram.",
+    " lookahead, grammar, suffix, ngram.",
     default="auto", common=True)
 DRAFT_LENGTH = Option(Integer(1, MAX_DRAFT_LENGTH, metavar="K", hint=", or method none"), "method",
     f"Number of tokens to draft at a time, from 1 to {MAX_DRAFT_LENGTH}. With `auto`, this is the maximum.",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from edgespec.checks import check_boolean, check_integer, check_number, check_path, check_text, parse_size
@@ -21,6 +23,7 @@ __all__ = [
     "Flag",
     "HeadName",
     "Integer",
+    "JsonSchema",
     "Kind",
     "ListOf",
     "MethodList",
@@ -32,6 +35,7 @@ __all__ = [
     "Share",
     "Size",
     "Text",
+    "TextFile",
     "TextList",
     "TokenBiases",
 ]
@@ -321,6 +325,51 @@ class TextList(Kind):
         if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
             raise OptionError(f"{name} must be one or more non-empty strings, not {value!r}")
         return tuple(texts)
+
+
+class TextFile(Kind):
+    """A text. On the command line, the path of a file that contains it."""
+
+    metavar = "FILE"
+
+    def parse(self, text: str) -> Any:
+        """Return the text of a file. Raises OptionError if it cannot be read."""
+        try:
+            return Path(text).expanduser().read_text("utf-8")
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not a UTF-8 text"
+            raise OptionError(
+                f"the file {text!r} cannot be read: {reason}", "pass the path of a text file"
+            ) from None
+
+
+class JsonSchema(TextFile):
+    """A JSON schema: a dict, JSON text or a Pydantic model. `check` returns it as JSON text."""
+
+    def check(self, name: str, value: Any) -> str:
+        hint = "pass a dict, a JSON object as text, or a Pydantic model class"
+        if isinstance(value, type):
+            value = _pydantic_schema(name, value, hint)
+        try:
+            schema = json.loads(value) if isinstance(value, str) else value
+            text = json.dumps(schema, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise OptionError(f"{name} is not valid JSON: {error}", hint) from None
+        if not isinstance(schema, Mapping):
+            raise OptionError(f"{name} must be a JSON object, not {text[:40]}", hint)
+        return text
+
+
+def _pydantic_schema(name: str, model: type, hint: str) -> Any:
+    from pydantic import BaseModel
+    from pydantic.errors import PydanticUserError
+
+    if not issubclass(model, BaseModel):
+        raise OptionError(f"{name} must be a JSON schema, not the class {model.__name__}", hint)
+    try:
+        return model.model_json_schema()
+    except PydanticUserError as error:
+        raise OptionError(f"{name}: {model.__name__} has no JSON schema: {error.message}", hint) from None
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,20 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Annotated, TypedDict
+from typing import Annotated, Any, TypedDict
 
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.option import ACCEPTANCE, DRAFT_LENGTH, METHOD, Option, declared_options
-from edgespec.option_kinds import AdapterScales, Integer, SamplingNumber, TextList, TokenBiases
+from edgespec.option_kinds import (
+    AdapterScales,
+    Integer,
+    JsonSchema,
+    SamplingNumber,
+    Text,
+    TextFile,
+    TextList,
+    TokenBiases,
+)
 
 __all__ = ["REPLY_OPTIONS", "ReplyArguments"]
 
@@ -22,7 +31,8 @@ def _sampling(metavar: str, description: str, convert: Callable[[str], float] = 
 class ReplyArguments(TypedDict, total=False):
     """Keyword arguments of `Runtime.generate`, `Runtime.stream` and `Chat.stream`.
 
-    If `method`, `draft_length` or `acceptance` is None, the value passed to `load` applies.
+    If `method`, `draft_length` or `acceptance` is None, the value passed to `load` applies. At most one of
+    `schema`, `regex`, `grammar` and `choice` can be used.
     """
 
     # fmt: off
@@ -35,6 +45,22 @@ class ReplyArguments(TypedDict, total=False):
     stop: Annotated[str | Sequence[str], Option(TextList(), "reply",
         "End the reply just before this string. Can be repeated.",
         default=())]
+    schema: Annotated[Mapping[str, Any] | str | type | None, Option(JsonSchema(), "reply",
+        "Make the answer a JSON text that satisfies the JSON schema in this file.",
+        per_run=True)]
+    regex: Annotated[str | None, Option(Text("REGEX"), "reply",
+        "Make the whole answer match this regular expression.",
+        per_run=True)]
+    grammar: Annotated[str | None, Option(TextFile(), "reply",
+        "Make the answer satisfy the grammar in this file, which is in the Lark format of llguidance.",
+        per_run=True)]
+    choice: Annotated[str | Sequence[str], Option(TextList(), "reply",
+        "Make the answer this text. Can be repeated, so that the model chooses one of several texts.",
+        default=(), per_run=True)]
+    logprobs: Annotated[int | None, Option(Integer(0, 20), "reply",
+        "Report the log-probability of each token, and of the N most likely tokens at its position. On the"
+        " command line, use it with --json.",
+        per_run=True)]
     adapter_scales: Annotated[Mapping[str, float] | None, Option(AdapterScales(), "reply",
         "Scale of each loaded adapter for this reply, by the name of its file without .gguf. Adapters that"
         " are not named are not used. GGUF models only.",

@@ -9,6 +9,8 @@ from numbers import Integral
 from typing import Any
 
 from edgespec.backends.base import ModelFacts, Progress
+from edgespec.constraints import Constraint, constraint_from
+from edgespec.constraints.specification import CONSTRAINT_OPTIONS
 from edgespec.engine.processors import LogitsProcessor
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.errors import ContextFullError, OptionError
@@ -43,7 +45,12 @@ class StreamArguments(ReplyArguments, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request for one reply: its prompt and options. `edgespec.ReplyArguments` describes most fields."""
+    """A request for one reply: its prompt and options. `edgespec.ReplyArguments` describes most fields.
+
+    Attributes:
+        constraint: The constraint that the reply must satisfy, or None. A processor implements it.
+        processors: The logits processors of the constraint and of the caller.
+    """
 
     tokens: tuple[int, ...]
     params: SamplingParams
@@ -54,6 +61,8 @@ class Request:
     draft_length: int | None
     acceptance: str
     adapter_scales: tuple[float, ...]
+    logprobs: int | None = None
+    constraint: Constraint | None = None
     processors: tuple[LogitsProcessor, ...] = ()
 
     def max_draft_length(self, adapts: bool) -> int:
@@ -147,6 +156,8 @@ def defaults_for(values: Mapping[str, Any], adapts: bool | None, context_tokens:
 def check_options(facts: ModelFacts, options: Mapping[str, Any]) -> tuple[SamplingParams, dict[str, Any]]:
     """Check the options of a reply. Return its sampling settings, and the values of the other options.
 
+    The options that describe a constraint become a single value, `constraint`.
+
     Raises:
         OptionError: An option is unknown or its value is invalid.
     """
@@ -158,6 +169,7 @@ def check_options(facts: ModelFacts, options: Mapping[str, Any]) -> tuple[Sampli
         for name, option in REPLY_OPTIONS.items()
         if name not in sampling
     }
+    values["constraint"] = constraint_from({name: values.pop(name) for name in CONSTRAINT_OPTIONS})
     _check_vocabulary("logit_bias", params.logit_bias, facts)
     return params, values
 

@@ -16,6 +16,7 @@ from edgespec.chat.prompt import ContextFull, PromptBuilder, check_context_full
 from edgespec.chat.reasoning import opening_marker
 from edgespec.chat.single_prompt import build_single_prompt
 from edgespec.chat.template import ChatTemplate
+from edgespec.constraints import ConstraintCompiler
 from edgespec.conversation import Chat
 from edgespec.costs.curve import CostCurve
 from edgespec.costs.target_costs import TargetCosts
@@ -81,6 +82,7 @@ class Runtime:
         reserve_bytes = plan.budget.reserve_bytes if plan else DEFAULT_RESERVE_BYTES
         self._session = Session(target, drafters, prefix_cache, draft, reserve_bytes, unadapted_acceptance)
         self._prompts: PromptBuilder | None = None
+        self._constraints = ConstraintCompiler(self.vocabulary, target.facts.vocab_size)
 
     @property
     def target(self) -> ModelFacts:
@@ -134,6 +136,8 @@ class Runtime:
         """
         _, values = check_options(self.target, self._with_defaults(options))
         self._session.drafters.check(values["method"])
+        if values["constraint"]:
+            self._constraints.check(values["constraint"])
 
     def _with_defaults(self, options: Mapping[str, Any]) -> dict[str, Any]:
         given = {name: v for name, v in options.items() if v is not None or name not in self._defaults}
@@ -384,6 +388,9 @@ class Runtime:
             self._mapped.check()
         values = self._with_defaults(options)
         request = build_request(tokens, self.target, self.context_tokens, values, processors)
+        if request.constraint:
+            constraint = self._constraints.processor(request.constraint, request.tokens, reply_start)
+            request = replace(request, processors=(constraint, *request.processors))
 
         def record(reply: Reply | None) -> None:
             # Count the drafts whose first token was accepted, to measure this model pair's acceptance rate.

@@ -176,7 +176,7 @@ class Session:
         progress: Progress | None,
     ) -> Iterator[Step]:
         """Yield the steps of a reply: prefill the prompt, then decode, resizing the context if needed."""
-        drafter, _ = self.drafters.choose(request.method)
+        drafter, _ = self.drafters.choose(request.method, constrained=request.constraint is not None)
         tokens = list(request.tokens)
         self._idle_drafters = ()
         started = now()
@@ -213,6 +213,7 @@ class Session:
             is_stop=is_stop,
             is_cancelled=is_cancelled,
             stats=stats,
+            logprobs=request.logprobs,
         )
         drafted_tokens, decode_seconds = 0, 0.0
         for step in steps:
@@ -267,9 +268,9 @@ class Session:
         ):
             self._idle_worker.start(self._use_idle_time, self._reclaim_memory)
 
-    def report(self, method: str) -> MethodReport:
-        """Return the report on the current or last reply that used this method."""
-        drafter, report = self.drafters.choose(method)
+    def report(self, method: str, *, constrained: bool = False) -> MethodReport:
+        """Return the report on the current or last reply with this method, with or without a constraint."""
+        drafter, report = self.drafters.choose(method, constrained=constrained)
         notes = [self.context.notice, self.memory_pressure.notice]
         if drafter:
             failures = [self._idle_worker.failures.get(part.name, "") for part in drafter.parts]

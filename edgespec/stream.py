@@ -17,11 +17,12 @@ from edgespec.chat.reasoning import (
     split_reasoning,
 )
 from edgespec.chat.text import ReplyText
+from edgespec.engine.logprobs import TokenLogprob
 from edgespec.engine.loop import FinishReason, Step
 from edgespec.engine.stats import Stats
 from edgespec.errors import BusyError, EdgespecError
 from edgespec.memory import peak_bytes
-from edgespec.reply import MethodReport, Reply, TextChunk
+from edgespec.reply import MethodReport, Reply, TextChunk, TokenLogprobs
 from edgespec.request import Request
 from edgespec.session import Session
 
@@ -56,16 +57,18 @@ class ReplyStream:
         self.prompt_tokens = len(request.tokens)
         self.dropped_messages = 0
         self.reply_start = reply_start
-        self._method = session.drafters.choose(request.method)[1]
+        self._constrained = request.constraint is not None
+        self._method = session.drafters.choose(request.method, constrained=self._constrained)[1]
         self._session = session
         self._request = request
         self._on_end = on_end
         self._progress = progress
         self._reply: Reply | None = None
-        vocabulary = session.target.vocabulary
+        self._vocabulary = vocabulary = session.target.vocabulary
         self._text = ReplyText(partial(piece_with_markers, vocabulary), vocabulary.is_end, request.stop)
         self._splitter = ReasoningSplitter(reply_start)
         self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
         self._finish_reason: FinishReason = "cancelled"
         self._cancelled = threading.Event()
         self._steps: Iterator[Step] | None = None
@@ -88,7 +91,7 @@ class ReplyStream:
         """The drafting method of this reply and its speed-up so far."""
         if self._reply or not self.stats.target_passes:
             return self._method
-        report = self._session.report(self._request.method)
+        report = self._session.report(self._request.method, constrained=self._constrained)
         notes = self._adapter_note(report), report.note
         return replace(report, note=" · ".join(filter(None, notes)))
 
@@ -151,7 +154,7 @@ class ReplyStream:
             step = self._session.next_step(self._steps)
             if step is None:
                 rest = self._text.finish()
-                chunks = _text_chunks([rest], [self._splitter.finish(rest)], False, 0)
+                chunks = _text_chunks([rest], [self._splitter.finish(rest)], False, 0, [])
                 self._chunks.extend(chunk for chunk in chunks if chunk.text or chunk.raw_text)
                 self._finish(failed=False)
             else:
@@ -167,9 +170,18 @@ class ReplyStream:
         self._tokens.extend(step.tokens)
         self._finish_reason = step.finish_reason or self._finish_reason
         texts, accepted = self._text.drain(), step.accepted
-        for part, is_draft in ((texts[:accepted], True), (texts[accepted:], False)):
-            split = [self._splitter.feed(text) for text in part]
-            self._chunks.extend(_text_chunks(part, split, is_draft, 1))
+        logprobs = [self._with_text(each) for each in step.logprobs]
+        self._logprobs.extend(logprobs)
+        for part, is_draft in ((slice(accepted), True), (slice(accepted, None), False)):
+            split = [self._splitter.feed(text) for text in texts[part]]
+            self._chunks.extend(_text_chunks(texts[part], split, is_draft, 1, logprobs[part]))
+
+    def _with_text(self, logprob: TokenLogprob) -> TokenLogprobs:
+        def text(token: int) -> str:
+            return self._vocabulary.raw_piece(token).decode("utf-8", "replace")
+
+        top = tuple(TokenLogprobs(token, text(token), value) for token, value in logprob.top)
+        return TokenLogprobs(logprob.token, text(logprob.token), logprob.logprob, top)
 
     def _finish(self, failed: bool, *, wait: bool = True) -> bool:
         if self._ended:
@@ -194,22 +206,26 @@ class ReplyStream:
                 stats=self.stats,
                 reasoning=reasoning,
                 answer_start=len(text) - len(answer),
+                logprobs=tuple(self._logprobs),
             )
         self._on_end(self._reply)
         return True
 
 
 def _text_chunks(
-    texts: Sequence[str], split: Sequence[SplitText], accepted: bool, tokens_per_text: int
+    texts: Sequence[str],
+    split: Sequence[SplitText],
+    accepted: bool,
+    tokens_per_text: int,
+    logprobs: Sequence[TokenLogprobs],
 ) -> Iterator[TextChunk]:
-    pairs = zip(texts, split, strict=True)
-    for reasoning, run in groupby(pairs, key=lambda pair: pair[1].in_reasoning):
-        raw, parts = zip(*run, strict=True)
-        answer = "".join(part.answer for part in parts)
-        if reasoning:
-            text = "".join(part.reasoning for part in parts)
-            yield TextChunk(text, tokens_per_text * len(parts), accepted, True, "".join(raw))
-            if answer:
-                yield TextChunk(answer, 0, accepted)
-        else:
-            yield TextChunk(answer, tokens_per_text * len(parts), accepted, False, "".join(raw))
+    start = 0
+    for reasoning, run in groupby(split, key=lambda part: part.in_reasoning):
+        parts = list(run)
+        end = start + len(parts)
+        shown = "".join(part.reasoning if reasoning else part.answer for part in parts)
+        raw, values = "".join(texts[start:end]), tuple(logprobs[start:end])
+        yield TextChunk(shown, tokens_per_text * len(parts), accepted, reasoning, raw, values)
+        if reasoning and (answer := "".join(part.answer for part in parts)):
+            yield TextChunk(answer, 0, accepted)
+        start = end

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 from edgespec.backends.base import Vocabulary
 
 __all__ = [
+    "REASONING_MARKERS",
     "ReasoningSplitter",
     "SplitText",
     "leading_marker",
@@ -20,7 +21,7 @@ __all__ = [
 ]
 
 # The markers before and after the reasoning, from published chat templates.
-_MARKERS: Mapping[str, str] = MappingProxyType(
+REASONING_MARKERS: Mapping[str, str] = MappingProxyType(
     {
         # Used by Qwen 3, QwQ, DeepSeek R1, GLM 4.5, SmolLM 3, Nemotron Nano, MiniMax M2 and Kimi K2 Thinking.
         "<think>": "</think>",
@@ -42,13 +43,15 @@ _MARKERS: Mapping[str, str] = MappingProxyType(
 # Parts of reasoning markers, such as `[THINK]` and `<|channel|>`.
 _MARKER_TOKENS = frozenset(
     part.encode()
-    for pair in _MARKERS.items()
+    for pair in REASONING_MARKERS.items()
     for marker in pair
     for part in re.findall(r"<[^<>]+>|\[[^\[\]]+\]", marker)
 )
 _MARKER_TOKEN = re.compile(f"({'|'.join(re.escape(marker.decode()) for marker in _MARKER_TOKENS)})")
-_LEADING = re.compile(rf"\s*(?:{'|'.join(map(re.escape, _MARKERS))})\s*")
-_OPENED = re.compile(rf"(?:{'|'.join(re.escape(start) for start, end in _MARKERS.items() if end)})\s*\Z")
+_LEADING = re.compile(rf"\s*(?:{'|'.join(map(re.escape, REASONING_MARKERS))})\s*")
+_OPENED = re.compile(
+    rf"(?:{'|'.join(re.escape(start) for start, end in REASONING_MARKERS.items() if end)})\s*\Z"
+)
 # Number of characters to search at the end of a prompt for a marker that opens the reasoning, such as
 # `<think>`. The longest marker has 30 characters.
 _PROMPT_END = 200
@@ -142,12 +145,12 @@ class ReasoningSplitter:
 
     def _read_start(self) -> None:
         text = self._held.lstrip()
-        opening = next((marker for marker in _MARKERS if text.startswith(marker)), None)
+        opening = next((marker for marker in REASONING_MARKERS if text.startswith(marker)), None)
         if opening is not None:
-            self._close = _MARKERS[opening]
+            self._close = REASONING_MARKERS[opening]
             self._held = text[len(opening) :]
             self._phase, self._drops_space = "reasoning", True
-        elif not any(marker.startswith(text) for marker in _MARKERS):
+        elif not any(marker.startswith(text) for marker in REASONING_MARKERS):
             self._begin_answer()
 
     def _begin_answer(self) -> None:

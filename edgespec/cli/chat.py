@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
-_REPLY_NAMES = tuple(name for name in REPLY_NAMES if name != "logit_bias")
+# Options that the chat does not offer, because it cannot show or change them.
+_UNUSED = ("logit_bias", "logprobs", "regex", "grammar", "choice")
+_REPLY_NAMES = tuple(name for name in REPLY_NAMES if name not in _UNUSED)
 
 
 @click.command(

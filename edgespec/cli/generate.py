@@ -53,6 +53,8 @@ def command(words: tuple[str, ...], as_json: bool, raw: bool, **options: Any) ->
         raise click.UsageError(
             "the prompt must be a single argument; enclose it in quotes", click.get_current_context()
         )
+    if options["logprobs"] is not None and not as_json:
+        raise click.UsageError("--logprobs needs --json", click.get_current_context())
     text = _prompt_text(words)
     reply = interruptible(lambda stop: _answer(stop, text, raw, as_json, options))
     if as_json:

@@ -45,7 +45,7 @@ LOAD_NAMES = (*MODEL_NAMES, *METHOD_NAMES, *PREFIX_CACHE_NAMES)
 SAMPLING_NAMES = _names(REPLY_OPTIONS, "sampling")
 REPLY_NAMES = (*_names(REPLY_OPTIONS, "reply"), *SAMPLING_NAMES)
 METHODS = ("auto", "none", *DRAFTER_NAMES, "model+suffix", "layerskip+suffix", "lowbit+suffix")
-_DECLARATIONS = {**MODEL_OPTIONS, **LOAD_OPTIONS, **SETTINGS}
+_DECLARATIONS = {**MODEL_OPTIONS, **LOAD_OPTIONS, **SETTINGS, **REPLY_OPTIONS}
 _HEADINGS = {
     "reply": "Reply and sampling",
     "sampling": "Reply and sampling",

@@ -38,7 +38,10 @@ class Acceptance(Protocol):
     """An acceptance rule: draws tokens for drafters, and decides which drafted tokens to accept."""
 
     def draw(self, sampler: Sampler, logits: Logits, row: int, count: int) -> list[Draw]:
-        """Draw up to `count` different draft tokens from a row of the draft model's logits."""
+        """Draw up to `count` different draft tokens from a row of the draft model's logits.
+
+        Nothing is drawn if the draft model lacks all tokens that a constraint allows.
+        """
 
     def accept(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> AcceptedPath:
         """Decide which nodes of a verified draft tree are accepted, and choose the token after them.
@@ -120,7 +123,7 @@ class Rejection:
     def draw(self, sampler: Sampler, logits: Logits, row: int, count: int) -> list[Draw]:
         if sampler.greedy:
             return [(token, None) for token in sampler.ranked(logits, row, count)]
-        left: Distribution | None = sampler.distribution(logits, row)
+        left = sampler.draft_distribution(logits, row)
         draws: list[Draw] = []
         for token in self._random.sample_distinct(left, count) if left else ():
             if left is None:

@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
+from edgespec.engine.logprobs import TokenLogprob, token_logprob
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.stats import RoundTimer, Stats
 from edgespec.engine.tree import TokenTree
@@ -53,11 +54,13 @@ class Step:
         tokens: The emitted tokens.
         accepted: Number of leading `tokens` that are accepted draft tokens.
         finish_reason: Why the reply ends after these tokens, or None if it continues.
+        logprobs: The log-probability of each token, if it was requested.
     """
 
     tokens: tuple[int, ...]
     accepted: int
     finish_reason: FinishReason | None
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 def decode(
@@ -75,6 +78,7 @@ def decode(
     is_stop: Callable[[int], bool],
     is_cancelled: Callable[[], bool],
     stats: Stats,
+    logprobs: int | None = None,
 ) -> Iterator[Step]:
     """Generate tokens until a stop token, a limit or a cancellation.
 
@@ -95,6 +99,8 @@ def decode(
         is_stop: Called once for every emitted token, in order. No token is emitted after it returns True.
         is_cancelled: Called before each draft-and-verify round. Returning True ends the reply.
         stats: Statistics of the reply, which are updated after each round.
+        logprobs: Number of most likely tokens whose log-probabilities to return with that of each emitted
+            token. None returns no log-probabilities.
 
     Yields:
         The result of each draft-and-verify round. The last one has a finish reason.
@@ -125,6 +131,12 @@ def decode(
             drafter.observe(tree, logits, sampler)
         timer.lap("draft")
         tokens, stopped = _until_stop((*(tree.tokens[node] for node in result.path), result.token), is_stop)
+        computed: tuple[TokenLogprob, ...] = ()
+        if logprobs is not None:
+            rows = (0, *result.path)
+            computed = tuple(
+                token_logprob(logits, *pair, logprobs) for pair in zip(rows, tokens, strict=False)
+            )
         timer.lap("overhead")
         target.commit(result.path[: len(tokens) - 1])
         if drafter:
@@ -137,7 +149,7 @@ def decode(
         stats.count_round(tree.depths, accepted, len(tokens))
         timer.lap("overhead")
         timer.finish(stats, logits.overlapped_seconds, logits.waited_seconds)
-        yield Step(tokens, accepted, "stop" if stopped else None)
+        yield Step(tokens, accepted, "stop" if stopped else None, computed)
         if stopped:
             return
     yield Step((), 0, "cancelled")

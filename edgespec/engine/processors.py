@@ -70,6 +70,13 @@ class LogitsProcessor(ABC):
         """
         return None
 
+    def forced_tokens(self, limit: int) -> list[int]:  # noqa: ARG002
+        """Return tokens that almost certainly come next, at most `limit`, for drafting.
+
+        For example, a schema determines the name of the next property.
+        """
+        return []
+
     def max_candidates(self) -> int | None:
         """Return N if `apply` keeps only candidates among the N largest logits, else None."""
         return None
@@ -173,8 +180,10 @@ class TopK(LogitsProcessor):
         tokens, log_probs = candidates
         if self.k >= len(tokens):
             return candidates
-        keep = np.sort(np.argsort(-log_probs, kind="stable")[: self.k])
-        return tokens[keep], log_probs[keep]
+        threshold = np.partition(log_probs, -self.k)[-self.k]
+        above, ties = log_probs > threshold, np.flatnonzero(log_probs == threshold)
+        above[ties[: self.k - np.count_nonzero(above)]] = True
+        return tokens[above], log_probs[above]
 
     def max_candidates(self) -> int:
         return self.k

@@ -60,44 +60,65 @@ class Sampler:
         for processor in self._processors:
             processor.pop(count)
 
+    def forced_tokens(self, limit: int) -> list[int]:
+        """Return tokens that almost certainly come next because of a constraint, at most `limit`."""
+        return next((tokens for each in self._processors if (tokens := each.forced_tokens(limit))), [])
+
     def token(self, logits: Logits, row: int) -> int:
         """Sample a token from a row of logits. At temperature 0, return the most likely token."""
-        return self.ranked(logits, row, 1)[0]
+        tokens = self.ranked(logits, row, 1)
+        if not tokens:
+            raise self._nothing_left()
+        return tokens[0]
 
     def ranked(self, logits: Logits, row: int, count: int) -> list[int]:
-        """Return the `count` tokens with the highest scores, best first, for the branches of a draft tree."""
+        """Return the `count` tokens with the highest scores, best first, for the branches of a draft tree.
+
+        The list is empty if all tokens are forbidden, which can happen if a draft model lacks some tokens.
+        """
         noise = None if self.greedy else Noise(self.seed, self.position)
         tokens, peak = logits.best(row, count, self._processors, noise)
-        self._check(peak, bool(tokens))
+        self._check(peak)
         return tokens
 
     def scores(self, logits: Logits, row: int) -> Candidates:
         """Return the tokens that the processors keep, and their log-probabilities plus Gumbel noise."""
         tokens, log_probs = self._survivors(logits, row)
+        if not len(tokens):
+            raise self._nothing_left()
         return tokens, log_probs + gumbel(self.seed, Stream.TOKEN, self.position, tokens)
 
     def distribution(self, logits: Logits, row: int) -> Distribution:
         """Return the probabilities of the tokens that remain after all logits processors."""
         if self.greedy:
             return Distribution.point_mass(self.token(logits, row))
+        distribution = self.draft_distribution(logits, row)
+        if distribution is None:
+            raise self._nothing_left()
+        return distribution
+
+    def draft_distribution(self, logits: Logits, row: int) -> Distribution | None:
+        """Return the same as `distribution` above temperature 0, or None if all tokens are forbidden."""
         tokens, log_probs = self._survivors(logits, row)
-        return Distribution.normalised(tokens, np.exp(log_probs - log_probs.max()))
+        peak = log_probs.max(initial=-np.inf)
+        return None if peak == -np.inf else Distribution.normalised(tokens, np.exp(log_probs - peak))
 
     def _survivors(self, logits: Logits, row: int) -> Candidates:
         found, peak = candidates(logits, row, self._processors)
         if np.isfinite(peak):
             found = apply_chain(self._processors, found)
-        self._check(peak, bool(len(found[0])))
+        self._check(peak)
         return found
 
-    def _check(self, peak: float, any_left: bool) -> None:
+    def _check(self, peak: float) -> None:
         if not np.isfinite(peak):
             raise BackendError(
                 f"the model returned non-finite logits at position {self.position}",
                 "try --kv-type f16, or download the model again in case its file is damaged",
             )
-        if not any_left:
-            raise BackendError(
-                f"logit_bias or a constraint forbids every token at position {self.position}",
-                "allow at least one token",
-            )
+
+    def _nothing_left(self) -> BackendError:
+        return BackendError(
+            f"logit_bias or a constraint forbids every token at position {self.position}",
+            "allow at least one token",
+        )

@@ -17,7 +17,7 @@ from edgespec.tui.open_chat import OpenChat, code_blocks
 from edgespec.tui.screens.dialogs import ConfirmScreen, SystemScreen
 from edgespec.tui.screens.help import HelpScreen
 from edgespec.tui.screens.settings import SettingsScreen
-from edgespec.tui.settings import accepted
+from edgespec.tui.settings import SCHEMA, accepted
 from edgespec.tui.texts import sentences
 from edgespec.tui.turns import TurnScreen
 from edgespec.tui.widgets.prompt import PromptInput
@@ -331,6 +331,8 @@ class ChatScreen(TurnScreen):
     @work
     async def action_settings(self) -> None:
         settings = await self.app.push_screen_wait(SettingsScreen(self.current_chat.settings, self.runtime))
+        if settings is not None and SCHEMA in self.current_chat.settings:
+            settings[SCHEMA] = self.current_chat.settings[SCHEMA]
         if settings is not None and settings != self.current_chat.settings:
             try:
                 await self.set_settings(settings, "The new settings take effect with your next message.")
@@ -343,6 +345,8 @@ class ChatScreen(TurnScreen):
         """Apply settings from the next message on, and show `note`. Raises OptionError if that fails."""
         if "method" in settings:
             self.runtime.method_for(str(settings["method"]))
+        if SCHEMA in settings:
+            self.runtime.check_options(schema=str(settings[SCHEMA]))
         self.current_chat.settings = settings
         await self.transcript.note(note)
         await self.save()

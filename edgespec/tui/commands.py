@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from edgespec import spelling
 from edgespec.errors import OptionError
-from edgespec.tui.settings import SETTINGS, default_text, parse, setting_named, shown
+from edgespec.tui.settings import (
+    SCHEMA,
+    SETTINGS,
+    default_text,
+    parse,
+    read_schema,
+    setting_named,
+    shown,
+)
 from edgespec.tui.texts import memory_rows, sentences, show_rows
 from edgespec.tui.widgets.messages import Panel
 from edgespec.tui.widgets.pairs import Pairs
@@ -72,6 +80,19 @@ async def _set(screen: ChatScreen, argument: str) -> None:
     await screen.set_settings(settings, note)
 
 
+async def _schema(screen: ChatScreen, argument: str) -> None:
+    settings = dict(screen.current_chat.settings)
+    if not argument:
+        has_schema = SCHEMA in settings
+        await screen.transcript.note(f"schema: {settings[SCHEMA]}" if has_schema else "There is no schema.")
+    elif argument.lower() in ("none", "off"):
+        settings.pop(SCHEMA, None)
+        await screen.set_settings(settings, "Replies are free again.")
+    else:
+        settings[SCHEMA] = read_schema(_unquoted(argument))
+        await screen.set_settings(settings, f"Replies now satisfy the schema in {argument}.")
+
+
 async def _show(screen: ChatScreen, _argument: str) -> None:
     rows = show_rows(screen.runtime, screen.current_chat, screen.method, screen.stats)
     await screen.transcript.show_panel(Panel("In use", Pairs(rows, stack_below=24)))
@@ -131,6 +152,7 @@ COMMANDS = (
     Command("help", "", "show all keyboard shortcuts and commands", "help", ("?", "h")),
     Command("show", "", "show the models, the speed-up and the settings", _show, ("info",)),
     Command("set", "[name value]", "show all settings, or change one of them", _set, ("settings",)),
+    Command("schema", "[file|none]", "make replies satisfy the JSON schema in a file", _schema),
     Command("system", "[text|none]", "show or change the system prompt", _system),
     Command("new", "", "start a new chat; this one stays saved", "new_chat"),
     Command("load", "[title]", "open a saved chat", _load, ("open", "chats", "list")),

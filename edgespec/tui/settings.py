@@ -14,7 +14,17 @@ from edgespec.spelling import FOREIGN_NAMES, nearest
 if TYPE_CHECKING:
     from edgespec import Runtime
 
-__all__ = ["SETTINGS", "Description", "accepted", "default_text", "parse", "setting_named", "shown"]
+__all__ = [
+    "SCHEMA",
+    "SETTINGS",
+    "Description",
+    "accepted",
+    "default_text",
+    "parse",
+    "read_schema",
+    "setting_named",
+    "shown",
+]
 
 
 class Description(NamedTuple):
@@ -41,6 +51,8 @@ SETTINGS = {
     "draft_length": Description("Draft length", "tokens to draft at a time, 1 to 64"),
     "acceptance": Description("Acceptance", "invariant or rejection; see --help"),
 }
+# The JSON schema of replies, as JSON text. /schema sets it from a file. It is not in the settings form.
+SCHEMA = "schema"
 _ESCAPES = {"\n": "\\n", "\t": "\\t", ",": "\\c", " ": "\\s"}
 
 
@@ -53,13 +65,24 @@ def parse(name: str, text: str) -> Setting:
     return value
 
 
+def read_schema(path: str) -> Setting:
+    """Read a JSON schema from a file. Raises OptionError if it is not a JSON schema."""
+    kind = REPLY_OPTIONS[SCHEMA].kind
+    schema: Setting = kind.check(SCHEMA, kind.parse(path))
+    return schema
+
+
 def accepted(settings: Mapping[str, Setting]) -> tuple[dict[str, Setting], list[str]]:
     """Split saved settings into the valid ones and an error message for each invalid one."""
     valid: dict[str, Setting] = {}
     problems: list[str] = []
     for name, value in settings.items():
         try:
-            valid[name] = parse(setting_named(name), shown(value))
+            valid[name] = (
+                REPLY_OPTIONS[SCHEMA].kind.check(SCHEMA, value)
+                if name == SCHEMA
+                else parse(setting_named(name), shown(value))
+            )
         except OptionError as error:
             problems.append(error.what)
     return valid, problems

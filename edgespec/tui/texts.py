@@ -9,7 +9,7 @@ from edgespec.errors import EdgespecError
 from edgespec.files import format_bytes
 from edgespec.installation import chat_command
 from edgespec.tui.numbers import count, parameters_text, percent
-from edgespec.tui.settings import SETTINGS, default_text, shown
+from edgespec.tui.settings import SCHEMA, SETTINGS, default_text, shown
 
 if TYPE_CHECKING:
     from edgespec import MemoryPlan, MemoryUse, MethodReport, ModelFacts, Runtime, Stats
@@ -32,6 +32,7 @@ __all__ = [
 _SOURCES = {
     "dflash": "DFlash head",
     "eagle": "EAGLE head",
+    "grammar": "text that the schema determines",
     "hydra": "Hydra heads",
     "layerskip": "first layers of the model",
     "lookahead": "parallel guesses",
@@ -155,7 +156,7 @@ def show_rows(
         ("context", _context(runtime.context_tokens, runtime.target.context_tokens)),
         ("memory", format_bytes(runtime.memory_bytes())),
     ]
-    rows += [(name, shown(chat.settings[name])) for name in SETTINGS if name in chat.settings]
+    rows += [(name, shown(chat.settings[name])) for name in (*SETTINGS, SCHEMA) if name in chat.settings]
     if stats is not None and (worst := worst_case(stats, method, runtime.loss_limits)):
         share, why = worst
         rows.append(("at worst", f"{share} slower than without the speed-up ({why})"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,11 +97,15 @@ def test_only_the_settings_that_were_written_are_set(run: Run, opened: Opened) -
     assert opened.options["light"] is True
 
 
-def test_every_reply_option_becomes_a_setting(run: Run, opened: Opened) -> None:
-    names = set(REPLY_OPTIONS) - set(LOAD_OPTIONS) - {"logit_bias"}
-    result = run("chat", *(word for name in names for word in (f"--{name.replace('_', '-')}", "1")))
+def test_every_reply_option_becomes_a_setting(run: Run, opened: Opened, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "string"}', "utf-8")
+    names = set(REPLY_OPTIONS) - set(LOAD_OPTIONS) - {"schema", "adapter_scales", *chat._UNUSED}
+    given = (word for name in names for word in (f"--{name.replace('_', '-')}", "1"))
+    result = run("chat", "--schema", str(schema), *given)
     assert result.exit_code == 0, result.stderr
-    assert set(opened.options["settings"]) == names
+    assert set(opened.options["settings"]) == {"schema", *names}
+    assert opened.options["settings"]["schema"] == '{"type": "string"}'
 
 
 def test_absurd_settings_are_refused_before_the_chat_opens(run: Run, opened: Opened) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,6 +121,45 @@ def test_stop_texts_end_the_reply(run: Run) -> None:
     stopped = answer(run, "--stop", "never said", "--stop", text[5:12], QUESTION)
     assert stopped["text"] == text[:5]
     assert stopped["finish_reason"] == "stop"
+
+
+def test_a_schema_file_constrains_the_answer(run: Run, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object", "properties": {"n": {"const": 7}}, "required": ["n"]}', "utf-8")
+    reply = answer(run, "--schema", str(schema), "--method", "grammar", QUESTION)
+    assert json.loads(reply["text"])["n"] == 7
+    assert reply["method"]["effective"] == "grammar"
+    assert 0 < reply["stats"]["accepted_tokens"] == reply["stats"]["drafted_tokens"]
+
+
+def test_a_regex_a_grammar_and_choices_constrain_the_answer(run: Run, tmp_path: Path) -> None:
+    grammar = tmp_path / "grammar.lark"
+    grammar.write_text('start: "a" /[0-9]{2}/', "utf-8")
+    assert answer(run, "--choice", "yes", "--choice", "no", QUESTION)["text"] in ("yes", "no")
+    assert re.fullmatch(r"\d{3}", answer(run, "--regex", r"[0-9]{3}", QUESTION)["text"])
+    assert re.fullmatch(r"a\d\d", answer(run, "--grammar", str(grammar), QUESTION)["text"])
+
+
+def test_log_probabilities_are_part_of_the_json_object(run: Run) -> None:
+    reply = answer(run, "--logprobs", "2", QUESTION)
+    assert [each["token"] for each in reply["logprobs"]] == reply["tokens"]
+    first = reply["logprobs"][0]
+    assert first.keys() == {"token", "text", "logprob", "top"}
+    assert len(first["top"]) == 2
+    assert first["top"][0].keys() == {"token", "text", "logprob"}
+    assert "--logprobs needs --json" in run("generate", "--logprobs", "2", QUESTION).stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--schema", "missing.json"), "the file 'missing.json' cannot be read"),
+        (("--regex", "a["), "the regular expression cannot be used"),
+        (("--regex", "a", "--choice", "b"), "regex and choice cannot be used together"),
+    ],
+)
+def test_constraints_that_are_refused(run: Run, args: tuple[str, ...], message: str) -> None:
+    assert message in one_line_error(run("generate", *args, QUESTION), 2)
 
 
 def test_logit_bias_forbids_a_token(run: Run) -> None:

@@ -134,6 +134,9 @@ class ExactSampler:
             return Distribution.point_mass(logits.greedy(row))
         return exact_distribution(logits.table(logits.paths[row]))
 
+    def draft_distribution(self, logits: ExactLogits, row: int) -> Distribution:
+        return self.distribution(logits, row)
+
     def ranked(self, logits: ExactLogits, row: int, count: int) -> list[int]:
         law = logits.table(logits.paths[row])
         return sorted(range(len(law)), key=lambda token: (-law[token], token))[:count]

@@ -84,17 +84,25 @@ def write_tiny(backend: str, name: str, folder: Path, voice: Voice = "plain") ->
 
 
 class Ask(NamedTuple):
-    """What a reply is asked for. `few`: only two tokens may be said, so that they come again soon."""
+    """What a reply is asked for.
+
+    few: only two tokens may be said, so that they come again soon. regex: what the reply must match.
+    """
 
     prompt: tuple[int, ...]
     temperature: float
     seed: int = 1
     few: bool = False
+    regex: str | None = None
 
     @property
     def sampling(self) -> dict[str, Any]:
         bias = {"logit_bias": dict.fromkeys((70, 80), 60.0)} if self.few else {}
         return {"temperature": self.temperature, "seed": self.seed} | bias
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return self.sampling | ({"regex": self.regex} if self.regex else {})
 
 
 # The first repeats itself; all are longer than a window.
@@ -105,6 +113,10 @@ ASKED = (
     Ask(PROMPTS[1], 0.8, 2),
     Ask(PROMPTS[2], 0.0, few=True),
     Ask(PROMPTS[0], 0.8, few=True),
+)
+# In both, most of the tokens are determined, and the rest are not.
+CONSTRAINED = tuple(
+    Ask(PROMPTS[1], temperature, 3, regex="(abc[def]ghi[jkl]mno[a-z]){9}") for temperature in (0.0, 0.8)
 )
 
 
@@ -177,9 +189,7 @@ class Zoo:
 
 def reply_to(runtime: Runtime, ask: Ask, method: str, *, effective: str = "", **options: Any) -> Reply:
     """The reply by a method, which must have been the one that ran, or `effective`."""
-    stream = runtime.stream_tokens(
-        ask.prompt, method=method, max_tokens=MAX_TOKENS, **ask.sampling, **options
-    )
+    stream = runtime.stream_tokens(ask.prompt, method=method, max_tokens=MAX_TOKENS, **ask.options, **options)
     for _ in stream:
         pass
     assert stream.reply.method.effective == (effective or method)

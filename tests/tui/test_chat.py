@@ -11,6 +11,7 @@ from edgespec.chat.store import ChatStore, Setting
 from edgespec.tui.screens.dialogs import SystemScreen
 from edgespec.tui.screens.help import HelpScreen
 from edgespec.tui.screens.settings import SettingsScreen
+from edgespec.tui.settings import accepted
 from edgespec.tui.widgets.messages import ReplyMessage, UserMessage
 from edgespec.tui.widgets.sidebar import Sidebar
 from edgespec.tui.widgets.status import StatusLine
@@ -336,6 +337,31 @@ async def test_show_and_set(demo: Load, tmp_path: Path) -> None:
         assert "top_k 40 (default)" in " ".join(d.transcript().split())
         await d.say("/set temperature default")
         assert d.chat.current_chat.settings == {}
+
+
+async def test_a_schema_applies_until_it_is_removed(demo: Load, tmp_path: Path) -> None:
+    schema, broken = tmp_path / "schema.json", tmp_path / "broken.json"
+    schema.write_text('{"const": {"answer": 42}}', "utf-8")
+    broken.write_text('{"type": "integer", "minimum": 2, "maximum": 1}', "utf-8")
+    async with driving(demo, tmp_path) as d:
+        await d.say(f"/schema {schema}")
+        assert "Replies now satisfy the schema" in d.transcript()
+        await d.say("What is the answer?")
+        assert d.chat.current_chat.messages[-1].content == '{"answer": 42}'
+        await d.say(f"/schema {broken}")
+        assert "Unsatisfiable schema" in d.transcript()
+        d.chat.prompt.clear()
+        await d.say(f"/schema {tmp_path / 'missing.json'}")
+        assert "cannot be read: No such file" in " ".join(d.transcript().split())
+        d.chat.prompt.clear()
+        assert d.chat.current_chat.settings == {"schema": '{"const": {"answer": 42}}'}
+        await d.say("/schema none")
+        assert d.chat.current_chat.settings == {}
+
+
+async def test_a_saved_schema_is_checked() -> None:
+    assert accepted({"schema": '{"const": 1}'}) == ({"schema": '{"const": 1}'}, [])
+    assert accepted({"schema": "{"})[0] == {}
 
 
 async def test_unknown_command_suggests_the_nearest_name(demo: Load, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from edgespec.tui.chat_screen import ChatScreen
 from edgespec.tui.history import History
 from edgespec.tui.open_chat import ChatEntry, OpenChat, code_blocks
 from edgespec.tui.preferences import Preferences
-from edgespec.tui.settings import SETTINGS, accepted, default_text, parse, setting_named, shown
+from edgespec.tui.settings import SCHEMA, SETTINGS, accepted, default_text, parse, setting_named, shown
 from edgespec.tui.texts import show_rows
 from edgespec.tui.widgets.details import details_content
 from edgespec.tui.widgets.pairs import pairs_content
@@ -129,7 +129,8 @@ def test_any_stop_text_survives_being_shown(text: str) -> None:
 
 
 def test_every_option_of_a_reply_can_be_set_in_the_chat() -> None:
-    assert set(SETTINGS) == set(REPLY_OPTIONS) - {"logit_bias"}
+    others = {"adapter_scales", "logit_bias", "logprobs", "regex", "grammar", "choice"}
+    assert {SCHEMA, *SETTINGS} == set(REPLY_OPTIONS) - others
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,167 @@
+"""Find where the answer of a reply starts, because a constraint does not apply to the reasoning before it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.backends.base import Vocabulary
+from edgespec.chat.reasoning import REASONING_MARKERS, piece_with_markers
+from edgespec.constraints.tokenizer import ConstraintTokenizer
+
+__all__ = ["Answer", "AnswerStart", "Gap", "Opening", "Phase", "Reasoning", "Unconstrained"]
+
+# Number of tokens at the end of a prompt in which to look for a marker that closes the reasoning.
+_PROMPT_END_TOKENS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """The start of a reply, where the model can open its reasoning. `tokens` are the marker's so far."""
+
+    tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Inside the reasoning, which ends with the marker `close`. `tail` holds the last bytes of its text."""
+
+    close: bytes
+    tail: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Between the reasoning and the answer. The first token here can be whitespace."""
+
+    allows_space: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """In the answer, to which the constraint applies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unconstrained:
+    """After the end of the reply, or after a drafted token that the target cannot choose."""
+
+
+Phase: TypeAlias = Opening | Reasoning | Gap | Answer | Unconstrained
+
+
+class AnswerStart:
+    """Decides which phase each token of one reply belongs to.
+
+    Only a marker at the start of the reply opens reasoning (see `ReasoningSplitter`). The model can write one
+    if its chat template contains it, unless the prompt already ends with the reasoning, or an answer can
+    start with the same token.
+
+    Args:
+        tokenizer: The vocabulary.
+        vocabulary: The same vocabulary, as the backend provides it.
+        prompt: Tokens of the prompt.
+        reply_start: Text at the end of the prompt that already belongs to the reply.
+        answer_tokens: Which tokens an answer can start with.
+
+    Attributes:
+        phase: The phase of the first token.
+        text: The part of the answer that `reply_start` contains.
+    """
+
+    def __init__(
+        self,
+        tokenizer: ConstraintTokenizer,
+        vocabulary: Vocabulary,
+        prompt: Sequence[int],
+        reply_start: str,
+        answer_tokens: NDArray[np.bool_],
+    ) -> None:
+        self._tokenizer, self._vocabulary = tokenizer, vocabulary
+        self._openings: dict[tuple[int, ...], bytes] = {}
+        self.phase, self.text = _phase_after(reply_start)
+        if isinstance(self.phase, Opening):
+            ending = b"".join(piece_with_markers(vocabulary, token) for token in prompt[-_PROMPT_END_TOKENS:])
+            for tokens, close in _openings(vocabulary, ending.decode("utf-8", "replace")).items():
+                if not answer_tokens[tokens[0]]:
+                    self._openings[tokens] = close
+            if not self._openings:
+                self.phase = Answer()
+
+    def after(self, phase: Phase, token: int) -> Phase:
+        """Return the phase after a token, which is `Answer` if the token itself is part of the answer."""
+        if isinstance(phase, Unconstrained) or self._tokenizer.end_mask[token]:
+            return Unconstrained()
+        if isinstance(phase, Opening):
+            return self._after_opening((*phase.tokens, token))
+        if isinstance(phase, Reasoning):
+            return self._after_reasoning(phase, token)
+        if isinstance(phase, Gap) and phase.allows_space and self._tokenizer.space_mask[token]:
+            return Gap(allows_space=False)
+        return Answer()
+
+    def _after_opening(self, tokens: tuple[int, ...]) -> Phase:
+        if tokens in self._openings:
+            close = self._openings[tokens]
+            return Reasoning(close) if close else Gap()
+        if any(marker[: len(tokens)] == tokens for marker in self._openings):
+            return Opening(tokens)
+        return Answer() if len(tokens) == 1 else Unconstrained()
+
+    def _after_reasoning(self, phase: Reasoning, token: int) -> Phase:
+        text = phase.tail + piece_with_markers(self._vocabulary, token)
+        _, found, rest = text.partition(phase.close)
+        if not found:
+            return Reasoning(phase.close, text[1 - len(phase.close) :])
+        return Unconstrained() if rest.strip() else Gap(allows_space=not rest)
+
+    def allowed(self, phase: Phase) -> NDArray[np.bool_]:
+        """Return which tokens are allowed in a phase besides those that the constraint allows.
+
+        The reasoning must not end the reply, because it would have no answer then.
+        """
+        if isinstance(phase, Opening):
+            done = len(phase.tokens)
+            openings = [tokens for tokens in self._openings if tokens[:done] == phase.tokens]
+            return self._tokenizer.mask([tokens[done] for tokens in openings])
+        if isinstance(phase, Gap) and phase.allows_space:
+            return self._tokenizer.space_mask
+        if isinstance(phase, Reasoning):
+            allowed = ~self._tokenizer.end_mask
+            # A token must not contain both the end of the marker and the start of the answer.
+            for done in range(1, len(phase.close)):
+                if phase.tail.endswith(phase.close[:done]):
+                    allowed &= ~self._tokenizer.longer_than(phase.close[done:])
+            return allowed
+        return self._tokenizer.mask([])
+
+
+def _phase_after(reply_start: str) -> tuple[Phase, str]:
+    """Return the phase after a text at the start of a reply, and the part of the answer in it."""
+    text = reply_start.lstrip()
+    if not text:
+        return Opening(), reply_start
+    opening = next((marker for marker in REASONING_MARKERS if text.startswith(marker)), None)
+    if opening is None:
+        return Answer(), reply_start
+    close, text = REASONING_MARKERS[opening], text[len(opening) :]
+    _, found, answer = text.partition(close) if close else ("", "", text)
+    if close and not found:
+        return Reasoning(close.encode(), text.encode()[1 - len(close.encode()) :]), ""
+    return (Answer(), answer.lstrip()) if answer.strip() else (Gap(allows_space=not answer), "")
+
+
+def _openings(vocabulary: Vocabulary, prompt: str) -> dict[tuple[int, ...], bytes]:
+    """Return the tokens of each marker that can open reasoning, and the marker that closes it."""
+    closes = tuple(close for close in REASONING_MARKERS.values() if close)
+    if prompt.rstrip().endswith(closes):
+        return {}
+    return {
+        tuple(vocabulary.tokenize(marker, special=True, start=False)): close.encode()
+        for marker, close in REASONING_MARKERS.items()
+        if marker in (vocabulary.chat_template or "")
+    }

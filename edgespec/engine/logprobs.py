@@ -1,0 +1,42 @@
+"""Log-probabilities of emitted tokens, from the target's logits."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from edgespec.engine.logits import Logits
+
+__all__ = ["TokenLogprob", "token_logprob"]
+
+
+class TokenLogprob(NamedTuple):
+    """The log-probability of a token, and the most likely tokens at its position with theirs, best first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+def token_logprob(logits: Logits, row: int, token: int, count: int) -> TokenLogprob:
+    """Return the log-probability of a token and of the `count` most likely tokens.
+
+    They are those of the model itself, before constraints, penalties, the temperature and filters.
+
+    Args:
+        logits: The logits of the target's pass.
+        row: The row of the token before `token`.
+        token: The token.
+        count: Number of most likely tokens. Of equally likely ones, those with the lowest ids come first.
+    """
+    _, values = logits.top(row, 0)
+    peak = values.max()
+    total = peak + np.log(np.exp(values - peak).sum())
+    best: list[int] = []
+    if count:
+        tokens, largest = logits.top(row, count)
+        best = tokens[np.argsort(-largest, kind="stable")[:count]].tolist()
+    return TokenLogprob(
+        token, float(values[token] - total), tuple((each, float(values[each] - total)) for each in best)
+    )

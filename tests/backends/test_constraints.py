@@ -1,0 +1,68 @@
+"""Every backend satisfies a constraint, with the same tokens for every kind of draft."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from edgespec.backends.base import LanguageModel
+from edgespec.constraints import Constraint, ConstraintCompiler
+from edgespec.drafters.ngram import NgramDrafter
+from edgespec.engine.acceptance import RandomDraws, Rejection
+from edgespec.engine.processors import LogitsProcessor
+from tests.backends.contract import tokens_for
+from tests.backends.test_processors import decoded, draft_model, exact_model, half_right
+
+__all__ = ["exact_model"]
+
+# Text that all vocabularies of the tests can write, in more than `REPLY_TOKENS` tokens of the larger ones.
+REGEX = "((a|b|cd){2}e?f){60}"
+
+
+def constrained(model: LanguageModel) -> Callable[[Sequence[int]], LogitsProcessor]:
+    compiler = ConstraintCompiler(model.vocabulary, model.facts.vocab_size)
+    return lambda prompt: compiler.processor(Constraint("regex", REGEX), prompt)
+
+
+def satisfies(model: LanguageModel, tokens: Sequence[int]) -> bool:
+    """Whether a text is the start of one that the regular expression matches."""
+    text = b"".join(map(model.vocabulary.piece, tokens))
+    return bool(re.fullmatch(b"((a|b|cd){2}e?f)*((a|b|cd)?(a|b|cd|c)?|(a|b|cd){2}e)", text))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8, 1.2])
+def test_replies_are_those_of_plain_decoding(exact_model: LanguageModel, temperature: float) -> None:
+    model = exact_model
+    prompt, processors = tokens_for(model, 20), constrained(model)
+    expected, _ = decoded(model, prompt, temperature, processors=processors)
+    assert satisfies(model, expected)
+    unconstrained, _ = decoded(model, prompt, temperature, processors=None)
+    assert not satisfies(model, unconstrained), "the constraint makes no difference here"
+
+    whole = [*prompt, *expected]
+    got, stats = decoded(model, prompt, temperature, half_right(whole), processors=processors)
+    assert got == expected
+    if model.facts.capabilities.rollback:
+        assert 0 < stats.accepted_tokens < stats.drafted_tokens, "nothing was rolled back"
+    for drafter in (draft_model(model, ()), draft_model(model, (3, 2)), NgramDrafter()):
+        assert decoded(model, prompt, temperature, drafter, processors=processors)[0] == expected
+        drafter.close()
+
+
+@pytest.mark.parametrize("branches", [(), (3, 2)])
+def test_rejection_mode_satisfies_the_constraint(
+    exact_model: LanguageModel, branches: tuple[int, ...]
+) -> None:
+    prompt, processors = tokens_for(exact_model, 20), constrained(exact_model)
+    drafter = draft_model(exact_model, branches)
+    for seed in range(3):
+        rule = Rejection(RandomDraws(seed))
+        got, _ = decoded(exact_model, prompt, 0.8, drafter, processors=processors, acceptance=rule)
+        assert satisfies(exact_model, got)
+    # A whole draft that the constraint forbids, as from a drafter that does not see it.
+    wrong = half_right([*prompt, *tokens_for(exact_model, 60, seed=1)])
+    rule = Rejection(RandomDraws(0))
+    got, _ = decoded(exact_model, prompt, 0.8, wrong, processors=processors, acceptance=rule)
+    assert satisfies(exact_model, got)
