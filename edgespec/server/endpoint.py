@@ -90,8 +90,7 @@ class PathEndpoint:
         except (ApiError, BusyError) as error:
             return api_error(error)
         except ValidationError as error:
-            known = operation.body.model_fields if operation.body else ()
-            return validation_error(error, tuple(known))
+            return validation_error(error, operation.body.known_fields() if operation.body else ())
 
     async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
         """Return the request's body.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_type_hints
 
 from pydantic import (
     AfterValidator,
@@ -30,6 +30,11 @@ class RequestFields(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
+    @classmethod
+    def known_fields(cls) -> list[str]:
+        """Return the names of all fields in JSON."""
+        return [info.alias or name for name, info in cls.model_fields.items()]
+
     def ignored_fields(self) -> list[str]:
         """Return the names of the fields that have a value and are ignored."""
         return [
@@ -50,7 +55,10 @@ def _reply_field(name: str, option: Option, hint: Any) -> Any:
 
     The option checks the value. pydantic would collect millions of errors for a long list of wrong values.
     """
-    schema = TypeAdapter(hint | None).json_schema() | option.kind.json_schema(name)
+    # JSON has no classes, which the Python API accepts as schemas.
+    types = tuple(each for each in get_args(hint | None) if each is not type)
+    adapter: TypeAdapter[Any] = TypeAdapter(Union[types])  # type: ignore[arg-type]  # noqa: UP007
+    schema = adapter.json_schema() | option.kind.json_schema(name)
     minus_one = name in _MINUS_ONE_IS_DEFAULT
     if minus_one:
         schema["anyOf"] = [
@@ -69,7 +77,7 @@ def _reply_field(name: str, option: Option, hint: Any) -> Any:
         return option.check(name, value)
 
     schema["description"] = option.help
-    return Annotated[Any, AfterValidator(check), WithJsonSchema(schema)], None
+    return Annotated[Any, AfterValidator(check), WithJsonSchema(schema)], Field(default=None, alias=name)
 
 
 def _integer_keys(value: dict[str, Any]) -> dict[Any, Any]:
@@ -81,7 +89,14 @@ def _integer_keys(value: dict[str, Any]) -> dict[Any, Any]:
 
 def _reply_fields() -> dict[str, Any]:
     hints = get_type_hints(ReplyArguments)
-    return {name: _reply_field(name, option, hints[name]) for name, option in REPLY_OPTIONS.items()}
+    return {
+        _attribute(name): _reply_field(name, option, hints[name]) for name, option in REPLY_OPTIONS.items()
+    }
+
+
+def _attribute(name: str) -> str:
+    """Return the attribute with the value of an option. Some names are methods of pydantic's models."""
+    return f"{name}_" if hasattr(BaseModel, name) else name
 
 
 _REPLY_FIELDS = _reply_fields()
@@ -97,5 +112,5 @@ else:
 
 def reply_options(fields: ReplyFields) -> dict[str, Any]:
     """Return the options of a reply that the request sets."""
-    values = {name: getattr(fields, name) for name in _REPLY_FIELDS}
+    values = {name: getattr(fields, _attribute(name)) for name in REPLY_OPTIONS}
     return {name: value for name, value in values.items() if value is not None}

@@ -70,22 +70,32 @@ class Generation:
     ) -> None:
         self.model = model
         self._loop = asyncio.get_running_loop()
+        self._requests, self._on_end = requests, on_end
         self._received: asyncio.Queue[tuple[int, TextChunk | Reply | Exception]] = asyncio.Queue()
         self._cancelled = threading.Event()
         self._replies: list[QueuedReply] = []
-        try:
-            for request in requests:
-                reply = request.prompt.submit(
-                    model.queue, progress=self._should_continue, on_end=on_end, **request.options
-                )
-                self._replies.append(reply)
-        except BaseException:
-            self.cancel()
-            raise
+
+    async def start(self) -> None:
+        """Queue the requests. Raises the errors of `RequestQueue.stream_messages`.
+
+        This happens in a thread, because checking a constraint such as a JSON schema can take a while.
+        """
+        await asyncio.to_thread(self._submit)
         for index, reply in enumerate(self._replies):
             threading.Thread(
                 target=self._read, args=(index, reply), name="edgespec-server-reply", daemon=True
             ).start()
+
+    def _submit(self) -> None:
+        for request in self._requests:
+            if self._cancelled.is_set():
+                break
+            reply = request.prompt.submit(
+                self.model.queue, progress=self._should_continue, on_end=self._on_end, **request.options
+            )
+            self._replies.append(reply)
+        if self._cancelled.is_set():
+            self.cancel()
 
     async def events(self) -> AsyncIterator[Event]:
         """Yield the chunks of all replies as they are generated, and each reply after its last chunk.
@@ -111,7 +121,7 @@ class Generation:
     def cancel(self) -> None:
         """End all replies, also during prefill. Has no effect on finished ones."""
         self._cancelled.set()
-        for reply in self._replies:
+        for reply in list(self._replies):
             reply.cancel()
 
     def _should_continue(self, _description: str, _fraction: float) -> bool:

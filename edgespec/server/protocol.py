@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from edgespec.server.errors import ApiError
+from edgespec.server.fields import RequestFields
 from edgespec.server.service import Service
 
 __all__ = ["Call", "Operation", "Protocol"]
@@ -53,7 +54,7 @@ class Operation:
     path: str
     summary: str
     handle: Callable[[Call[Any]], Awaitable[Response]]
-    body: type[BaseModel] | None = None
+    body: type[RequestFields] | None = None
     response: Any = None
     streams: bool = False
     public: bool = False

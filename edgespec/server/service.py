@@ -49,6 +49,7 @@ class Service:
         async with self.models.borrow(model) as loaded:
             generation = Generation(loaded, requests, self.metrics.count_reply)
             try:
+                await generation.start()
                 yield generation
             finally:
                 generation.cancel()

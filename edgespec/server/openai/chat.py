@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any, NotRequired
 
@@ -12,12 +13,16 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from edgespec import Reply
+from edgespec.reply import TokenLogprobs
+from edgespec.server.errors import invalid_request
 from edgespec.server.fields import Ignored
 from edgespec.server.generation import ReplyRequest
 from edgespec.server.openai.errors import error_event
 from edgespec.server.openai.fields import OpenAIFields, requests_options
+from edgespec.server.openai.logprobs import ChatLogprobs, chat_logprobs
 from edgespec.server.openai.messages import ChatMessage, chat_prompt
 from edgespec.server.openai.report import Report, Timings, Usage, report, timings, usage
+from edgespec.server.openai.response_format import ResponseFormat, answer_schema
 from edgespec.server.protocol import Call
 from edgespec.server.responses import json_response, open_stream, server_sent_event
 
@@ -28,6 +33,11 @@ class ChatRequest(OpenAIFields):
     """The body of a chat completion request."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1), FailFast()]
+    response_format: ResponseFormat | None = None
+    logprobs: bool | None = Field(default=None, description="Return log-probabilities of the tokens.")
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
+        default=None, description="Number of the most likely tokens to return at each position."
+    )
     max_completion_tokens: int | None = Field(default=None, description="Like max_tokens.")
     parallel_tool_calls: Ignored
     prediction: Ignored
@@ -49,6 +59,7 @@ class ChatChoice(TypedDict):
     index: int
     message: ReplyMessage
     finish_reason: str
+    logprobs: ChatLogprobs | None
     edgespec: Report
 
 
@@ -69,7 +80,14 @@ async def create_chat_completion(call: Call[ChatRequest]) -> Response:
     if call.body.stream:
         return await open_stream(_stream(call), error_event)
     async with call.service.generate(call.body.model, _requests(call.body)) as generation:
-        replies = await generation.replies()
+        replies: dict[int, Reply] = {}
+        logprobs: defaultdict[int, list[TokenLogprobs]] = defaultdict(list)
+        async for index, event in generation.events():
+            if isinstance(event, Reply):
+                replies[index] = event
+            elif not event.reasoning:
+                logprobs[index] += event.logprobs
+        ordered = [replies[index] for index in sorted(replies)]
         completion: ChatCompletion = {
             "id": _new_id(),
             "object": "chat.completion",
@@ -80,20 +98,26 @@ async def create_chat_completion(call: Call[ChatRequest]) -> Response:
                     "index": index,
                     "message": _message(reply),
                     "finish_reason": reply.finish_reason,
+                    "logprobs": chat_logprobs(logprobs[index]) if call.body.logprobs else None,
                     "edgespec": report(reply, generation.model, call.body.ignored_fields()),
                 }
-                for index, reply in enumerate(replies)
+                for index, reply in enumerate(ordered)
             ],
-            "usage": usage(replies, per_prompt=len(replies)),
-            "timings": timings(replies),
+            "usage": usage(ordered, per_prompt=len(ordered)),
+            "timings": timings(ordered),
         }
         return json_response(completion)
 
 
 def _requests(body: ChatRequest) -> list[ReplyRequest]:
-    prompt, limit = chat_prompt(body.messages), body.max_completion_tokens
-    limits = {} if limit in (None, -1) else {"max_tokens": limit}
-    return [ReplyRequest(prompt, {**options, **limits}) for options in requests_options(body)]
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid_request("top_logprobs needs logprobs: true; set it, or leave both out", "top_logprobs")
+    more: dict[str, Any] = answer_schema(body.response_format)
+    more["logprobs"] = body.top_logprobs or 0 if body.logprobs else None
+    if body.max_completion_tokens not in (None, -1):
+        more["max_tokens"] = body.max_completion_tokens
+    prompt = chat_prompt(body.messages)
+    return [ReplyRequest(prompt, {**options, **more}) for options in requests_options(body)]
 
 
 def _new_id() -> str:
@@ -129,10 +153,10 @@ async def _stream(call: Call[ChatRequest]) -> AsyncGenerator[bytes, None]:
                 started.add(index)
                 yield _chunk(head, index, {"role": "assistant", "content": ""})
             if not isinstance(event, Reply):
-                if event.text:
-                    yield _chunk(
-                        head, index, {"reasoning_content" if event.reasoning else "content": event.text}
-                    )
+                shown = chat_logprobs(event.logprobs) if body.logprobs and not event.reasoning else None
+                if event.text or (shown and shown["content"]):
+                    name = "reasoning_content" if event.reasoning else "content"
+                    yield _chunk(head, index, {name: event.text}, **({"logprobs": shown} if shown else {}))
                 continue
             replies[index] = event
             is_last = len(replies) == (body.n or 1)

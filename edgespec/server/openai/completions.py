@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Annotated, Any
 
 from pydantic import FailFast, Field
@@ -12,10 +12,12 @@ from starlette.responses import Response
 from typing_extensions import TypeAliasType, TypedDict
 
 from edgespec import Reply
+from edgespec.reply import TokenLogprobs
 from edgespec.server.errors import invalid_request
 from edgespec.server.generation import ReplyRequest, TextPrompt
 from edgespec.server.openai.errors import error_event
 from edgespec.server.openai.fields import MAX_CHOICES, OpenAIFields, requests_options
+from edgespec.server.openai.logprobs import TextLogprobs, text_logprobs
 from edgespec.server.openai.report import Report, Timings, Usage, report, timings, usage
 from edgespec.server.protocol import Call
 from edgespec.server.responses import json_response, open_stream, server_sent_event
@@ -41,7 +43,7 @@ class CompletionChoice(TypedDict):
     index: int
     text: str
     finish_reason: str
-    logprobs: None
+    logprobs: TextLogprobs | None
     edgespec: Report
 
 
@@ -74,7 +76,7 @@ async def create_completion(call: Call[CompletionRequest]) -> Response:
                     "index": index,
                     "text": _echoed(body, requests[index]) + reply.text,
                     "finish_reason": reply.finish_reason,
-                    "logprobs": None,
+                    "logprobs": _logprobs(reply.logprobs, _echoed(body, requests[index])),
                     "edgespec": report(reply, generation.model, body.ignored_fields()),
                 }
                 for index, reply in enumerate(replies)
@@ -107,6 +109,10 @@ def _echoed(body: CompletionRequest, request: ReplyRequest) -> str:
     return request.prompt.text if body.echo and isinstance(request.prompt, TextPrompt) else ""
 
 
+def _logprobs(tokens: Sequence[TokenLogprobs], before: str) -> TextLogprobs | None:
+    return text_logprobs(tokens, len(before)) if tokens else None
+
+
 async def _stream(call: Call[CompletionRequest], requests: list[ReplyRequest]) -> AsyncGenerator[bytes, None]:
     """Yield the events of streamed texts. The usage is where chat completions have it."""
     body = call.body
@@ -118,16 +124,19 @@ async def _stream(call: Call[CompletionRequest], requests: list[ReplyRequest]) -
             "created": int(time.time()),
             "model": body.model or generation.model.name,
         }
+        written = [_echoed(body, request) for request in requests]
         started: set[int] = set()
         replies: dict[int, Reply] = {}
         async for index, event in generation.events():
             if index not in started:
                 started.add(index)
-                if echoed := _echoed(body, requests[index]):
-                    yield _chunk(head, index, echoed)
+                if written[index]:
+                    yield _chunk(head, index, written[index])
             if not isinstance(event, Reply):
-                if event.raw_text:
-                    yield _chunk(head, index, event.raw_text)
+                if event.raw_text or event.logprobs:
+                    logprobs = _logprobs(event.logprobs, written[index])
+                    yield _chunk(head, index, event.raw_text, logprobs=logprobs)
+                written[index] += event.raw_text
                 continue
             replies[index] = event
             is_last = len(replies) == len(requests)
