@@ -29,18 +29,19 @@ _REPLY_NAMES = ("max_tokens", *SAMPLING_NAMES)
         "edgespec serve",
         "edgespec serve --target 8b-q4",
         "edgespec serve --target 70b-q4 --draft 8b-q4 --memory 48GiB --idle-unload 0",
-        "EDGESPEC_API_KEY=my-secret edgespec serve --host 0.0.0.0",
+        "edgespec serve --host 0.0.0.0 --api-key my-secret",
         "edgespec serve --port 8080 --allow-origin https://chat.example.com",
     ),
 )
 @click.option(
-    "--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", cls=SectionOption,
-    help="Address to listen on. Addresses that other machines can reach, such as 0.0.0.0, need an API key.",
+    "--host", default="127.0.0.1", metavar="ADDRESS", cls=SectionOption,
+    help="Address to listen on. Addresses that other machines can reach, such as 0.0.0.0, need an API key."
+    " [default: 127.0.0.1]",
 )  # fmt: skip
 @click.option(
-    "--port", default=11435, show_default=True, type=click.IntRange(0, 65535), metavar="PORT",
+    "--port", default=11435, type=click.IntRange(0, 65535), metavar="PORT",
     cls=SectionOption,
-    help="Port to listen on; 0 chooses a free one.",
+    help="Port to listen on; 0 chooses a free one. [default: 11435]",
 )  # fmt: skip
 @click.option(
     "--api-key", metavar="KEY", envvar="EDGESPEC_API_KEY", cls=SectionOption,
@@ -53,14 +54,14 @@ _REPLY_NAMES = ("max_tokens", *SAMPLING_NAMES)
     " repeated.",
 )  # fmt: skip
 @click.option(
-    "--idle-unload", default=300.0, show_default=True, type=click.FloatRange(0.0), metavar="SECONDS",
+    "--idle-unload", default=300.0, type=click.FloatRange(0.0), metavar="SECONDS",
     cls=SectionOption,
-    help="Unload a model that was not used for this long; 0 keeps models loaded.",
+    help="Unload a model that was not used for this long; 0 keeps models loaded. [default: 300]",
 )  # fmt: skip
 @click.option(
-    "--max-waiting", default=16, show_default=True, type=click.IntRange(0, 1000), metavar="N",
+    "--max-waiting", default=16, type=click.IntRange(0, 1000), metavar="N",
     cls=SectionOption,
-    help="Number of requests that may wait for each model. More get an error.",
+    help="Number of requests that may wait for each model. More get an error. [default: 16]",
 )  # fmt: skip
 @click.option(
     "--json", "as_json", is_flag=True, cls=SectionOption,
