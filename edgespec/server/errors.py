@@ -20,6 +20,7 @@ from edgespec.errors import (
     OptionError,
     TemplateError,
 )
+from edgespec.options import LOAD_OPTIONS
 from edgespec.spelling import nearest
 
 __all__ = ["ApiError", "api_error", "invalid_request", "validation_error"]
@@ -103,7 +104,11 @@ def validation_error(error: ValidationError, known: Sequence[str]) -> ApiError:
         return invalid_request("the request body is not valid JSON; check its syntax")
     if problem["type"] == "extra_forbidden":
         near = nearest(place[:_MAX_SHOWN_CHARACTERS], known)
-        hint = f"did you mean {' or '.join(near)}?" if near else "leave it out"
+        if place in LOAD_OPTIONS:
+            flag = f"--{place.replace('_', '-')}"
+            hint = f"it is set when a model is loaded, so start the server with {flag}"
+        else:
+            hint = f"did you mean {' or '.join(near)}?" if near else "leave it out"
         return invalid_request(
             f"unknown field {_shown(place)}; {hint}", place[:_MAX_SHOWN_CHARACTERS], "unknown_field"
         )

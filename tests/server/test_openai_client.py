@@ -132,6 +132,8 @@ def test_a_last_assistant_message_is_continued(client: openai.OpenAI) -> None:
         ({"temperature": -1}, "temperature", "temperature must be a number from 0 to 100, not -1"),
         ({"method": "modle"}, "method", "did you mean 'model'?"),
         ({"method": "lookahead"}, None, "lookahead"),
+        ({"max_loss": 0.1}, "max_loss", "start the server with --max-loss"),
+        ({"tools": [{"type": "function"}]}, "tools", "tools are not supported yet"),
         ({"n": 99}, "n", "n: input should be less than or equal to 16, not 99"),
         ({"messages": []}, "messages", "messages: list should have at least 1 item"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role", "'robot'"),

@@ -34,6 +34,8 @@ class ChatRequest(OpenAIFields):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1), FailFast()]
     response_format: ResponseFormat | None = None
+    tools: list[dict[str, Any]] | None = Field(default=None, description="Not supported yet.")
+    tool_choice: Ignored
     logprobs: bool | None = Field(default=None, description="Return log-probabilities of the tokens.")
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
         default=None, description="Number of the most likely tokens to return at each position."
@@ -110,6 +112,8 @@ async def create_chat_completion(call: Call[ChatRequest]) -> Response:
 
 
 def _requests(body: ChatRequest) -> list[ReplyRequest]:
+    if body.tools:
+        raise invalid_request("tools are not supported yet; leave them out", "tools", "unsupported")
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid_request("top_logprobs needs logprobs: true; set it, or leave both out", "top_logprobs")
     more: dict[str, Any] = answer_schema(body.response_format)
