@@ -6,8 +6,8 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,14 +84,29 @@ class _Entry:
 
     Attributes:
         users: Number of requests that wait for the model or use it.
+        unused: Set while there are no users.
         ready: The task that loads the model.
         last_used: Time of the last use in seconds (`time.monotonic`).
     """
 
     def __init__(self) -> None:
         self.users = 0
+        self.unused = asyncio.Event()
         self.ready: asyncio.Task[LoadedModel]
         self.last_used = time.monotonic()
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Count a request as a user until the end of the `with` block."""
+        self.users += 1
+        self.unused.clear()
+        try:
+            yield
+        finally:
+            self.users -= 1
+            self.last_used = time.monotonic()
+            if not self.users:
+                self.unused.set()
 
     @property
     def loaded(self) -> LoadedModel | None:
@@ -117,7 +132,6 @@ class ModelPool:
         self._leaving: list[LoadedModel] = []
         # Held while a model is loaded or unloaded. Waiting tasks get it in order.
         self._turn = asyncio.Lock()
-        self._user_left = asyncio.Condition()
         self._budget_bytes = 0
         self._stopping = threading.Event()
 
@@ -150,15 +164,9 @@ class ModelPool:
             entry.ready.add_done_callback(lambda task: task.cancelled() or task.exception())
         elif entry.loaded is None and entry.users > self._settings.max_waiting:
             raise BusyError(f"{entry.users} requests are already waiting for {name}", "try again later")
-        entry.users += 1
-        try:
+        with entry.in_use():
             # Other requests may wait for the same task, so it continues if this request is cancelled.
             yield await asyncio.shield(entry.ready)
-        finally:
-            entry.users -= 1
-            entry.last_used = time.monotonic()
-            async with self._user_left:
-                self._user_left.notify_all()
 
     async def known(self) -> list[KnownModel]:
         """Return the models on this machine that requests can name, the server's own first."""
@@ -247,8 +255,7 @@ class ModelPool:
         entry = self._entries.pop(path)
         model = await entry.ready
         self._leaving.append(model)
-        async with self._user_left:
-            await self._user_left.wait_for(lambda: not entry.users)
+        await entry.unused.wait()
         await asyncio.to_thread(model.close)
         self._leaving.remove(model)
         _log.info("unloaded %s", model.name)
