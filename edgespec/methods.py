@@ -19,6 +19,7 @@ from edgespec.drafters.grammar import GrammarDrafter
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.drafters.tree_growth import TreeGrowth
 from edgespec.errors import OptionError
+from edgespec.memory.prefix_cache import HeadState
 from edgespec.method_names import DRAFTER_NAMES, HEADS, parse_method
 from edgespec.reply import MethodReport
 
@@ -29,7 +30,8 @@ __all__ = ["DrafterSet", "MissingDrafter"]
 _AUTO_MODELS = (*HEADS, "model")
 _AUTO_SELF_DRAFTS = ("layerskip", "lowbit")
 _AUTO_LOOKUP = "suffix"
-_CLASSIFIED_TOKENS = 512
+# Number of tokens at the end of the text that determine its kind, such as code.
+_TEXT_KIND_TOKENS = 512
 
 
 class MissingDrafter(NamedTuple):
@@ -63,11 +65,13 @@ class DrafterSet:
         target: LanguageModel,
         drafters: Mapping[str, Drafter | MissingDrafter] = MappingProxyType({}),
         *,
+        heads: Sequence[HeadState] = (),
         chain_model: LanguageModel | None = None,
         why_no_draft: str = "",
         v: CostFunction = assumed_cost,
         auto_config: AutoConfig | None = None,
     ) -> None:
+        self.heads = heads
         self._auto_config = auto_config
         self._model = target
         self._target = target.facts
@@ -173,7 +177,7 @@ class DrafterSet:
         return self._controllers[names]
 
     def _text_kind(self, tokens: Sequence[int]) -> str:
-        pieces = map(self._model.vocabulary.piece, tokens[-_CLASSIFIED_TOKENS:])
+        pieces = map(self._model.vocabulary.piece, tokens[-_TEXT_KIND_TOKENS:])
         return text_kind("".join(piece.decode("utf-8", "replace") for piece in pieces))
 
     def _with_adaptive_length(self, drafter: Drafter, config: AutoConfig) -> Drafter:
@@ -208,7 +212,7 @@ class DrafterSet:
             drafter.reset()
 
     def interrupt(self, enabled: bool) -> None:
-        """Stop drafting in every drafter as soon as possible, or allow it again if `enabled` is False."""
+        """Stop all drafters as soon as possible. If `enabled` is False, allow them to draft again."""
         for drafter in self._drafters.values():
             drafter.interrupt(enabled)
 

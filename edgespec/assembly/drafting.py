@@ -92,6 +92,7 @@ class _DrafterFactory:
         self._measured_curve: CostCurve | None = None
         # Notices that explain why heads that were found are not used.
         self._head_notices: list[str] = []
+        self._heads: list[HeadCache] = []
         self.made: dict[str, Drafter | MissingDrafter] = {}
 
     def make_all(self, draft: LoadedDraft | None) -> tuple[DrafterSet, tuple[str, ...]]:
@@ -126,6 +127,7 @@ class _DrafterFactory:
         drafters = DrafterSet(
             self._model,
             self.made,
+            heads=self._heads,
             chain_model=draft.model if draft and not draft.drafter and not changes_chains else None,
             why_no_draft=self._pair.why_no_draft,
             v=self._curve.v if self._options.combines_drafters else assumed_cost,
@@ -311,7 +313,10 @@ class _DrafterFactory:
                 raise
             self._head_notices.append(f"not drafting with the head {option.name}: {error.what}")
             return MissingDrafter(error.what, error.next_step)
-        return self._model_drafter(view, name, HeadCache(view))
+        files = all_files(option.head.path) if option.head.path else ()
+        cache = HeadCache(view, " ".join((name, *map(file_state, files))))
+        self._heads.append(cache)
+        return self._model_drafter(view, name, cache)
 
     def _checked_lowbit_copy(self) -> PreparedModel | None:
         from edgespec.prepare.lowbit import check_lowbit, find_lowbit

@@ -12,7 +12,13 @@ from edgespec.costs.target_costs import PassCosts
 from edgespec.errors import ModelFileError
 from edgespec.files import file_state
 from edgespec.memory import MemoryPlan
-from edgespec.memory.prefix_cache import PrefixCache, PrefixCacheDisk, ReuseCosts, max_copy_bytes
+from edgespec.memory.prefix_cache import (
+    HeadState,
+    PrefixCache,
+    PrefixCacheDisk,
+    ReuseCosts,
+    max_copy_bytes,
+)
 from edgespec.saved_arrays import models_fingerprint
 
 __all__ = ["create_prefix_cache", "file_states"]
@@ -40,6 +46,7 @@ def create_prefix_cache(
     place: str,
     disk_bytes: int | None,
     target: LanguageModel,
+    heads: Sequence[HeadState],
     load_options: LoadOptions,
     costs: PassCosts,
     plan: MemoryPlan,
@@ -51,6 +58,7 @@ def create_prefix_cache(
         place: Where to cache prefixes: `none`, `memory` or `disk`.
         disk_bytes: The size limit of the cache on disk, or None for the default.
         target: The loaded target.
+        heads: The heads that draft for it.
         load_options: The options that the target was loaded with.
         costs: The durations of the target's forward passes.
         plan: The memory plan.
@@ -71,6 +79,7 @@ def create_prefix_cache(
         target,
         plan.prefix_cache_bytes,
         disk,
+        heads=heads,
         reuse_costs=ReuseCosts(prefill_seconds),
         max_copied_bytes=max_copy_bytes(plan.free_bytes("memory")),
         reserve_bytes=plan.budget.reserve_bytes,

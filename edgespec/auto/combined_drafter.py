@@ -11,9 +11,10 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from edgespec.auto.drafter_stats import MEASURED_ROUNDS, DrafterStats
+from edgespec.auto.drafter_stats import DrafterStats
 from edgespec.auto.expected_gain import RoundEstimate
 from edgespec.auto.merging import merge_trees, prune_optional
+from edgespec.auto.model_selection import ModelSelector
 from edgespec.costs.curve import CostFunction, assumed_cost
 from edgespec.costs.pass_limits import PassLimits
 from edgespec.drafters.base import Drafter, MemoryUse
@@ -24,20 +25,6 @@ from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
 
 __all__ = ["CombinedDrafter"]
-
-# Prefilling draft models may use at most this share of the time that `--max-loss` allows.
-_PREFILL_SHARE = 0.5
-# Minimum number of tokens to prefill. A draft model that sees fewer tokens rarely predicts correctly.
-_MIN_PREFILL_TOKENS = 32
-# Draft lengths to compare for drafters that choose their own length.
-_DRAFT_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
-# Retry unsuccessful drafters only while other drafters contribute no more accepted tokens than this.
-_MAX_TOKENS_AT_RISK = 0.5
-# Number of rounds for which a draft model runs instead of a better one, to measure it. A heuristic.
-_CHALLENGE_ROUNDS = 4
-# Minimum expected gain of a draft model that runs while a better one waits for its prefill. Lower gains are
-# often caused by chance. A heuristic.
-_MIN_INTERIM_GAIN = 1.15
 
 
 @dataclass(frozen=True)
@@ -61,12 +48,9 @@ class _Proposal:
 class CombinedDrafter(Drafter):
     """Runs each drafter whose draft is expected to save time, and merges the drafts into one tree.
 
-    Lookup drafters run first, in every round. Of the drafters that run a model (draft models and heads), at
-    most one runs in a round, because two models mostly draft the same tokens, but cost the sum of their
-    times. It is the one with the highest expected gain, if its recent acceptance rate justifies its cost.
-    Others are run instead for a small share of the time, to measure them and to notice when they become
-    better. Lookup tokens that are unlikely to be accepted are dropped. Other drafts are kept whole, because
-    dropping tokens that were drawn at random would bias rejection sampling.
+    Lookup drafters run first, in every round. Then a `ModelSelector` chooses at most one of the drafters that
+    run a model (draft models and heads). Lookup tokens that are unlikely to be accepted are dropped. Other
+    drafts are kept whole, because dropping tokens that were drawn at random would bias rejection sampling.
 
     Args:
         drafters: The drafters, in the order in which their drafts are merged.
@@ -83,7 +67,6 @@ class CombinedDrafter(Drafter):
     Attributes:
         model_name: Name of the drafter that ran its model in the last call to `propose`, or None.
         drafted_levels: Depth of its draft.
-        prefill_seconds: Time spent on prefill in the last call to `propose`.
         contributors: Names of the drafters that contributed tokens to the last non-empty draft.
     """
 
@@ -101,7 +84,6 @@ class CombinedDrafter(Drafter):
         self.name = "+".join(drafter.name for drafter in drafters)
         self.model_name: str | None = None
         self.drafted_levels = 0
-        self.prefill_seconds = 0.0
         self.contributors: tuple[str, ...] = ()
         self._stats = tuple(DrafterStats(drafter) for drafter in drafters)
         self._lookups = tuple(stats for stats in self._stats if stats.is_lookup)
@@ -109,15 +91,21 @@ class CombinedDrafter(Drafter):
         self._can_branch = can_branch
         self._limits = limits or PassLimits()
         self._v = v
-        self._allowance_seconds, self._exploration_seconds = allowance_seconds, exploration_seconds
         self._clock = clock
         self._target_step_seconds = RunningMean()
         self._proposed_at: float | None = None
         self._proposals: dict[DrafterStats, _Proposal] = {}
         self._last_token = 0
-        # A drafter that runs instead of a better one, and for how many more rounds.
-        self._challenger: DrafterStats | None = None
-        self._challenge_rounds = 0
+        self._selector = ModelSelector(
+            self._models,
+            self._target_step_seconds,
+            can_branch,
+            self._limits,
+            v,
+            allowance_seconds,
+            exploration_seconds,
+            clock,
+        )
 
     @property
     def memory_use(self) -> MemoryUse:
@@ -130,6 +118,16 @@ class CombinedDrafter(Drafter):
     @property
     def has_lookup(self) -> bool:
         return bool(self._lookups)
+
+    @property
+    def prefill_seconds(self) -> float:
+        """Time spent on prefill in the last call to `propose`."""
+        return self._selector.prefill_seconds
+
+    @property
+    def planned_prefill_seconds(self) -> dict[str, float]:
+        """Maximum time that the next `propose` spends on prefilling each model, in seconds, by name."""
+        return self._selector.planned_prefill_seconds
 
     @property
     def pass_seconds(self) -> dict[str, float]:
@@ -182,10 +180,10 @@ class CombinedDrafter(Drafter):
             model_lengths: Maximum length of the draft of each drafter that runs a model, by name.
         """
         self._proposals = {}
-        self.prefill_seconds, self.model_name, self.drafted_levels = 0.0, None, 0
+        self.model_name, self.drafted_levels = None, 0
         for stats in self._lookups:
             self._ask(stats, sampler, acceptance, lookup_length)
-        if chosen := self._choose_model(model_lengths):
+        if chosen := self._selector.choose(model_lengths, self._estimate()):
             self.model_name = chosen.drafter.name
             tree = self._ask(chosen, sampler, acceptance, model_lengths[self.model_name])
             self.drafted_levels = max(tree.depths)
@@ -208,121 +206,6 @@ class CombinedDrafter(Drafter):
     def _asked(self) -> list[DrafterStats]:
         return [stats for stats in self._stats if stats in self._proposals]
 
-    def _choose_model(self, lengths: Mapping[str, int]) -> DrafterStats | None:
-        """Choose the drafter whose model runs in this round, and prefill it. Return None if none should."""
-        levels = {stats: lengths[name] for name, stats in self._models.items() if lengths[name]}
-        is_waiting = False
-        for stats in self._ranked(levels):
-            gain = self._expected_gain(stats, levels[stats])
-            # While a better drafter waits until there is time for its prefill, run this one only if it is
-            # likely to gain that time.
-            if is_waiting and gain < _MIN_INTERIM_GAIN:
-                return None
-            is_challenger = stats is self._challenger
-            if self._prefill(stats) if is_challenger else self._prepare(stats, levels[stats], gain):
-                return stats
-            is_waiting |= 1.0 < gain < inf and not is_challenger
-        return None
-
-    def _ranked(self, levels: Mapping[DrafterStats, int]) -> list[DrafterStats]:
-        """Return drafters that run a model, the best first.
-
-        They are compared by their long-term acceptance rates, because the recent rates of drafters that are
-        not in use do not change, and would be those of lucky or unlucky drafts.
-        """
-        if len(levels) < 2:
-            return list(levels)
-        gains = {stats: self._expected_gain(stats, levels[stats], long_term=True) for stats in levels}
-        ranked = sorted(gains, key=gains.__getitem__, reverse=True)
-        best_gain = gains[ranked[0]]
-        self._challenge_rounds = max(self._challenge_rounds - 1, 0)
-        if not self._challenge_rounds:
-            self._challenger = None
-            for stats in ranked[1:] if 1.0 < best_gain < inf else ():
-                if self._should_challenge(stats, gains[stats] / best_gain):
-                    self._challenger, self._challenge_rounds = stats, _CHALLENGE_ROUNDS
-                    break
-        if self._challenger in gains:
-            self._challenger.force_draft()
-            ranked.sort(key=lambda stats: stats is not self._challenger)
-        return ranked
-
-    def _prepare(self, stats: DrafterStats, levels: int, gain: float) -> bool:
-        if gain > 1.0:
-            if levels > stats.empty_draft_levels:
-                stats.retries.shorten()
-            elif stats.retries.is_due(self._draft_cost(stats, 1) + self._v(2) - 1.0):
-                stats.force_draft()
-            return self._prefill(stats)
-        if not self._should_retry(stats, gain):
-            return False
-        stats.acceptance.limit_weight()
-        stats.force_draft()
-        return self._prefill(stats)
-
-    def _should_challenge(self, stats: DrafterStats, relative_gain: float) -> bool:
-        """Return whether to run a drafter instead of a better one, to notice whether it has become the best.
-
-        `relative_gain` is its expected speed divided by the best expected speed.
-        """
-        step, rows = self._target_step_seconds.value, round(stats.acceptance.rows.value)
-        cost = max(1.0 - relative_gain, 0.0) * (self._draft_cost(stats) + self._v(1 + rows))
-        cost = (
-            _CHALLENGE_ROUNDS * cost + self._prefill_tokens(stats) * stats.prefill_token_seconds(step) / step
-        )
-        has_time = cost * step <= self._exploration_seconds()
-        return stats.retries.is_affordable(cost if has_time else inf)
-
-    def _should_retry(self, stats: DrafterStats, gain: float) -> bool:
-        if sum(self._estimate().reach_probs) > _MAX_TOKENS_AT_RISK:
-            return False
-        chooses_length = stats.drafter.chooses_length
-        levels, rows = (1, 1) if chooses_length else (None, round(stats.acceptance.rows.value))
-        cost = max(1.0 - gain, 0.0) * (self._draft_cost(stats, levels) + self._v(1 + rows))
-        cost += self._first_prefill_cost(stats)
-        seconds = cost * self._target_step_seconds.value
-        if stats.retries.is_rare and seconds > self._exploration_seconds():
-            return False
-        return stats.retries.is_due(cost)
-
-    def _first_prefill_cost(self, stats: DrafterStats) -> float:
-        step = self._target_step_seconds.value
-        if stats.has_prefilled or step <= 0.0:
-            return 0.0
-        return self._prefill_tokens(stats) * stats.prefill_token_seconds(step) / step
-
-    def _prefill(self, stats: DrafterStats) -> bool:
-        tokens = self._prefill_tokens(stats)
-        if not tokens:
-            return not stats.pending_tokens
-        started = self._clock()
-        stats.prefill(tokens)
-        seconds = self._clock() - started
-        self.prefill_seconds += seconds
-        stats.record_prefill(tokens, seconds)
-        return True
-
-    def _prefill_tokens(self, stats: DrafterStats) -> int:
-        pending, all_pending = stats.pending_tokens, stats.full_pending_tokens
-        allowance = self._allowance_seconds()
-        token_seconds = stats.prefill_token_seconds(self._target_step_seconds.value)
-        if allowance == inf or not all_pending:
-            return all_pending
-        # An almost free prefill makes this infinite, so only a number of tokens is converted to an integer.
-        affordable = _PREFILL_SHARE * allowance / token_seconds if token_seconds > 0.0 else 0.0
-        if affordable >= all_pending:
-            return all_pending
-        return min(pending, int(affordable)) if affordable >= min(pending, _MIN_PREFILL_TOKENS) else 0
-
-    @property
-    def planned_prefill_seconds(self) -> dict[str, float]:
-        """Time in seconds that the next call to `propose` can spend on prefilling each model, by name."""
-        step = self._target_step_seconds.value
-        return {
-            name: self._prefill_tokens(stats) * stats.prefill_token_seconds(step)
-            for name, stats in self._models.items()
-        }
-
     def _merged_tree(self) -> TokenTree:
         chosen = self._asked if self._can_branch else self._best_chain()
         return prune_optional(
@@ -331,7 +214,7 @@ class CombinedDrafter(Drafter):
             [stats.is_lookup for stats in chosen],
             self._limits,
             self._v,
-            sum(self._draft_cost(stats) for stats in chosen),
+            sum(self._selector.draft_cost(stats) for stats in chosen),
         )
 
     def _best_chain(self) -> list[DrafterStats]:
@@ -340,52 +223,11 @@ class CombinedDrafter(Drafter):
             return models[:1]
         return [max(drafted or self._proposals, key=lambda stats: sum(self._proposals[stats].node_probs))]
 
-    def _is_measured(self, stats: DrafterStats) -> bool:
-        return stats.is_measured and self._target_step_seconds.count >= MEASURED_ROUNDS
-
-    def _draft_cost(self, stats: DrafterStats, levels: int | None = None) -> float:
-        """Return the expected duration of a draft, relative to a single-token target pass; 0 if unknown."""
-        step = self._target_step_seconds.value
-        if not self._is_measured(stats) or step <= 0.0:
-            return 0.0
-        return stats.draft_cost(step, levels)
-
     def _estimate(self) -> RoundEstimate:
         estimate = RoundEstimate()
         for stats, proposal in self._proposals.items():
-            estimate = estimate.with_draft(*proposal.levels, self._draft_cost(stats))
+            estimate = estimate.with_draft(*proposal.levels, self._selector.draft_cost(stats))
         return estimate
-
-    def _expected_gain(self, stats: DrafterStats, draft_length: int, *, long_term: bool = False) -> float:
-        """Return the expected decoding speed with a drafter divided by the speed without it.
-
-        The result is infinite if the drafter's speed is unknown and must be measured.
-
-        Args:
-            stats: The drafter.
-            draft_length: Maximum length of the draft.
-            long_term: Whether to expect the long-term acceptance rates, and not those of the last drafts.
-        """
-        acceptance = stats.acceptance
-        if not self._is_measured(stats):
-            can_draft_more = 0 < stats.empty_draft_levels < draft_length
-            return inf if can_draft_more or not acceptance.was_empty else 0.0
-        estimate = self._estimate()
-        reach_probs = acceptance.reach_probs(draft_length, long_term=long_term)
-        usual = max(1, min(draft_length, round(acceptance.levels.value)))
-        speed = max(
-            estimate.speed_with(
-                reach_probs[:levels],
-                round(levels * acceptance.level_rows),
-                self._draft_cost(stats, levels),
-                self._v,
-                self._limits.max_width,
-                self._can_branch,
-            )
-            for levels in (_DRAFT_LENGTHS if stats.drafter.chooses_length else (usual,))
-            if levels <= draft_length
-        )
-        return speed / estimate.speed(self._v)
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
         if self._proposed_at is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, TypeAlias
@@ -265,11 +265,18 @@ class Snapshot:
         length: Position after the last copied token.
         data: The copied cache contents in the backend's own format.
         start: Position of the first copied token. Earlier tokens are not part of the copy.
+        heads: Copies of the states of the heads that draft for the model, by the heads' names. Models neither
+            write nor read them.
     """
 
     length: int
     data: bytes = field(repr=False)
     start: int = 0
+    heads: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.data) + sum(map(len, self.heads.values()))
 
 
 class Vocabulary(Protocol):

@@ -25,7 +25,7 @@ from edgespec.errors import CapabilityError
 from edgespec.heads.residual_layout import RESIDUAL_METHODS
 
 if TYPE_CHECKING:
-    from edgespec.backends.head_training import Teacher
+    from edgespec.backends.drafter_training import Teacher
     from edgespec.backends.memory_estimate import MemoryEstimate, MemoryEstimator
 
 __all__ = ["BUILT_IN"]

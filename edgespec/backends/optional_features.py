@@ -16,7 +16,15 @@ __all__ = ["HeadModel", "HiddenStateSource", "Skippable", "Trainable", "Trainer"
 
 
 class HeadModel(LanguageModel, Protocol):
-    """A head, which is a draft model that reads the target's hidden states."""
+    """A head, which is a draft model that reads the target's hidden states.
+
+    Its `snapshot` copies only the head's own KV cache. If that begins after the first requested position, so
+    does the snapshot.
+    """
+
+    @property
+    def log(self) -> HiddenStateLog:
+        """The log of the target's hidden states that the head reads."""
 
     @property
     def first_position(self) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from edgespec.backends.base import Adapter, Head, LanguageModel, LoadOptions, Progress
-from edgespec.backends.head_training import Teacher
+from edgespec.backends.drafter_training import Teacher
 from edgespec.backends.memory_estimate import MemoryEstimate, MemoryEstimator
 from edgespec.backends.model_info import ModelInfo
 from edgespec.backends.pass_weights import PassWeights
@@ -116,8 +116,8 @@ class FileFormat:
         converted_heads: Methods whose heads can be converted to this format (`edgespec prepare head`).
         estimate_head: Returns the memory that a head needs, given the head, the target's path, and the
             context size in tokens. Raises ModelFileError. None if the format supports no heads.
-        load_teacher: Loads the model at a path as the teacher for training heads, given its name and a
-            progress callback. None if heads cannot be trained for models in this format.
+        load_teacher: Loads the model at a path as the teacher for training drafters, given its name and a
+            progress callback. None if they cannot be trained for models in this format.
     """
 
     name: str

@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from edgespec.backends.base import ModelFacts, Progress, Vocabulary
+from edgespec.backends.base import ModelFacts, Progress, Snapshot, Vocabulary
 from edgespec.backends.base_model import BaseModel, in_batches
 from edgespec.backends.hidden_state_log import HiddenStateLog
 from edgespec.backends.memory_check import check_tokens_fit
 from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import CancelledError, CapabilityError
+from edgespec.errors import BackendError, CancelledError, CapabilityError
 from edgespec.heads.prefix_layer import PrefixLayer
 from edgespec.heads.products import Array
 from edgespec.heads.residual_network import ResidualNetwork
@@ -68,7 +68,7 @@ class ResidualHeadView(SelfDraftView[BaseModel]):
         super().__init__(target)
         self.facts = facts
         self.vocabulary: Vocabulary = target.vocabulary
-        self._log, self._stop_logging = log, stop_logging
+        self.log, self._stop_logging = log, stop_logging
         self._network, self._embed = network, embed
         self._nodes: list[_Node] = []
         self._interrupted = False
@@ -77,7 +77,7 @@ class ResidualHeadView(SelfDraftView[BaseModel]):
     def length(self) -> int:
         # A recurrent target may have been rewound, which makes it shorter than the text until its next pass.
         # The log still covers the whole text.
-        return max(self._target.length, self._log.end)
+        return max(self._target.length, self.log.end)
 
     @property
     def free_tokens(self) -> int:
@@ -86,14 +86,23 @@ class ResidualHeadView(SelfDraftView[BaseModel]):
     @property
     def first_position(self) -> int:
         """The first position whose preceding hidden state is in the log."""
-        return self._log.start + 1
+        return self.log.start + 1
 
     @property
     def last_position(self) -> int:
         """The last position whose preceding hidden state is in the log."""
-        return self._log.end
+        return self.log.end
 
     def start_at(self, position: int) -> None:  # noqa: ARG002
+        """Do nothing, because there is no KV cache."""
+        self._check()
+
+    def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
+        """Return a snapshot without data, because there is no KV cache."""
+        self._check()
+        return Snapshot(self.length if end is None else end, b"", start)
+
+    def restore(self, snapshot: Snapshot) -> None:  # noqa: ARG002
         """Do nothing, because there is no KV cache."""
         self._check()
 
@@ -137,12 +146,12 @@ class ResidualHeadView(SelfDraftView[BaseModel]):
 
         The root is always included, so that a warm-up pass works before the target has run any tokens.
         """
-        last = max(self._log.end - self.length, 0)
+        last = max(self.log.end - self.length, 0)
         return self._states_before(sum(depth <= last for depth in tree.depths))
 
     def _states_before(self, count: int) -> Array:
         """Return the head inputs for the next `count` tokens: the hidden state before each token."""
-        return self._log.rows(self.length - 1, self.length - 1 + count)
+        return self.log.rows(self.length - 1, self.length - 1 + count)
 
     def _predict(self, head: int, nodes: Sequence[_Node], rows: Array) -> None:
         """Fill in the logits of all nodes that belong to this head."""
@@ -219,6 +228,26 @@ class PrefixHeadView(ResidualHeadView):
         super().truncate(length)
         self._length = min(self._length, length)
         self._prefix.truncate(self._length)
+
+    def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
+        """Copy the KV cache at positions [start, end). If it begins later, start there."""
+        self._check()
+        self._prefix.truncate(self._length)
+        end = self._length if end is None else min(end, self._length)
+        start = min(max(start, self._prefix.start), end)
+        return Snapshot(end, self._prefix.copy(start, end), start)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        super().restore(snapshot)
+        start, end = snapshot.start, snapshot.length
+        self._prefix.truncate(self._length)
+        fits = self._length == start <= end <= self.facts.context_tokens
+        if not (fits and self._prefix.restore(end - start, snapshot.data)):
+            self.start_at(0)
+            raise BackendError(
+                f"the saved KV cache does not fit {self.facts.name}", "process the prompt again"
+            )
+        self._length = end
 
     def resized(self) -> None:
         tokens = self._target.facts.context_tokens

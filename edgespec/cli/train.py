@@ -1,11 +1,11 @@
-"""`edgespec train`: train a head for the user's own model."""
+"""`edgespec train`: train a head or a draft model for the user's own model."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -17,7 +17,7 @@ from edgespec.cli.screen import ProgressLine, note, print_json, print_table, pri
 from edgespec.option_kinds import Integer
 
 if TYPE_CHECKING:
-    from edgespec.train import HeadFigures, TrainingPrompt, TrainingResult
+    from edgespec.train import DrafterFigures, TrainingPrompt, TrainingResult
 
 __all__ = ["command"]
 
@@ -28,11 +28,14 @@ _MIN_TOKENS = 1_000
 @click.group(
     "train",
     cls=HelpfulGroup,
-    short_help="Train a head that drafts for your own model.",
-    examples=("edgespec train eagle3 demo-mlx --to my-head",),
+    short_help="Train a head or a draft model for your own model.",
+    examples=(
+        "edgespec train eagle3 demo-mlx --to my-head",
+        "edgespec train draft demo-mlx --to my-draft",
+    ),
 )
 def command() -> None:
-    """Train a head that drafts for your own model.
+    """Train a head or a draft model for your own model.
 
     If the command is interrupted, run it again to continue.
     """
@@ -52,7 +55,61 @@ class _Kind(NamedTuple):
     method: str
 
 
-def _add_command(kind: _Kind) -> None:
+class _Request(NamedTuple):
+    """The options that all trainings share. See `_with_training_options`."""
+
+    reference: str
+    folder: Path
+    weights: Path | None
+    tokens: int
+    prompts: Path | None
+    chats: bool
+    as_json: bool
+
+
+def _with_training_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of `_Request` to a command."""
+    options = (
+        model_reference("reference"),
+        click.option(
+            "--to",
+            "folder",
+            metavar="DIR",
+            required=True,
+            type=click.Path(path_type=Path, file_okay=False),
+            help="Folder in which to save the result. The result of an earlier training is replaced only by a"
+            " better one.",
+        ),
+        click.option(
+            "--weights",
+            metavar="DIR",
+            type=click.Path(path_type=Path, file_okay=False),
+            help="Folder with the MLX or Hugging Face form of REF, if REF is a GGUF model.",
+        ),
+        click.option(
+            "--tokens",
+            type=KindType(Integer(_MIN_TOKENS)),
+            metavar="N",
+            default=1_000_000,
+            show_default=True,
+            help="Number of conversation tokens to train with. More tokens take longer and give a better"
+            " result.",
+        ),
+        prompts_option(
+            help="JSON Lines file with `prompt` or `messages` on each line. The model answers these first,"
+            " and then writes its own questions."
+        ),
+        click.option(
+            "--chats", is_flag=True, help="Also let the model answer the messages in your saved chats."
+        ),
+        json_option,
+    )
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def _add_head_command(kind: _Kind) -> None:
     """Add the command that trains a kind of head."""
 
     @command.command(
@@ -73,60 +130,18 @@ def _add_command(kind: _Kind) -> None:
             f"edgespec train {kind.name} ./Qwen3-4B-MLX-4bit --prompts my-prompts.jsonl --to qwen3-4b-head",
         ),
     )
-    @model_reference("reference")
-    @click.option(
-        "--to",
-        "folder",
-        metavar="DIR",
-        required=True,
-        type=click.Path(path_type=Path, file_okay=False),
-        help="Folder in which to save the head. A head that is already there is replaced only by a better"
-        " one.",
-    )
-    @click.option(
-        "--weights",
-        metavar="DIR",
-        type=click.Path(path_type=Path, file_okay=False),
-        help="Folder with the MLX or Hugging Face form of REF, if REF is a GGUF model.",
-    )
-    @click.option(
-        "--tokens",
-        type=KindType(Integer(_MIN_TOKENS)),
-        metavar="N",
-        default=1_000_000,
-        show_default=True,
-        help="Number of conversation tokens to train with. More tokens take longer and make a better head.",
-    )
-    @prompts_option(
-        help="JSON Lines file with `prompt` or `messages` on each line. The model answers these first, and"
-        " then writes its own questions."
-    )
-    @click.option("--chats", is_flag=True, help="Also let the model answer the messages in your saved chats.")
-    @json_option
-    def train(
-        reference: str,
-        folder: Path,
-        weights: Path | None,
-        tokens: int,
-        prompts: Path | None,
-        chats: bool,
-        as_json: bool,
-    ) -> None:
-        from edgespec.train import chat_prompts, file_prompts
-
-        given: list[TrainingPrompt] = file_prompts(prompts) if prompts else []
-        given += chat_prompts() if chats else []
-        result, converted = interruptible(
-            lambda stop: _train(stop, kind.name, reference, folder, weights, tokens, given)
-        )
-        if as_json:
+    @_with_training_options
+    def train(**options: Any) -> None:
+        request = _Request(**options)
+        result, converted = _run(request, kind.name)
+        if request.as_json:
             file = converted and str(converted)
             print_json({"kind": "head", "method": kind.name, **result.to_json(), "gguf": file})
             return
-        _print(result)
+        _print(result, "head")
         if result.kept:
-            used = converted or folder
-            note(printable(f"Use it with: edgespec chat --target {reference} --head {used}"))
+            used = converted or request.folder
+            note(printable(f"Use it with: edgespec chat --target {request.reference} --head {used}"))
 
 
 for _kind in (
@@ -134,59 +149,120 @@ for _kind in (
     _Kind("medusa", "Medusa heads", "medusa"),
     _Kind("hydra", "Hydra heads", "hydra"),
 ):
-    _add_command(_kind)
+    _add_head_command(_kind)
+
+
+@command.command(
+    "draft",
+    short_help="Train a draft model.",
+    help="""Train a draft model to predict the replies of REF, for `--draft`.
+
+    No data is needed. REF writes both the questions and the replies. The draft model learns from these
+    replies, and from how REF would continue the draft model's own text. Press Ctrl-C to stop, and run the
+    same command again to continue.
+
+    The draft model must be an MLX or Hugging Face model with the vocabulary of REF. The original is not
+    changed. If REF is a GGUF model, training needs its MLX or Hugging Face form (--weights).
+    """,
+    examples=(
+        "edgespec train draft demo-mlx --to my-draft",
+        "edgespec train draft ./Qwen3-8B-MLX-4bit --draft ./Qwen3-0.6B-MLX-8bit --to my-draft",
+        "edgespec train draft ./Qwen3-8B-MLX-4bit --draft ./Qwen3-0.6B-MLX-8bit --lora --to my-draft",
+    ),
+)
+@click.option(
+    "--draft",
+    metavar="REF",
+    default="auto",
+    show_default=True,
+    help="Draft model to train. `auto` chooses the one that `edgespec chat` uses for REF.",
+)
+@click.option(
+    "--lora",
+    is_flag=True,
+    help="Train low-rank changes of the weights (LoRA). This needs less memory, but usually improves the"
+    " draft model less.",
+)
+@_with_training_options
+def _train_draft(draft: str, lora: bool, **options: Any) -> None:
+    request = _Request(**options)
+    result, _ = _run(request, "draft", draft, lora)
+    if request.as_json:
+        print_json({"kind": "draft", "method": "model", **result.to_json(), "gguf": None})
+        return
+    _print(result, "draft model")
+    if result.kept:
+        note(printable(f"Use it with: edgespec chat --target {request.reference} --draft {request.folder}"))
+
+
+def _run(
+    request: _Request, kind: str, draft: str | None = None, lora: bool = False
+) -> tuple[TrainingResult, Path | None]:
+    """Train a head of this kind, or a draft model.
+
+    Returns:
+        The result, and the path of the converted GGUF file, if any.
+    """
+    from edgespec.train import chat_prompts, file_prompts
+
+    prompts: list[TrainingPrompt] = file_prompts(request.prompts) if request.prompts else []
+    prompts += chat_prompts() if request.chats else []
+    return interruptible(lambda stop: _train(stop, request, kind, draft, lora, prompts))
 
 
 def _train(
     stop: Stop,
+    request: _Request,
     kind: str,
-    reference: str,
-    folder: Path,
-    weights: Path | None,
-    tokens: int,
+    draft: str | None,
+    lora: bool,
     prompts: Sequence[TrainingPrompt],
 ) -> tuple[TrainingResult, Path | None]:
-    """Train the head. Return the result, and the path of the converted GGUF file, if any."""
+    """Train in the worker thread. See `_run`."""
     from edgespec.catalog import resolve
     from edgespec.prepare.head import needs_conversion, prepare_head
-    from edgespec.train import TrainingSettings, load_target, train_head
+    from edgespec.train import DraftToTrain, TrainingSettings, find_draft, load_target, train_drafter
 
     def announce(seconds: float) -> None:
         progress.clear()
         click.echo(f"about {duration_text(seconds)} left", err=True)
 
+    reference, folder = request.reference, request.folder
     with ProgressLine(stop) as progress:
-        path = resolve(reference, progress=progress).path
-        with load_target(path, reference, weights, progress) as target:
+        found = resolve(reference, progress=progress)
+        trained = DraftToTrain(find_draft(found, draft, folder, progress), lora) if draft else None
+        with load_target(found.path, reference, request.weights, progress) as target:
+            student = trained.student(target) if trained else target.teacher.head(kind)
             asked = hashlib.sha256(repr(prompts).encode()).hexdigest() if prompts else ""
-            settings = TrainingSettings(kind, target.identity, tokens, asked)
-            result = train_head(target, settings, prompts, folder, progress, announce)
+            identity = trained.identity if trained else ""
+            settings = TrainingSettings(kind, target.identity, request.tokens, asked, identity, lora)
+            result = train_drafter(target, student, settings, prompts, folder, progress, announce)
             gguf = target.gguf
-        if not (gguf and result.kept and needs_conversion(folder, gguf)):
+        if trained or not (gguf and result.kept and needs_conversion(folder, gguf)):
             return result, None
         prepare_head(folder, gguf, folder / _GGUF_NAME)
         return result, folder / _GGUF_NAME
 
 
-def _print(result: TrainingResult) -> None:
-    heads = {"new": result.figures, "earlier": result.earlier}
-    measured = {name: figures for name, figures in heads.items() if figures}
+def _print(result: TrainingResult, title: str) -> None:
+    drafters = {"new": result.figures, "earlier": result.earlier}
+    measured = {name: figures for name, figures in drafters.items() if figures}
     kinds = sorted({kind for each in measured.values() for kind in each.tokens_per_pass_by_kind})
     depths = range(1, len(result.figures.acceptance_per_depth) + 1)
     headings = (
-        "HEAD",
+        title.upper(),
         "TOKENS PER PASS",
         *(f"TOKEN {depth}" for depth in depths),
         *(kind.upper() for kind in kinds),
     )
     print_table(headings, [_row(name, figures, kinds) for name, figures in measured.items()])
     if not result.kept:
-        click.echo("\nThe earlier head is at least as accurate, so it was kept.")
+        click.echo(f"\nThe earlier {title} is at least as accurate, so the new one was not saved.")
     if result.plot:
         click.echo(printable(f"\nThe training curve is in {result.plot}"))
 
 
-def _row(name: str, figures: HeadFigures, kinds: Sequence[str]) -> list[str]:
+def _row(name: str, figures: DrafterFigures, kinds: Sequence[str]) -> list[str]:
     by_kind = figures.tokens_per_pass_by_kind
     return [
         name,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
+
+from edgespec.heads.layer_config import LayerConfig, parse_layer_config
 
 __all__ = ["DFlashConfig", "is_dflash", "parse_dflash_config"]
 
@@ -13,14 +15,13 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
 @dataclass(frozen=True, slots=True)
-class DFlashConfig:
+class DFlashConfig(LayerConfig):
     """The configuration of a DFlash or DSpark head, whose layers are those of a Qwen 3 model.
+
+    `LayerConfig` describes the other attributes.
 
     Attributes:
         size: Hidden size of the head, which equals the target's.
-        rope: Rotary embedding settings, in the format of Hugging Face's `rope_scaling`. None for the default.
-        vocab_size: Target's vocabulary size.
-        context_tokens: Context length that the head was trained for. 0 if unknown.
         states: Layer indices of the target's hidden states that the head reads. Index k means the input of
             layer k. The target's layer count means the output of its last layer.
         block_tokens: Number of tokens in a block: the last emitted token, followed by mask tokens.
@@ -34,15 +35,6 @@ class DFlashConfig:
 
     size: int
     layers: int
-    feed_forward_size: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    norm_eps: float
-    rope_theta: float
-    rope: Mapping[str, Any] | None
-    vocab_size: int
-    context_tokens: int
     states: tuple[int, ...]
     block_tokens: int
     mask_token: int
@@ -50,12 +42,6 @@ class DFlashConfig:
     is_causal: bool
     windows: tuple[int, ...]
     markov_rank: int
-
-    @property
-    def rope_type(self) -> str:
-        """Rotary embedding type, such as `llama3` or `yarn`."""
-        rope = self.rope or {}
-        return str(rope.get("rope_type") or rope.get("type") or "default")
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -74,9 +60,7 @@ def parse_dflash_config(config: Mapping[str, Any]) -> DFlashConfig:
     Raises:
         ValueError, KeyError, TypeError, ArithmeticError: A setting is missing, invalid or not supported.
     """
-    size, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-    rope = config.get("rope_scaling") or config.get("rope_parameters")
-    rope = rope if isinstance(rope, dict) else {}
+    size = int(config["hidden_size"])
     for name, supported in (("model_type", "qwen3"), ("hidden_act", "silu"), ("markov_head_type", "vanilla")):
         if (value := config.get(name) or supported) != supported:
             raise ValueError(f"its {name} {value!r} is not supported")
@@ -85,15 +69,7 @@ def parse_dflash_config(config: Mapping[str, Any]) -> DFlashConfig:
     result = DFlashConfig(
         size=size,
         layers=int(config["num_hidden_layers"]),
-        feed_forward_size=int(config["intermediate_size"]),
-        heads=heads,
-        kv_heads=int(config.get("num_key_value_heads") or heads),
-        head_size=int(config.get("head_dim") or size // heads),
-        norm_eps=float(config["rms_norm_eps"]),
-        rope_theta=float(config.get("rope_theta") or rope.get("rope_theta") or 10000.0),
-        rope=rope or None,
-        vocab_size=int(config["vocab_size"]),
-        context_tokens=int(config.get("max_position_embeddings") or 0),
+        **asdict(parse_layer_config(config)),
         states=_states(config),
         block_tokens=int(config.get("block_size") or _DEFAULT_BLOCK_TOKENS),
         mask_token=int(config["mask_token_id"]),
@@ -102,12 +78,8 @@ def parse_dflash_config(config: Mapping[str, Any]) -> DFlashConfig:
         windows=windows,
         markov_rank=markov_rank,
     )
-    sizes = (
-        result.size, result.layers, result.feed_forward_size, result.heads, result.kv_heads, result.head_size,
-        result.vocab_size, result.block_tokens,
-    )  # fmt: skip
-    if min(sizes) <= 0 or result.head_size % 2 or result.heads % result.kv_heads:
-        raise ValueError("its sizes are impossible")
+    if min(result.layers, result.block_tokens) <= 0:
+        raise ValueError("its num_hidden_layers or its block_size is not positive")
     if not 0 <= result.mask_token < result.vocab_size:
         raise ValueError(f"its mask token {result.mask_token} is not in its vocabulary")
     return result

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from edgespec.errors import ModelFileError
 from edgespec.heads.dflash_config import DFlashConfig, parse_dflash_config
-from edgespec.heads.eagle_config import read_config
 from edgespec.heads.eagle_files import target_ids
+from edgespec.heads.layer_config import read_config
 from edgespec.heads.stored_tensor import StoredTensor
 from edgespec.heads.tensor_files import read_folder_tensors
 

@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from edgespec.errors import ModelFileError
-from edgespec.files import error_reason, read_regular_file
+from edgespec.heads.layer_config import LayerConfig, parse_layer_config
 
-__all__ = ["EagleConfig", "parse_config", "read_config"]
-
-_MAX_CONFIG_BYTES = 2**24
-# Objects in config.json that hold settings found at the top level in other layouts. They are used by
-# speculators, NVIDIA and z-lab, in this order.
-_NESTED = ("transformer_layer_config", "eagle_config", "dflash_config")
+__all__ = ["EagleConfig", "parse_config"]
 
 
 @dataclass(frozen=True, slots=True)
-class EagleConfig:
+class EagleConfig(LayerConfig):
     """The configuration of an EAGLE head.
+
+    `LayerConfig` describes the other attributes.
 
     Attributes:
         version: 1 for EAGLE-1 and EAGLE-2, which have the same architecture. 3 for EAGLE-3.
         hidden_size: Size of the head's hidden states and token embeddings.
         target_size: Size of the target's hidden states.
-        rope: Rotary embedding settings, in the format of Hugging Face's `rope_scaling`. None for the default.
-        vocab_size: Target's vocabulary size.
-        context_tokens: Context length that the head was trained for. 0 if unknown.
         layers: Indices of the target layers whose hidden states the head reads, in the publisher's numbering.
             None if the configuration does not list any.
         norm_before_residual: Whether the residual connection adds the normalised hidden state (EAGLE-3).
@@ -40,25 +31,10 @@ class EagleConfig:
     version: Literal[1, 3]
     hidden_size: int
     target_size: int
-    feed_forward_size: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    norm_eps: float
-    rope_theta: float
-    rope: Mapping[str, Any] | None
-    vocab_size: int
-    context_tokens: int
     layers: tuple[int, ...] | None
     norm_before_residual: bool
     norm_before_fc: bool
     norm_output: bool
-
-    @property
-    def rope_type(self) -> str:
-        """Rotary embedding type, such as `llama3` or `yarn`."""
-        rope = self.rope or {}
-        return str(rope.get("rope_type") or rope.get("type") or "default")
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -85,36 +61,13 @@ class EagleConfig:
         return [choice for choice in choices if all(0 <= layer <= target_layers for layer in choice)]
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return the settings in a head's config.json, with nested objects merged into the top level.
-
-    Raises:
-        ModelFileError: `config.json` is missing or damaged.
-    """
-    path = folder / "config.json"
-    try:
-        config = json.loads(read_regular_file(path, _MAX_CONFIG_BYTES).decode("utf-8"))
-        if not isinstance(config, dict):
-            raise ValueError("it contains no JSON object")
-        for name in _NESTED:
-            nested = config.get(name)
-            config |= nested if isinstance(nested, dict) else {}
-        return config
-    except OSError as error:
-        raise ModelFileError(f"{path} cannot be read: {error_reason(error)}", "download it again") from error
-    except (ValueError, RecursionError) as error:
-        raise ModelFileError(f"{path} is damaged: {error}", "download it again") from error
-
-
 def parse_config(config: Mapping[str, Any], version: Literal[1, 3]) -> EagleConfig:
     """Return the configuration described by the settings from `read_config`.
 
     Raises:
         ValueError, KeyError, TypeError, ArithmeticError: A setting is missing or invalid.
     """
-    size, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-    rope = config.get("rope_scaling") or config.get("rope_parameters")
-    rope = rope if isinstance(rope, dict) else {}
+    size = int(config["hidden_size"])
     layers = config.get("eagle_aux_hidden_state_layer_ids")
     activation = config.get("hidden_act") or "silu"
     if activation != "silu":
@@ -125,24 +78,12 @@ def parse_config(config: Mapping[str, Any], version: Literal[1, 3]) -> EagleConf
         version=version,
         hidden_size=size,
         target_size=int(config.get("target_hidden_size") or size),
-        feed_forward_size=int(config["intermediate_size"]),
-        heads=heads,
-        kv_heads=int(config.get("num_key_value_heads") or heads),
-        head_size=int(config.get("head_dim") or size // heads),
-        norm_eps=float(config["rms_norm_eps"]),
-        rope_theta=float(config.get("rope_theta") or rope.get("rope_theta") or 10000.0),
-        rope=rope or None,
-        vocab_size=int(config["vocab_size"]),
-        context_tokens=int(config.get("max_position_embeddings") or 0),
+        **asdict(parse_layer_config(config)),
         layers=tuple(int(layer) for layer in layers) if layers else None,
         norm_before_residual=bool(config.get("norm_before_residual")),
         norm_before_fc=bool(config.get("norm_before_fc")),
         norm_output=bool(config.get("norm_output")),
     )
-    sizes = (
-        result.hidden_size, result.target_size, result.feed_forward_size, result.heads, result.kv_heads,
-        result.head_size, result.vocab_size,
-    )  # fmt: skip
-    if min(sizes) <= 0 or result.head_size % 2 or result.heads % result.kv_heads:
-        raise ValueError("its sizes are impossible")
+    if result.target_size <= 0:
+        raise ValueError(f"its target_hidden_size is {result.target_size}")
     return result

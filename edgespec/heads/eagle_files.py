@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.errors import ModelFileError
-from edgespec.heads.eagle_config import EagleConfig, parse_config, read_config
+from edgespec.heads.eagle_config import EagleConfig, parse_config
+from edgespec.heads.layer_config import read_config
 from edgespec.heads.stored_tensor import StoredTensor
 from edgespec.heads.tensor_files import read_folder_tensors
 

@@ -73,6 +73,22 @@ class PrefixLayer:
         self.end = min(self.end, end)
         self.start = min(self.start, self.end)
 
+    def copy(self, start: int, end: int) -> bytes:
+        """Return a copy of the keys and values at positions [start, end), for `restore`."""
+        return self._cache[:, :, start - self.start : end - self.start].tobytes()
+
+    def restore(self, tokens: int, data: bytes) -> bool:
+        """Append the copied keys and values of `tokens` tokens. Return False if `data` has another size."""
+        shape = (2, self._kv_heads, tokens, self._head_size)
+        values = np.frombuffer(data, np.float32) if len(data) % 4 == 0 else np.empty(0, np.float32)
+        if values.size != np.prod(shape):
+            return False
+        used = self.end - self.start
+        self._reserve(used + tokens)
+        self._cache[:, :, used : used + tokens] = values.reshape(shape)
+        self.end += tokens
+        return True
+
     def append(self, states: Array) -> None:
         """Append the keys and values of hidden states [tokens, size] to the KV cache."""
         self._append(rms_norm(states, self._input_norm, self._shape.norm_epsilon))
@@ -90,14 +106,19 @@ class PrefixLayer:
 
     def _append(self, x: Array) -> None:
         used, count = self.end - self.start, len(x)
-        if used + count > self._cache.shape[2]:
-            grown = max(used + count, used * 3 // 2, used + _MIN_GROWTH_TOKENS)
-            cache = np.empty((*self._cache.shape[:2], grown, self._head_size), np.float32)
-            cache[:, :, :used] = self._cache[:, :, :used]
-            self._cache = cache
+        self._reserve(used + count)
         self._cache[0, :, used : used + count] = self._rotated(self._heads(self._k(x)), self.end)
         self._cache[1, :, used : used + count] = self._heads(self._v(x))
         self.end += count
+
+    def _reserve(self, tokens: int) -> None:
+        """Make room for the keys and values of this many tokens."""
+        used = self.end - self.start
+        if tokens > self._cache.shape[2]:
+            grown = max(tokens, used * 3 // 2, used + _MIN_GROWTH_TOKENS)
+            cache = np.empty((*self._cache.shape[:2], grown, self._head_size), np.float32)
+            cache[:, :, :used] = self._cache[:, :, :used]
+            self._cache = cache
 
     def _heads(self, rows: Array) -> Array:
         """Split rows [tokens, heads * head size] into heads, and return [heads, tokens, head size]."""

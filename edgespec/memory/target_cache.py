@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from time import perf_counter as now
 
 from edgespec.backends.base import LanguageModel, Progress
@@ -9,7 +10,7 @@ from edgespec.backends.base_model import scaled_progress
 from edgespec.engine.prefix import common_prefix_length
 from edgespec.engine.stats import Stats
 from edgespec.memory.context_resize import ResizableContext
-from edgespec.memory.prefix_cache import REUSE_BLOCK_TOKENS, PrefixCache, reusable_tokens
+from edgespec.memory.prefix_cache import REUSE_BLOCK_TOKENS, HeadState, PrefixCache, reusable_tokens
 from edgespec.memory.pressure import MemoryPressure
 
 __all__ = ["TargetCache"]
@@ -28,8 +29,9 @@ class TargetCache:
         prefix_cache: PrefixCache | None,
         context: ResizableContext,
         memory_pressure: MemoryPressure,
+        heads: Sequence[HeadState] = (),
     ) -> None:
-        self._target = target
+        self._target, self._heads = target, heads
         self._prefix_cache = prefix_cache
         self._context = context
         self._memory_pressure = memory_pressure
@@ -118,7 +120,8 @@ class TargetCache:
         if cache and (segment := cache.find(tokens, target.length)):
             self._tokens = []
             cache.restore(segment, tokens, target.length)
-        cached = self._truncate_to_blocks()
+        self._truncate_to_blocks()
+        cached = self._keep_for_heads(tokens)
         self._tokens = tokens
         self._prefilled_tokens = cached
         last, done = len(tokens) - 1, 0.0
@@ -139,13 +142,25 @@ class TargetCache:
             self._target.truncate(reusable)
             self.sync_length()
 
-    def _truncate_to_blocks(self) -> int:
+    def _truncate_to_blocks(self) -> None:
         length = self._target.length
         if (whole := self._reusable(length)) < length:
             self._target.truncate(whole)
             # Recurrent models may keep fewer tokens than `whole`. Clear their KV cache then.
             if self._target.length < whole:
                 self._target.truncate(0)
+
+    def _keep_for_heads(self, tokens: list[int]) -> int:
+        """Drop the last token if a head needs its hidden state, and return how many tokens are left.
+
+        The prefill computes the hidden state. Otherwise, the head would lose all that it has read.
+        """
+        length, capabilities = self._target.length, self._target.facts.capabilities
+        # Exclude recurrent models, which would lose all tokens since their last checkpoint. They are the ones
+        # that cannot verify token trees.
+        can_drop = self._reuse_is_exact and (capabilities.partial_truncate or capabilities.tree)
+        if can_drop and any(head.needs_last_state(tokens[:length]) for head in self._heads):
+            self._target.truncate(length - 1)
         return self._target.length
 
     def _prefill(self, end: int, progress: Progress | None) -> None:

@@ -65,7 +65,7 @@ def prepare_head(folder: Path, target: Path, output: Path) -> int:
     from edgespec.backends.llamacpp.dflash_conversion import convert_dflash_head
     from edgespec.backends.llamacpp.eagle_conversion import convert_eagle_head
     from edgespec.heads.dflash_config import is_dflash
-    from edgespec.heads.eagle_config import read_config
+    from edgespec.heads.layer_config import read_config
 
     if not format_at(target).converted_heads:
         raise OptionError(

@@ -1,22 +1,24 @@
-"""Train heads for the user's own models (`edgespec train`)."""
+"""Train heads and draft models for the user's own models (`edgespec train`)."""
 
 from __future__ import annotations
 
-from edgespec.train.evaluation import HeadFigures
-from edgespec.train.loading import TrainingTarget, load_target
-from edgespec.train.run import TrainingResult, train_head
+from edgespec.train.evaluation import DrafterFigures
+from edgespec.train.loading import DraftToTrain, TrainingTarget, find_draft, load_target
+from edgespec.train.run import TrainingResult, train_drafter
 from edgespec.train.sources import TrainingPrompt, chat_prompts, file_prompts
 from edgespec.train.state import CurvePoint, TrainingSettings
 
 __all__ = [
     "CurvePoint",
-    "HeadFigures",
+    "DraftToTrain",
+    "DrafterFigures",
     "TrainingPrompt",
     "TrainingResult",
     "TrainingSettings",
     "TrainingTarget",
     "chat_prompts",
     "file_prompts",
+    "find_draft",
     "load_target",
-    "train_head",
+    "train_drafter",
 ]

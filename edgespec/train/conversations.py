@@ -1,4 +1,4 @@
-"""Save, load and batch the conversations that heads are trained with."""
+"""Save, load and batch the conversations that drafters are trained with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.head_training import TrainingBatch
+from edgespec.backends.drafter_training import TrainingBatch
 from edgespec.errors import ModelFileError
 from edgespec.files import replace_when_written
 

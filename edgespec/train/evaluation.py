@@ -1,4 +1,4 @@
-"""Evaluate a head on held-out conversations."""
+"""Evaluate a drafter on held-out conversations."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import Progress
-from edgespec.backends.head_training import Guesser
+from edgespec.backends.drafter_training import Guesser
 from edgespec.errors import CancelledError
 from edgespec.train.conversations import Conversation, batch_of, batches
 
-__all__ = ["DEPTH", "HeadFigures", "measure_head"]
+__all__ = ["DEPTH", "DrafterFigures", "measure_drafter"]
 
 # Number of tokens per draft during evaluation.
 DEPTH = 4
 
 
 @dataclass(frozen=True, slots=True)
-class HeadFigures:
-    """A head's accuracy in predicting the target's most likely tokens.
+class DrafterFigures:
+    """A drafter's accuracy in predicting the target's most likely tokens.
 
     Attributes:
         tokens_per_pass: Expected tokens per target pass with drafts of `DEPTH` tokens.
@@ -48,13 +48,13 @@ class HeadFigures:
         }
 
 
-def measure_head(
-    head: Guesser, conversations: Sequence[Conversation], batch_tokens: int, progress: Progress
-) -> HeadFigures:
+def measure_drafter(
+    drafter: Guesser, conversations: Sequence[Conversation], batch_tokens: int, progress: Progress
+) -> DrafterFigures:
     """Draft throughout the replies, and compare the drafts with the target's most likely tokens.
 
     Args:
-        head: The head to evaluate.
+        drafter: The head or draft model to evaluate.
         conversations: Held-out conversations.
         batch_tokens: Maximum number of tokens per batch.
         progress: Called before each batch. Returning False cancels the evaluation.
@@ -65,15 +65,15 @@ def measure_head(
     drafts: dict[str, list[NDArray[np.bool_]]] = defaultdict(list)
     divided = batches(conversations, batch_tokens, np.random.default_rng(0))
     for done, batch in enumerate(divided):
-        if not progress("measuring the head", done / len(divided)):
+        if not progress("measuring", done / len(divided)):
             raise CancelledError("the evaluation was cancelled")
-        right, owners = head.guesses(batch_of(batch), DEPTH)
+        right, owners = drafter.guesses(batch_of(batch), DEPTH)
         for index, conversation in enumerate(batch):
             drafts[conversation.kind].append(np.cumprod(right[owners == index], axis=1).astype(np.bool_))
     by_kind = {kind: np.concatenate(found) for kind, found in sorted(drafts.items())}
     accepted = np.concatenate(list(by_kind.values()))
     reached = [len(accepted), *accepted.sum(axis=0)]
-    return HeadFigures(
+    return DrafterFigures(
         _tokens_per_pass(accepted),
         tuple(float(after / max(1, before)) for before, after in pairwise(reached)),
         {kind: _tokens_per_pass(found) for kind, found in by_kind.items() if len(found)},

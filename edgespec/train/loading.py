@@ -1,4 +1,4 @@
-"""Load the target for training a head, or explain which form of the model is needed."""
+"""Load the target and the draft model to train, or explain which form of a model is needed."""
 
 from __future__ import annotations
 
@@ -9,32 +9,104 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgespec.backends.base import Progress
-from edgespec.backends.head_training import Teacher
+from edgespec.backends.drafter_training import Student, Teacher
 from edgespec.backends.registry import format_at
+from edgespec.catalog import Resolved, choose_draft, resolve
 from edgespec.chat.template import ChatTemplate
 from edgespec.errors import ModelFileError, OptionError, TemplateError
 from edgespec.files import error_reason, sampled_sha256
 
-__all__ = ["TrainingTarget", "load_target"]
+__all__ = ["DraftToTrain", "TrainingTarget", "find_draft", "load_target"]
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingTarget:
-    """A target that is loaded for training a head.
+    """A target that is loaded for training a drafter.
 
     Attributes:
         name: The target's name, for messages.
         teacher: The loaded model.
         template: The target's chat template.
+        path: Folder of the loaded model.
         identity: Hash of the loaded model's files.
-        gguf: The GGUF model that the finished head drafts for. None if the target itself can be trained with.
+        gguf: The GGUF model that the finished drafter is for. None if the target itself can be trained with.
     """
 
     name: str
     teacher: Teacher
     template: ChatTemplate
+    path: Path
     identity: str
     gguf: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class DraftToTrain:
+    """A draft model to train.
+
+    Attributes:
+        model: The draft model.
+        lora: Train low-rank changes of its weights instead of its weights.
+    """
+
+    model: Resolved
+    lora: bool
+
+    def student(self, target: TrainingTarget) -> Student:
+        """Return the draft model as a student of the target.
+
+        Raises:
+            OptionError: The vocabulary of the draft model differs from that of the target.
+        """
+        path = self.model.path
+        own, other = format_at(path).read_tokens(path), format_at(target.path).read_tokens(target.path)
+        if own is not None and other is not None and not own.same_ids(other):
+            raise OptionError(
+                f"{self.model.name} cannot be trained for {target.name}: their vocabularies differ",
+                "pass a draft model of the same family with --draft",
+            )
+        return target.teacher.draft(path, self.model.name, self.lora)
+
+    @property
+    def identity(self) -> str:
+        """Hash of the draft model's files. Raises ModelFileError if they cannot be read."""
+        return _identity(self.model.path)
+
+
+def find_draft(target: Resolved, reference: str, folder: Path, progress: Progress) -> Resolved:
+    """Find the draft model to train, downloading it if the user named it.
+
+    Args:
+        target: The target.
+        reference: Reference to the draft model. `auto` chooses the one that `edgespec chat` would use.
+        folder: Folder for the trained draft model.
+        progress: Called during a download. Returning False cancels it.
+
+    Raises:
+        OptionError: There is no draft model, it cannot be trained, or its folder is `folder`.
+        EdgespecError: Any error raised by `catalog.resolve`.
+    """
+    if reference == "auto":
+        choice = choose_draft(target)
+        if choice.draft is None:
+            raise OptionError(
+                f"there is no draft model to train for {target.name}: {choice.reason}",
+                "pass one with --draft REF",
+            )
+        draft = choice.draft
+    else:
+        draft = resolve(reference, progress=progress)
+    if draft.file_format.load_teacher is None:
+        raise OptionError(
+            f"the draft model {draft.name} is a GGUF model, but only MLX and Hugging Face models can be"
+            " trained",
+            "pass an MLX or Hugging Face form of it with --draft",
+        )
+    if folder.resolve() == draft.path.resolve():
+        raise OptionError(
+            f"{folder} is the folder of the draft model itself", "choose another folder with --to"
+        )
+    return draft
 
 
 @contextmanager
@@ -64,7 +136,8 @@ def load_target(path: Path, name: str, weights: Path | None, progress: Progress)
         )
     template = ChatTemplate(vocabulary.chat_template, vocabulary.bos_text, vocabulary.eos_text)
     try:
-        yield TrainingTarget(name, teacher, template, _identity(trained), None if trained == path else path)
+        gguf = None if trained == path else path
+        yield TrainingTarget(name, teacher, template, trained, _identity(trained), gguf)
     finally:
         template.close()
 

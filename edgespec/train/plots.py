@@ -1,4 +1,4 @@
-"""Plot the training curve of a head as a PNG file."""
+"""Plot the training curve of a drafter as a PNG file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def plot_training(curve: Sequence[CurvePoint], name: str, path: Path) -> bool:
 
     Args:
         curve: The points to plot.
-        name: Name of the head, for the title.
+        name: Name of the drafter, for the title.
         path: PNG file to write.
 
     Returns:

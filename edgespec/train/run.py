@@ -1,4 +1,4 @@
-"""Train a head: write conversations, train on them, and publish the head if it beats the earlier one.
+"""Train a drafter: write conversations, train on them, and publish the drafter if it beats the earlier one.
 
 Conversations and training state are saved as training proceeds, so that an interrupted training can be
 continued. The result is the same as without the interruption.
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.backends.base import Progress
-from edgespec.backends.head_training import HeadTrainer
+from edgespec.backends.drafter_training import DrafterTrainer, Student
 from edgespec.errors import CancelledError, EdgespecError
 from edgespec.train.conversations import (
     Conversation,
@@ -22,7 +22,7 @@ from edgespec.train.conversations import (
     save_conversations,
     token_counts,
 )
-from edgespec.train.evaluation import HeadFigures, measure_head
+from edgespec.train.evaluation import DrafterFigures, measure_drafter
 from edgespec.train.loading import TrainingTarget
 from edgespec.train.plots import plot_training
 from edgespec.train.sources import TrainingPrompt
@@ -31,26 +31,27 @@ from edgespec.train.steps import BATCH_TOKENS, training_steps
 from edgespec.train.timing import estimate_seconds
 from edgespec.train.writing import ConversationWriter
 
-__all__ = ["TrainingResult", "train_head"]
+__all__ = ["TrainingResult", "train_drafter"]
 
 # Every 24th conversation is held out for evaluation, up to 256 conversations.
 _HELD_OUT_EVERY, _MAX_HELD_OUT = 24, 256
 # Number of held-out conversations per evaluation during training, and approximate number of evaluations.
 _CURVE_CONVERSATIONS, _CURVE_POINTS = 48, 20
-# Number of conversations used to initialise the head's weights.
+# Number of conversations used to initialise a head's weights.
 _EXAMPLES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingResult:
-    """The result of training a head.
+    """The result of training a drafter: a head or a draft model.
 
     Attributes:
-        folder: The head's folder.
-        kept: Whether `folder` contains the new head. If False, the earlier head was at least as good and is
-            still there.
-        figures: Accuracy of the new head on the held-out conversations.
-        earlier: Accuracy of the earlier head on the same conversations. None if there was no earlier head.
+        folder: The drafter's folder.
+        kept: Whether `folder` contains the new drafter. If False, the earlier drafter was at least as good,
+            and `folder` is unchanged.
+        figures: Accuracy of the new drafter on the held-out conversations.
+        earlier: Accuracy of the earlier drafter on the same conversations: the one in `folder`, or the draft
+            model before training. None for the first head.
         curve: Evaluations during training.
         conversations: Number of conversations, including those held out.
         tokens: Number of tokens in these conversations.
@@ -59,8 +60,8 @@ class TrainingResult:
 
     folder: Path
     kept: bool
-    figures: HeadFigures
-    earlier: HeadFigures | None
+    figures: DrafterFigures
+    earlier: DrafterFigures | None
     curve: list[CurvePoint] = field(repr=False)
     conversations: int
     tokens: int
@@ -80,33 +81,35 @@ class TrainingResult:
         }
 
 
-def train_head(
+def train_drafter(
     target: TrainingTarget,
+    student: Student,
     settings: TrainingSettings,
     prompts: Sequence[TrainingPrompt],
     folder: Path,
     progress: Progress,
     announce: Callable[[float], None],
 ) -> TrainingResult:
-    """Train a head, or continue an interrupted training.
+    """Train a drafter, or continue an interrupted training.
 
     Args:
         target: The loaded target.
+        student: The kind of head, or the draft model, to train.
         settings: Settings of the training.
         prompts: Prompts to answer before the target writes its own questions.
-        folder: Folder for the head. A head that is already there is replaced only by a better one.
+        folder: Folder for the drafter. A drafter that is already there is replaced only by a better one.
         progress: Called with a description and the completed fraction. Returning False stops the training.
         announce: Called once with the estimated remaining time in seconds, before writing and training.
 
     Raises:
         CancelledError: `progress` returned False. Calling with the same arguments continues the training.
         OptionError: The folder contains an unfinished training with other settings, or other files.
-        ModelFileError: The folder contains a head of another kind, or for another target.
+        ModelFileError: The folder contains another kind of drafter, or one for another target.
         EdgespecError: The training failed.
         OSError: The folder cannot be written.
     """
     teacher = target.teacher
-    earlier = teacher.published_head(settings.method, folder)
+    earlier = student.published(folder) or student.untrained()
     saved = TrainingFolder(folder / "training", settings)
     writer = ConversationWriter(teacher, target.template, prompts)
     try:
@@ -118,7 +121,7 @@ def train_head(
         state = saved.progress()
         written = sum(len(each.tokens) for each in conversations)
         start, trained = writer.question_start, state.trained_tokens
-        announce(estimate_seconds(teacher, settings, start, written, trained, progress))
+        announce(estimate_seconds(teacher, student, settings.tokens, start, written, trained, progress))
         _write_conversations(writer, saved, conversations, settings.tokens, progress)
         held_out = conversations[::_HELD_OUT_EVERY][:_MAX_HELD_OUT]
         held = set(map(id, held_out))
@@ -126,10 +129,15 @@ def train_head(
         if not others:
             raise EdgespecError("there are too few conversations to train with", "use a larger --tokens")
         counts = token_counts(others, teacher.vocabulary.size)
-        trainer = teacher.head_trainer(settings.method, batch_of(others[:_EXAMPLES]), counts)
+        trainer = student.trainer(batch_of(others[:_EXAMPLES]), counts)
         _train(trainer, saved, state, others, held_out[:_CURVE_CONVERSATIONS], progress)
-        figures = measure_head(trainer, held_out, BATCH_TOKENS, progress)
-        before = measure_head(earlier, held_out, BATCH_TOKENS, progress) if earlier else None
+        finished = _finished(trainer, saved.path)
+        del trainer
+        # Measure what was written, because its weights have fewer bits than those in training.
+        published = student.published(finished)
+        assert published is not None
+        figures = measure_drafter(published, held_out, BATCH_TOKENS, progress)
+        before = measure_drafter(earlier, held_out, BATCH_TOKENS, progress) if earlier else None
     except CancelledError as error:
         raise CancelledError(
             "the training is not finished, but everything done so far is saved",
@@ -139,10 +147,13 @@ def train_head(
     plot = folder / "training.png"
     plotted = False
     if better:
-        _publish(trainer, folder, saved.path)
-        plotted = plot_training(state.curve, f"{settings.method} head for {target.name}", plot)
+        for file in sorted(finished.iterdir()):
+            file.replace(folder / file.name)
+        plotted = plot_training(state.curve, f"{student.title} for {target.name}", plot)
     tokens = sum(len(each.tokens) for each in conversations)
     shutil.rmtree(saved.path)
+    if not any(folder.iterdir()):
+        folder.rmdir()
     return TrainingResult(
         folder, better, figures, before, state.curve, len(conversations), tokens, plot if plotted else None
     )
@@ -171,14 +182,14 @@ def _write_conversations(
 
 
 def _train(
-    trainer: HeadTrainer,
+    trainer: DrafterTrainer,
     saved: TrainingFolder,
     state: TrainingProgress,
     conversations: Sequence[Conversation],
     held_out: Sequence[Conversation],
     progress: Progress,
 ) -> None:
-    """Run the remaining training steps, evaluating the head and saving its state at regular intervals."""
+    """Run the remaining training steps, evaluating the drafter and saving its state at regular intervals."""
     steps = training_steps(conversations)
     every = max(1, len(steps) // _CURVE_POINTS)
     if state.steps:
@@ -193,7 +204,7 @@ def _train(
             state.steps += 1
             state.trained_tokens += sum(len(each.tokens) for each in batch)
             if state.steps % every == 0:
-                figures = measure_head(trainer, held_out, BATCH_TOKENS, lambda _text, _fraction: True)
+                figures = measure_drafter(trainer, held_out, BATCH_TOKENS, lambda _text, _fraction: True)
                 state.add_point(figures.tokens_per_pass)
                 saved.save(state, trainer)
     except CancelledError:
@@ -201,10 +212,10 @@ def _train(
         raise
 
 
-def _publish(trainer: HeadTrainer, folder: Path, work: Path) -> None:
-    """Write the head to `work`, then move each file to `folder`, so that no file there is ever incomplete."""
-    finished = work / "head"
-    finished.mkdir(exist_ok=True)
+def _finished(trainer: DrafterTrainer, work: Path) -> Path:
+    """Write the drafter to a folder in `work`, so that no file in the user's folder is ever incomplete."""
+    finished = work / "finished"
+    shutil.rmtree(finished, ignore_errors=True)
+    finished.mkdir()
     trainer.publish(finished)
-    for file in sorted(finished.iterdir()):
-        file.replace(folder / file.name)
+    return finished

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from edgespec.backends.head_training import HeadTrainer
+from edgespec.backends.drafter_training import DrafterTrainer
 from edgespec.errors import ModelFileError, OptionError
 from edgespec.files import replace_when_written
 
@@ -20,16 +20,20 @@ class TrainingSettings:
     """The settings of a training. An interrupted training can only be continued with the same settings.
 
     Attributes:
-        method: Kind of head, such as `eagle3`.
+        method: Kind of drafter, such as `eagle3` or `draft`.
         target: Hash of the target's files.
         tokens: Number of tokens in the conversations to train with.
         prompts: Hash of the user's prompts. Empty if the target writes all questions itself.
+        draft: Hash of the files of the draft model to train. Empty for heads.
+        lora: Whether low-rank changes of the draft model are trained.
     """
 
     method: str
     target: str
     tokens: int
     prompts: str
+    draft: str = ""
+    lora: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +96,7 @@ class TrainingFolder:
         if not file.exists():
             # The folder is deleted after training, so it must not contain unrelated files.
             if any(path.iterdir()):
-                raise OptionError(
-                    f"{path} contains other files", "choose another folder for the head with --to"
-                )
+                raise OptionError(f"{path} contains other files", "choose another folder with --to")
             _write_json(file, asdict(settings))
             return
         found = _read_json(file)
@@ -102,7 +104,9 @@ class TrainingFolder:
             "target": "model",
             "tokens": "--tokens",
             "prompts": "set of prompts",
-            "method": "kind of head",
+            "method": "kind of drafter",
+            "draft": "draft model",
+            "lora": "--lora",
         }
         other = [names[key] for key, value in asdict(settings).items() if found.get(key) != value]
         if other:
@@ -120,7 +124,7 @@ class TrainingFolder:
         return sorted(self.path.glob("conversations-*.npz"))
 
     def state_file(self, steps: int) -> Path:
-        """Return the path of the head's state after `steps` steps, whether or not the file exists."""
+        """Return the path of the drafter's state after `steps` steps, whether or not the file exists."""
         return self.path / f"state-{steps:08d}.safetensors"
 
     def progress(self) -> TrainingProgress:
@@ -139,8 +143,8 @@ class TrainingFolder:
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise _damaged(file) from error
 
-    def save(self, progress: TrainingProgress, trainer: HeadTrainer) -> None:
-        """Save progress and the head's state. If interrupted, the previously saved state stays valid."""
+    def save(self, progress: TrainingProgress, trainer: DrafterTrainer) -> None:
+        """Save progress and the drafter's state. If interrupted, the previously saved state stays valid."""
         current = self.state_file(progress.steps)
         trainer.save_state(current)
         _write_json(self.path / "progress.json", asdict(progress))

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgespec.backends.base import Progress
-from edgespec.backends.head_training import Teacher
+from edgespec.backends.drafter_training import Student, Teacher
+from edgespec.errors import CancelledError
 from edgespec.train.conversations import Conversation, batch_of, token_counts
-from edgespec.train.state import TrainingSettings
 from edgespec.train.steps import PASSES
 from edgespec.train.writing import BATCH_CONVERSATIONS
 
@@ -19,21 +19,27 @@ __all__ = ["estimate_seconds"]
 # Maximum number of tokens to write per conversation. Enough to estimate a real batch's time per token within
 # a factor of two.
 _TRIAL_TOKENS = 24
+# Number of conversations in each trial step. Larger steps need less time per token and are closer to real
+# ones. But no step can be interrupted, so a slow machine runs only the first.
+_TRIAL_CONVERSATIONS = (1, 8, BATCH_CONVERSATIONS)
+_LONG_STEP_SECONDS = 1.0
 
 
 def estimate_seconds(
     teacher: Teacher,
-    settings: TrainingSettings,
+    student: Student,
+    wanted_tokens: int,
     question_start: Sequence[int],
     written_tokens: int,
     trained_tokens: int,
     progress: Progress,
 ) -> float:
-    """Return the estimated remaining time in seconds, measured by writing a few tokens and training one step.
+    """Return the estimated remaining time in seconds, measured by writing a little text and training on it.
 
     Args:
         teacher: The target.
-        settings: Settings of the training.
+        student: What is trained.
+        wanted_tokens: Number of tokens in the conversations to train with.
         question_start: The prompt after which the target writes a question.
         written_tokens: Number of tokens in the conversations already written.
         trained_tokens: Number of tokens already trained on, including repetitions.
@@ -49,13 +55,20 @@ def estimate_seconds(
     trial = [
         Conversation(np.array([*question_start, *text], np.int32), len(question_start), "") for text in texts
     ]
-    batch = batch_of(trial)
-    trainer = teacher.head_trainer(settings.method, batch, token_counts(trial, teacher.vocabulary.size))
-    began = time.perf_counter()
-    # Time a step near the end of training, when the head predicts the most tokens ahead, which takes longest.
-    # The average step takes about 80 % of that time.
-    trainer.step(batch, 0.999)
-    train_seconds = 0.8 * (time.perf_counter() - began) / batch.tokens.size
-    left_to_write = max(0, settings.tokens - written_tokens)
-    left_to_train = max(0, settings.tokens * PASSES - trained_tokens)
+    counts = token_counts(trial, teacher.vocabulary.size)
+    trainer = student.trainer(batch_of(trial[:1]), counts)
+    for conversations in _TRIAL_CONVERSATIONS:
+        if not progress("estimating the time", 1.0):
+            raise CancelledError("the estimate was cancelled")
+        batch = batch_of(trial[:conversations])
+        began = time.perf_counter()
+        # Time a step near the end of training, when a head predicts the most tokens ahead, which takes
+        # longest. The average step takes about 80 % of that time.
+        trainer.step(batch, 0.999)
+        step_seconds = time.perf_counter() - began
+        if step_seconds > _LONG_STEP_SECONDS:
+            break
+    train_seconds = 0.8 * step_seconds / batch.tokens.size
+    left_to_write = max(0, wanted_tokens - written_tokens)
+    left_to_train = max(0, wanted_tokens * PASSES - trained_tokens)
     return left_to_write * write_seconds + left_to_train * train_seconds

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgespec.backends.base import Progress
-from edgespec.backends.head_training import Teacher
+from edgespec.backends.drafter_training import Teacher
 from edgespec.chat.message import Message
 from edgespec.chat.prompt import PromptBuilder
 from edgespec.chat.template import ChatTemplate
@@ -23,7 +23,7 @@ _MAX_QUESTION_TOKENS, _MAX_REPLY_TOKENS = 200, 160
 # Longer prompts are skipped, because they slow training down without adding reply tokens.
 _MAX_PROMPT_TOKENS = 800
 # Questions are always sampled. Two thirds of the replies are greedy and one third is sampled, so that the
-# head sees both kinds of text.
+# drafter sees both kinds of text.
 _QUESTION_TEMPERATURE = 1.0
 _REPLY_TEMPERATURES = (0.0, 0.0, 0.8)
 # Placeholder for the user's message, chosen so that no chat template contains it.

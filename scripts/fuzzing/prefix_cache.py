@@ -19,6 +19,8 @@ from scripts.fuzzing.worker import Files
 
 _IDENTITY = "0123456789abcdef" * 4
 _QUOTA_BYTES = 1 << 20
+# States of two heads.
+_HEADS = {"a head": bytes(range(100)), "another head": b""}
 
 
 @cache
@@ -28,7 +30,7 @@ def _segments() -> dict[str, bytes]:
     with TemporaryDirectory() as name:
         disk = PrefixCacheDisk(_IDENTITY, _QUOTA_BYTES, Path(name))
         for start, end in ((0, 30), (30, 50)):
-            snapshot = Snapshot(end, bytes(range(200)), start)
+            snapshot = Snapshot(end, bytes(range(200)), start, _HEADS)
             disk.write(
                 name_of(tokens[:end], start), tokens_digest(tokens[:start]), tokens[start:end], snapshot, 1.0
             )
@@ -61,6 +63,7 @@ def run(folder: Path) -> None:
         if snapshot is not None:
             assert f"{segment.name}.kept" in whole, "a damaged segment was used"
             assert bytes(snapshot.data) == bytes(range(200)), "a damaged segment was used"
+            assert snapshot.heads == _HEADS, "a damaged segment was used"
     tokens = np.arange(100, 110, dtype=np.int32)
     small = PrefixCacheDisk(_IDENTITY, 2000, folder)
     small.write(name_of(tokens, 0), "", tokens, Snapshot(10, bytes(300), 0), 1.0)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
@@ -12,17 +15,29 @@ from numpy.typing import NDArray
 from edgespec.backends.base import LanguageModel
 from edgespec.backends.optional_features import HeadModel
 from edgespec.drafters.head_cache import HeadCache
+from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
+from edgespec.errors import CancelledError
+from edgespec.memory.context_resize import ResizableContext
+from edgespec.memory.pressure import MemoryPressure
+from edgespec.memory.target_cache import TargetCache
+from tests.memory.prefix_cache.helpers import keeper
 
 Round: TypeAlias = tuple[str, int, bool]
 # What happens to the target, a number that says how much of it, and whether the head drafts before.
 ROUNDS = st.tuples(
-    st.sampled_from(["say", "say", "say", "cut", "resize", "read"]), st.integers(0, 40), st.booleans()
+    st.sampled_from(
+        ["say", "say", "say", "cut", "resize", "read", "leave", "come back", "cancel", "restart"]
+    ),
+    st.integers(0, 40),
+    st.booleans(),
 )
 # Tokens of the tiny models that are not control tokens begin here.
 _FIRST_TOKEN = 3
 # Tokens of a draft after the first.
 _DRAFT = (60, 70, 80, 90)
+# A text that is as long as this is not continued, because the context could end.
+_LONG_TEXT = 200
 
 
 def first_logits(head: HeadModel, cache: HeadCache, tokens: list[int], depth: int = 1) -> NDArray[np.float64]:
@@ -47,6 +62,128 @@ def first_logits(head: HeadModel, cache: HeadCache, tokens: list[int], depth: in
     return np.concatenate(rows)
 
 
+class _History:
+    """A target with a head and a prefix cache on disk, and the text in the target's cache.
+
+    Attributes:
+        tokens: The text, whose last token is not in the cache.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], LanguageModel],
+        head_of: Callable[[LanguageModel], HeadModel],
+        folder: Path,
+        seed: int,
+    ) -> None:
+        self._load, self._head_of, self._folder = load, head_of, folder
+        self._random = np.random.default_rng(seed)
+        self._left: list[list[int]] = []
+        self._start()
+        self._vocab = self.target.facts.vocab_size
+        self.tokens = self._some(12)
+        self._prepare(self.tokens)
+
+    def _start(self) -> None:
+        self.target = self._load()
+        self.head = self._head_of(self.target)
+        self.cache = HeadCache(self.head)
+        self._prefixes = keeper(self.target, self._folder, heads=[self.cache])
+        context = ResizableContext(self.target)
+        self._target_cache = TargetCache(
+            self.target, self._prefixes, context, MemoryPressure(context, self._prefixes.store), [self.cache]
+        )
+
+    def close(self) -> None:
+        self.head.close()
+        self.target.close()
+
+    def _some(self, count: int) -> list[int]:
+        return [int(token) for token in self._random.integers(_FIRST_TOKEN, self._vocab, count)]
+
+    def _prepare(self, tokens: list[int]) -> None:
+        self._target_cache.sync_length()
+        self._target_cache.prepare(tokens, 16, Stats(), None)
+        self.tokens = tokens
+        self.cache.begin(tokens)
+
+    def read(self, number: int) -> None:
+        """Append many tokens, which the head has not seen, to the text."""
+        more = self._some(number)
+        self.target.prefill(self.tokens[self.target.length :] + more[:-1] if more else [])
+        self.tokens += more
+
+    def say(self, number: int) -> None:
+        # llama.cpp can undo eight tokens of some recurrent targets. If more are rejected, they replay the
+        # accepted ones.
+        draft = self._some(10)
+        first = 4 if number % 2 else 0
+        if first:
+            self.target.verify(TokenTree.chain(self.tokens[-1], draft[: first - 1]))
+        self.target.verify(TokenTree.chain(self.tokens[-1], draft), first)
+        kept = number % 11
+        self.target.commit(tuple(range(1, kept + 1)))
+        self.tokens += [*draft[:kept], *self._some(1)]
+
+    def cut(self, number: int) -> None:
+        self._prepare([*self.tokens[: 2 + number % (self.target.length - 2)], *self._some(1)])
+
+    def resize(self, number: int) -> None:
+        if self.target.length < 256:
+            self.target.resize(256 + 256 * (number % 2))
+
+    def leave(self, number: int) -> None:
+        """Continue with another text, which begins in the same way."""
+        self._left.append(list(self.tokens))
+        self._prepare([*self.tokens[:number], *self._some(90)])
+
+    def come_back(self, number: int) -> None:
+        """Continue an earlier text, or another one after a part of it."""
+        text = self._left[number % len(self._left)]
+        self._left.append(list(self.tokens))
+        kept = len(text) if number % 2 else 2 + (len(text) - 2) * number // 41
+        self._prepare([*text[:kept], *self._some(1 + number % 3)])
+
+    def cancel(self, number: int) -> None:
+        """Cancel the head's and the target's next computations, and repeat them."""
+        for model in (self.head, self.target):
+            model.interrupt(True)
+        with suppress(CancelledError):
+            first_logits(self.head, self.cache, self.tokens)
+        with suppress(CancelledError):
+            self._prepare([*self.tokens, *self._some(number)])
+        for model in (self.head, self.target):
+            model.interrupt(False)
+        self._prepare(list(self.tokens))
+
+    def restart(self) -> None:
+        """Load everything again, as in a later process, which finds the text on disk."""
+        self._target_cache.save()
+        self._prefixes.store.write()
+        self.close()
+        self._start()
+        self._prepare(list(self.tokens))
+
+    def run(self, what: str, number: int) -> None:
+        match what:
+            case "read" if len(self.tokens) < _LONG_TEXT:
+                self.read(number)
+            case "say" if len(self.tokens) < _LONG_TEXT:
+                self.say(number)
+            case "cut" if self.target.length > 4:
+                self.cut(number)
+            case "resize":
+                self.resize(number)
+            case "leave":
+                self.leave(number)
+            case "come back" if self._left:
+                self.come_back(number)
+            case "cancel":
+                self.cancel(number)
+            case "restart":
+                self.restart()
+
+
 def check_history(
     load: Callable[[], LanguageModel],
     head_of: Callable[[LanguageModel], HeadModel],
@@ -55,51 +192,21 @@ def check_history(
     depth: int = 1,
 ) -> None:
     """After these rounds, a head drafts like one that is given all tokens at once."""
-    random = np.random.default_rng(seed)
-    target = load()
-    vocab = target.facts.vocab_size
-
-    def some(count: int) -> list[int]:
-        return [int(token) for token in random.integers(_FIRST_TOKEN, vocab, count)]
-
-    tokens = some(12)
-    head = head_of(target)
-    cache = HeadCache(head)
-    target.prefill(tokens[:-1])
-    cache.begin(tokens)
-    for what, number, drafts in rounds:
-        if drafts:
-            first_logits(head, cache, tokens, depth)
-        if what == "read":
-            more = some(number)
-            target.prefill(tokens[target.length :] + more[:-1] if more else [])
-            tokens += more
-        elif what == "say":
-            # llama.cpp can undo eight tokens of some recurrent targets. If more are rejected, they replay the
-            # accepted ones.
-            draft = some(10)
-            first = 4 if number % 2 else 0
-            if first:
-                target.verify(TokenTree.chain(tokens[-1], draft[: first - 1]))
-            target.verify(TokenTree.chain(tokens[-1], draft), first)
-            kept = number % 11
-            target.commit(tuple(range(1, kept + 1)))
-            tokens += [*draft[:kept], *some(1)]
-        elif what == "cut" and target.length > 4:
-            target.truncate(2 + number % (target.length - 2))
-            tokens = [*tokens[: target.length], *some(1)]
-            if not target.length:  # A recurrent target may have no earlier state.
-                tokens += some(2)
-                target.prefill(tokens[:-1])
-        elif what == "resize" and target.length < 256:
-            target.resize(256 + 256 * (number % 2))
-    drafted = first_logits(head, cache, tokens, depth)
+    with tempfile.TemporaryDirectory() as folder:
+        history = _History(load, head_of, Path(folder), seed)
+        for what, number, drafts in rounds:
+            if drafts:
+                first_logits(history.head, history.cache, history.tokens, depth)
+            history.run(what, number)
+        tokens = history.tokens
+        drafted = first_logits(history.head, history.cache, tokens, depth)
+        history.close()
     fresh_target = load()
     fresh = head_of(fresh_target)
     fresh_target.prefill(tokens[:-1])
     expected = first_logits(fresh, HeadCache(fresh), tokens, depth)
-    for each in (head, fresh, target, fresh_target):
-        each.close()
+    fresh.close()
+    fresh_target.close()
     known = np.isfinite(expected)
     assert (known == np.isfinite(drafted)).all()
     assert np.abs(drafted[known] - expected[known]).max() < 5e-3

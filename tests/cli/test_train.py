@@ -51,8 +51,8 @@ def test_an_interrupt_and_its_continuation(
     folder = tmp_path / "head"
     process = start(*arguments, "--to", str(folder), code=SLOW_STEPS)
     assert process.stderr is not None
-    # The first step is the trial from which the time is estimated.
-    for _ in range(4):
+    # The time is estimated from the first three steps.
+    for _ in range(6):
         while (line := process.stderr.readline()) != b"step\n":
             assert line
     process.send_signal(signal.SIGINT)
@@ -80,6 +80,34 @@ def test_medusa_heads_are_trained_and_used(
     shown = run("generate", "--target", str(model), "--head", str(folder), "list files", "--max-tokens", "12")
     plain = run("generate", "--target", str(model), "list files", "--max-tokens", "12", "--method", "none")
     assert shown.stdout == plain.stdout
+
+
+def test_a_draft_model_is_trained_and_used(
+    run: Run, arguments: list[str], model: Path, tmp_path: Path
+) -> None:
+    # With another last layer, so that there is something to learn.
+    draft = write_checkpoint(tmp_path / "draft", "llama", config={"num_hidden_layers": 5})
+    folder = tmp_path / "new"
+    options = ("--draft", str(draft), "--to", str(folder))
+    facts = json_of(run("train", "draft", *arguments[2:], *options, "--json"))
+    assert (facts["kind"], facts["earlier"] is None) == ("draft", False)
+    assert facts["kept"] == (facts["tokens_per_pass"] > facts["earlier"]["tokens_per_pass"])
+    assert folder.exists() == facts["kept"]
+    asked = ("generate", "--target", str(model), "list files", "--max-tokens", "12")
+    shown = run(*asked, "--draft", str(folder if facts["kept"] else draft), "--method", "model")
+    assert shown.stdout == run(*asked, "--method", "none").stdout
+
+
+def test_a_draft_model_must_be_trainable(run: Run, model: Path, tmp_path: Path) -> None:
+    train = ("train", "draft", str(model), "--to", str(tmp_path / "new"))
+    assert "there is no draft model to train for" in one_line_error(run(*train), 2)
+    gguf = write_llama(tmp_path / "model.gguf")
+    error = one_line_error(run(*train, "--draft", str(gguf)), 2)
+    assert "is a GGUF model, but only MLX and Hugging Face models can be trained" in error
+    error = one_line_error(run(*train, "--draft", "demo-mlx-draft"), 2)
+    assert "demo-mlx-draft cannot be trained for" in error
+    assert "their vocabularies differ" in error
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_gguf_model_needs_its_other_form(run: Run, tmp_path: Path) -> None:

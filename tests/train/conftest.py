@@ -16,7 +16,7 @@ from edgespec.train import (
     TrainingSettings,
     TrainingTarget,
     load_target,
-    train_head,
+    train_drafter,
 )
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 
@@ -66,7 +66,10 @@ def train(target: TrainingTarget) -> Iterator[Train]:
         folder: Path, progress: Any = None, tokens: int = 500, method: str = "eagle3"
     ) -> TrainingResult:
         settings = TrainingSettings(method, target.identity, tokens, "test")
-        return train_head(target, settings, PROMPTS, folder, progress or Stops(), lambda _seconds: None)
+        student = target.teacher.head(method)
+        return train_drafter(
+            target, student, settings, PROMPTS, folder, progress or Stops(), lambda _seconds: None
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("edgespec.train.writing._MAX_REPLY_TOKENS", 40)

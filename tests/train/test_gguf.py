@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from edgespec.backends.base import Head, LoadOptions
+from edgespec.backends.drafter_training import TrainingBatch
 from edgespec.backends.head_files import head_at
-from edgespec.backends.head_training import TrainingBatch
 from edgespec.backends.llamacpp import load
 from edgespec.backends.llamacpp.eagle import EagleHead
 from edgespec.backends.mlx.head_trainer import MlxHeadTrainer
@@ -35,7 +35,7 @@ def test_a_converted_head_guesses_the_same_tokens(tmp_path: Path) -> None:
     replied = np.zeros((1, len(tokens)), np.bool_)
     replied[0, 2:] = True
     batch = TrainingBatch(np.array([tokens], np.int32), replied)
-    trainer = teacher.head_trainer("eagle3", batch, np.ones(teacher.vocabulary.size, np.int64))
+    trainer = teacher.head("eagle3").trainer(batch, np.ones(teacher.vocabulary.size, np.int64))
     assert isinstance(trainer, MlxHeadTrainer)
     for _ in range(3):
         trainer.step(batch, 0.1)
@@ -69,7 +69,7 @@ def test_heads_without_a_cache_are_used_unchanged(tmp_path: Path, method: str, s
     teacher = load_teacher(str(models_folder() / "demo-mlx"), "demo-mlx")
     tokens = teacher.vocabulary.tokenize(TEXT, special=True, start=True)
     batch = TrainingBatch(np.array([tokens], np.int32), np.ones((1, len(tokens)), np.bool_))
-    trainer = teacher.head_trainer(method, batch, np.ones(teacher.vocabulary.size, np.int64))
+    trainer = teacher.head(method).trainer(batch, np.ones(teacher.vocabulary.size, np.int64))
     assert isinstance(trainer, MlxHeadTrainer)
     for _ in range(steps):
         trainer.step(batch, 0.1)

@@ -45,7 +45,7 @@ def test_an_interrupted_training_of_other_heads_gives_the_same_heads(
     whole = train(tmp_path / "whole", method=method)
     with pytest.raises(CancelledError):
         train(tmp_path / "parts", Stops(3), method=method)
-    with pytest.raises(OptionError, match="a different kind of head"):
+    with pytest.raises(OptionError, match="a different kind of drafter"):
         train(tmp_path / "parts")
     result = train(tmp_path / "parts", method=method)
     expected, found = (
@@ -76,8 +76,7 @@ def test_a_head_is_only_replaced_by_a_better_one(
     assert not again.kept
     assert again.plot is None
     assert again.earlier is not None
-    # The published weights have 16 bits, so that single guesses can differ.
-    assert again.earlier.tokens_per_pass == pytest.approx(again.figures.tokens_per_pass, abs=0.05)
+    assert again.earlier == again.figures
     assert file_state(tmp_path / "head" / "model.safetensors") == before
 
 
@@ -154,7 +153,7 @@ def test_another_head_is_not_overwritten(
     shutil.copytree(finished.folder, tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | changes))
-    with pytest.raises(ModelFileError, match="contains no EAGLE-3 head for tiny that could be compared"):
+    with pytest.raises(ModelFileError, match="contains no EAGLE-3 head for tiny that can be evaluated"):
         train(tmp_path)
     assert (tmp_path / "model.safetensors").exists()
 

@@ -105,11 +105,11 @@ class DFlashHead(CachedHead):
 
     @property
     def first_position(self) -> int:
-        return self._log.start
+        return self.log.start
 
     @property
     def last_position(self) -> int:
-        return self._log.end
+        return self.log.end
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
         self._check()
@@ -118,7 +118,7 @@ class DFlashHead(CachedHead):
         for batch in in_batches(tokens, self._options.batch_tokens, progress):
             start = self.length
             try:
-                self._context.add_states(self._log.rows(start, start + len(batch)), start)
+                self._context.add_states(self.log.rows(start, start + len(batch)), start)
             except (BackendError, ContextFullError, CancelledError):
                 self._cells.truncate(start)
                 raise
@@ -145,10 +145,10 @@ class DFlashHead(CachedHead):
     def _run_block(self, tree: TokenTree) -> None:
         """Add the known hidden states of the tree's first nodes to the cache, and run a block after them."""
         self._end_round()
-        known = self._known_nodes = min(max(self._log.end - self.length, 0), tree.width - 1)
+        known = self._known_nodes = min(max(self.log.end - self.length, 0), tree.width - 1)
         begin = self.length + known
         if known:
-            self._context.add_states(self._log.rows(self.length, begin), self.length)
+            self._context.add_states(self.log.rows(self.length, begin), self.length)
         count = min(self._shape.tokens, self._context.tokens - begin)
         block = [tree.tokens[known], *[self._shape.mask_token] * (count - 1)]
         self._rows = self._context.run_block(block, begin)[self._shape.first_row :]

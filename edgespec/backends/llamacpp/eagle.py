@@ -120,7 +120,7 @@ class EagleHead(PairHead):
         super().__init__(target, weights, path, options, name, context, log, max_plan)
 
     def _target_states(self, start: int, count: int) -> NDArray[np.float32]:
-        return self._encoder.encode(self._log.rows(start - 1, start - 1 + count), start)
+        return self._encoder.encode(self.log.rows(start - 1, start - 1 + count), start)
 
     def _free_weights(self) -> None:
         library().llama_model_free(self._weights)

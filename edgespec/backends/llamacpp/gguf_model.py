@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import struct
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,6 +24,7 @@ from edgespec.backends.base import (
 )
 from edgespec.backends.base_model import BaseModel, in_batches
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
+from edgespec.backends.llamacpp.exported_parts import first_part, sized_parts, split_parts
 from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.lowbit import load_low_bit_view
 from edgespec.backends.llamacpp.merged_kv import merge_kv
@@ -38,8 +38,6 @@ from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError
 
 __all__ = ["GgufModel"]
-
-_SIZE = struct.Struct("<Q")
 
 
 class GgufModel(BaseModel):
@@ -99,7 +97,10 @@ class GgufModel(BaseModel):
             try:
                 self._append(batch)
             except (BackendError, ContextFullError, CancelledError):
-                self._cut(self.length)
+                # Keep the logs of hidden states. After a rollback, a recurrent model runs tokens again whose
+                # hidden states are already known.
+                for cells in self._all_cells:
+                    cells.truncate(self.length)
                 raise
             self.cells.length += len(batch)
 
@@ -166,11 +167,11 @@ class GgufModel(BaseModel):
         self._end_round()
         start, end = self._span(start, end)
         *lower, last = (self._exported(context, start, end) for context in self._contexts)
-        return Snapshot(end, b"".join([*_sized(lower), last]), start)
+        return Snapshot(end, b"".join([*sized_parts(lower), last]), start)
 
     def _exported(self, context: LlamaContext, start: int, end: int) -> bytes:
         parts = [context.export_sequence()] if self._recurrent else context.export_cells(0, start, end)
-        return b"".join(_sized(parts))
+        return b"".join(sized_parts(parts))
 
     def restore(self, snapshot: Snapshot) -> None:
         self._check(0)
@@ -180,7 +181,7 @@ class GgufModel(BaseModel):
         start, length, data = snapshot.start, snapshot.length, memoryview(snapshot.data)
         fits = self.length == start <= length <= self._context.tokens
         for context in self._contexts:
-            own, data = (data, data[:0]) if context is self._context else _first_part(data)
+            own, data = (data, data[:0]) if context is self._context else first_part(data)
             fits = fits and self._imported(context, own, start, length)
         if not fits:
             self._cut(min(start, self.length))
@@ -193,10 +194,7 @@ class GgufModel(BaseModel):
 
     def _imported(self, context: LlamaContext, data: memoryview, start: int, length: int) -> bool:
         """Append exported KV cells to a context, and return whether they are compatible with it."""
-        parts = []
-        while data:
-            part, data = _first_part(data)
-            parts.append(part)
+        parts = split_parts(data)
         if self._recurrent:
             return len(parts) == 1 and context.import_sequence(parts[0])
         return context.import_cells(parts, start, length)
@@ -279,13 +277,3 @@ class GgufModel(BaseModel):
             library().llama_model_free(weights)
         self._vocabulary.close(partial(library().llama_model_free, first))
         gc.collect()
-
-
-def _sized(parts: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
-    """Return the parts of a snapshot, each preceded by its size in bytes."""
-    return [piece for part in parts for piece in (_SIZE.pack(len(part)), part)]
-
-
-def _first_part(data: memoryview) -> tuple[memoryview, memoryview]:
-    end = _SIZE.size + int.from_bytes(data[: _SIZE.size], "little")
-    return data[_SIZE.size : end], data[end:]

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import Capabilities, LoadOptions, Progress
+from edgespec.backends.base import Capabilities, LoadOptions, Progress, Snapshot
 from edgespec.backends.base_model import in_batches
 from edgespec.backends.hidden_state_log import HiddenStateLog
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
+from edgespec.backends.llamacpp.exported_parts import sized_parts, split_parts
 from edgespec.backends.llamacpp.head_context import HeadContext
 from edgespec.backends.llamacpp.head_loading import BATCH_TOKENS
 from edgespec.backends.llamacpp.kv_cells import KvCells
@@ -68,7 +69,7 @@ class CachedHead(SelfDraftView["LlamaCppModel"]):
         capabilities: Capabilities,
     ) -> None:
         super().__init__(target)
-        self._options, self._context, self._log = options, context, log
+        self._options, self._context, self.log = options, context, log
         self.vocabulary = target.vocabulary
         self._cells = KvCells(context, options.max_branches)
         facts = describe(
@@ -106,6 +107,27 @@ class CachedHead(SelfDraftView["LlamaCppModel"]):
         self._cells.length = min(length, self.length)
         self._end_round()
 
+    def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
+        """Copy the KV cells at positions [start, end). If the first ones do not exist, start after them."""
+        self._check()
+        self._end_round()
+        end = self.length if end is None else min(end, self.length)
+        first = self._context.first_position
+        start = end if first is None else min(max(start, first), end)
+        return Snapshot(end, b"".join(sized_parts(self._context.export_cells(0, start, end))), start)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        self._check()
+        self._end_round()
+        start, end = snapshot.start, snapshot.length
+        fits = self.length == start <= end <= self._context.tokens
+        if not (fits and self._context.import_cells(split_parts(memoryview(snapshot.data)), start, end)):
+            self.start_at(0)
+            raise BackendError(
+                f"the saved KV cache does not fit {self.facts.name}", "process the prompt again"
+            )
+        self._cells.length = end
+
     def _end_round(self) -> None:
         """Discard the current draft: remove all KV cells after the committed tokens."""
         self._cells.truncate(self.length)
@@ -141,7 +163,7 @@ class CachedHead(SelfDraftView["LlamaCppModel"]):
         if self._closed:
             return
         self._closed = True
-        self._target.stop_logging(self._log)
+        self._target.stop_logging(self.log)
         self._context.close()
         self._free_weights()
 
@@ -187,12 +209,12 @@ class PairHead(CachedHead):
     @property
     def first_position(self) -> int:
         """The first position whose preceding hidden state is in the log."""
-        return self._log.start + 1
+        return self.log.start + 1
 
     @property
     def last_position(self) -> int:
         """The last position whose preceding hidden state is in the log."""
-        return self._log.end
+        return self.log.end
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
         self._check()
@@ -248,7 +270,7 @@ class PairHead(CachedHead):
         if first == 0:
             # Always count the root as known, so that a warm-up pass works before the target has run any
             # tokens.
-            last = max(self._log.end, positions[0])
+            last = max(self.log.end, positions[0])
             known = self._known_nodes = sum(position <= last for position in positions)
         own = [self._own_states[tree.parents[first + node]] for node in range(known, len(positions))]
         return np.array([*(self._target_states(positions[0], known) if known else ()), *own])

@@ -90,6 +90,12 @@ class KvSequences:
             self.drop(sequence, 0)
 
     @property
+    def first_position(self) -> int | None:
+        """The lowest position in sequence 0, or None if it is empty."""
+        position = int(self._lib.llama_memory_seq_pos_min(self._memory, 0))
+        return None if position < 0 else position
+
+    @property
     def can_shift(self) -> bool:
         """Whether llama.cpp can move cached keys to other positions."""
         return bool(self._lib.llama_memory_can_shift(self._memory))

@@ -62,7 +62,7 @@ class MtpHead(PairHead):
             self.facts = replace(self.facts, weight_bytes=layers.weight_bytes)
 
     def _target_states(self, start: int, count: int) -> NDArray[np.float32]:
-        return self._log.rows(start - 1, start - 1 + count)
+        return self.log.rows(start - 1, start - 1 + count)
 
     def _free_weights(self) -> None:
         if self._own_weights is not None:

@@ -1,18 +1,20 @@
-"""Serialise a model's caches for snapshots, as a line of JSON followed by the array data."""
+"""Serialise the caches of models and heads for snapshots, as a line of JSON followed by the array data."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from edgespec.backends.base import Snapshot
+from edgespec.backends.mlx.attention_cache import AttentionCache
 from edgespec.backends.mlx.layer_caches import LayerCaches
 from edgespec.errors import BackendError
 
-__all__ = ["deserialize_caches", "serialize_caches"]
+__all__ = ["deserialize_caches", "deserialize_head", "serialize_caches", "serialize_head"]
 
 # NumPy has no bfloat16, so bfloat16 arrays are stored as 16-bit integers with the same bits.
 _STORED_AS = {mx.bfloat16: mx.uint16}
@@ -36,20 +38,34 @@ def serialize_caches(caches: LayerCaches, start: int, end: int, fingerprint: str
             f"caches of type {caches.unsupported_kinds} cannot be saved", "process the prompt again"
         )
     blobs: list[bytes] = []
+    parts = _attention_parts(caches.attention, start, end, blobs)
+    parts += [
+        {"arrays": [_array_header(array, blobs) for array in cache.cache]} for cache in caches.recurrent
+    ]
+    return _encoded({"model": fingerprint, "start": start, "length": end, "parts": parts}, blobs)
 
-    def array_header(array: mx.array | None) -> dict[str, Any] | None:
-        if array is None:
-            return None
-        blobs.append(np.array(array.view(_STORED_AS.get(array.dtype, array.dtype))).tobytes())
-        return {"dtype": str(array.dtype), "shape": list(array.shape)}
 
+def _attention_parts(
+    caches: Sequence[AttentionCache], start: int, end: int, blobs: list[bytes]
+) -> list[dict[str, Any]]:
+    """Describe the rows from `start` to `end` of each cache, and append their data to `blobs`."""
     parts: list[dict[str, Any]] = []
-    for cache in caches.attention:
+    for cache in caches:
         numbers, arrays = cache.dump(start, end)
-        parts.append({"numbers": numbers, "arrays": [array_header(array) for array in arrays]})
-    parts += [{"arrays": [array_header(array) for array in cache.cache]} for cache in caches.recurrent]
-    header = json.dumps({"model": fingerprint, "start": start, "length": end, "parts": parts})
-    return b"\n".join([header.encode(), b"".join(blobs)])
+        parts.append({"numbers": numbers, "arrays": [_array_header(array, blobs) for array in arrays]})
+    return parts
+
+
+def _array_header(array: mx.array | None, blobs: list[bytes]) -> dict[str, Any] | None:
+    """Describe an array, and append its data to `blobs`."""
+    if array is None:
+        return None
+    blobs.append(np.array(array.view(_STORED_AS.get(array.dtype, array.dtype))).tobytes())
+    return {"dtype": str(array.dtype), "shape": list(array.shape)}
+
+
+def _encoded(header: dict[str, Any], blobs: Sequence[bytes]) -> bytes:
+    return b"\n".join([json.dumps(header).encode(), b"".join(blobs)])
 
 
 def deserialize_caches(
@@ -66,8 +82,7 @@ def deserialize_caches(
     """
     start = snapshot.start
     try:
-        line, _, rest = snapshot.data.partition(b"\n")
-        header = json.loads(line)
+        header, rest = _decoded(snapshot.data)
         if header["model"] != fingerprint:
             raise ValueError("the KV cache snapshot was saved by another model")
         if header["start"] != start or caches.length != start:
@@ -79,19 +94,7 @@ def deserialize_caches(
                 f"the KV cache snapshot has {header['length']} tokens, but the context is limited to"
                 f" {context_tokens}"
             )
-        offset = 0
-        for cache, part in zip([*caches.attention, *caches.recurrent], header["parts"], strict=True):
-            arrays = []
-            for array_header in part["arrays"]:
-                array, size = _read_array(array_header, rest, offset)
-                arrays.append(array)
-                offset += size
-            if "numbers" in part:
-                cache.load(part["numbers"], arrays, start)
-            else:
-                cache.cache = arrays
-        if offset != len(rest):
-            raise ValueError(f"the KV cache snapshot has {len(rest)} bytes of data instead of {offset}")
+        _load_parts([*caches.attention, *caches.recurrent], header["parts"], rest, start)
         mx.eval(*caches.arrays)
         caches.length = header["length"]
     except (ValueError, KeyError, TypeError, IndexError) as error:
@@ -99,6 +102,61 @@ def deserialize_caches(
         raise BackendError(
             f"the KV cache snapshot cannot be restored: {error}", "process the prompt again"
         ) from error
+
+
+def serialize_head(caches: Sequence[AttentionCache], origin: int, start: int, end: int) -> bytes:
+    """Serialise the rows of a head's caches from position `start` to `end` (exclusive).
+
+    Args:
+        caches: The caches. Their first row belongs to the position `origin`.
+        origin: Position at which the head began. Keys are rotated relative to it.
+        start: The first position.
+        end: The position after the last.
+    """
+    blobs: list[bytes] = []
+    parts = _attention_parts(caches, start - origin, end - origin, blobs)
+    return _encoded({"origin": origin, "parts": parts}, blobs)
+
+
+def deserialize_head(caches: Sequence[AttentionCache], origin: int, start: int, data: bytes) -> None:
+    """Append the rows in the result of `serialize_head` to caches that hold all positions before `start`.
+
+    Raises:
+        BackendError: The data are damaged, belong to another head, or to one that began at another position.
+            The contents of the caches are undefined then.
+    """
+    try:
+        header, rest = _decoded(data)
+        if header["origin"] != origin:
+            raise ValueError(f"the head began at position {header['origin']} instead of {origin}")
+        _load_parts(caches, header["parts"], rest, start - origin)
+        mx.eval(*(array for cache in caches for array in cache.state))
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise BackendError(
+            f"the saved state of the head cannot be restored: {error}", "process the prompt again"
+        ) from error
+
+
+def _decoded(data: bytes) -> tuple[dict[str, Any], bytes]:
+    line, _, rest = data.partition(b"\n")
+    return json.loads(line), rest
+
+
+def _load_parts(caches: Sequence[Any], parts: Sequence[dict[str, Any]], data: bytes, start: int) -> None:
+    """Append the described rows to attention caches, and replace the contents of recurrent ones."""
+    offset = 0
+    for cache, part in zip(caches, parts, strict=True):
+        arrays = []
+        for array_header in part["arrays"]:
+            array, size = _read_array(array_header, data, offset)
+            arrays.append(array)
+            offset += size
+        if "numbers" in part:
+            cache.load(part["numbers"], arrays, start)
+        else:
+            cache.cache = arrays
+    if offset != len(data):
+        raise ValueError(f"the KV cache snapshot has {len(data)} bytes of data instead of {offset}")
 
 
 def _read_array(header: dict[str, Any] | None, data: bytes, offset: int) -> tuple[mx.array | None, int]:

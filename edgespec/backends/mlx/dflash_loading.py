@@ -10,7 +10,8 @@ import mlx.core as mx
 from edgespec.backends.hidden_state_log import MAX_LOGGED_TOKENS
 from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
 from edgespec.backends.mlx.attention_cache import cache_rows
-from edgespec.backends.mlx.dflash import BATCH_TOKENS, DFlashHead
+from edgespec.backends.mlx.cached_head import BATCH_TOKENS
+from edgespec.backends.mlx.dflash import DFlashHead
 from edgespec.backends.mlx.dflash_network import DFlashNetwork
 from edgespec.backends.mlx.head_loading import (
     check_finite,
@@ -33,11 +34,11 @@ __all__ = ["estimate_dflash_head", "load_dflash_head"]
 
 
 def estimate_dflash_head(folder: Path, context_tokens: int) -> MemoryEstimate:
-    """Return the memory used by a head and by the hidden states that are kept for it.
+    """Estimate the memory for a head, including the log of hidden states that it reads.
 
     Raises:
         CapabilityError: The head is a GGUF file.
-        ModelFileError: The folder contains no such head, or one that is damaged.
+        ModelFileError: The folder contains no DFlash or DSpark head, or a damaged one.
     """
     files = read_dflash(checked_folder(folder))
     config, fused = files.config, files.tensors["fc.weight"].shape[1]
@@ -57,7 +58,7 @@ def estimate_dflash_head(folder: Path, context_tokens: int) -> MemoryEstimate:
 
 
 def load_dflash_head(target: MlxModel, net: Any, folder: Path) -> DFlashHead:
-    """Load a head for a target.
+    """Load a DFlash or DSpark head for a target.
 
     Args:
         target: The target.
@@ -66,7 +67,7 @@ def load_dflash_head(target: MlxModel, net: Any, folder: Path) -> DFlashHead:
 
     Raises:
         CapabilityError: The head was made for another target, or is a GGUF file.
-        ModelFileError: The folder contains no such head, or one that is damaged or not supported.
+        ModelFileError: The folder contains no DFlash or DSpark head, or the head is damaged or not supported.
         MemoryBudgetError: The head does not fit in memory.
     """
     files = read_dflash(checked_folder(folder))
@@ -75,7 +76,7 @@ def load_dflash_head(target: MlxModel, net: Any, folder: Path) -> DFlashHead:
     if not config.states or not all(0 <= state <= target.layer_count for state in config.states):
         raise CapabilityError(
             f"the head {folder} was made for another target: it reads the layers {list(config.states)}, but"
-            f" {target.facts.name} has {target.layer_count}",
+            f" {target.facts.name} has {target.layer_count} layers",
             "choose the head that was published for this target",
         )
     check_memory(target, name, sum(loaded_bytes(tensor) for tensor in files.tensors.values()))

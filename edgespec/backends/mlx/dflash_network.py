@@ -1,4 +1,4 @@
-"""The layers of a DFlash or DSpark head, which predict a block (arXiv 2602.06036 and 2607.05147)."""
+"""The network of a DFlash (arXiv 2602.06036) or DSpark head (2607.05147), which predicts a token block."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["DFlashNetwork"]
 
 
 class DFlashNetwork(Module):
-    """A head without weights. Its parameters have the names of `edgespec.heads.dflash_files`."""
+    """The network of a head. Its parameters have the names used by `edgespec.heads.dflash_files`."""
 
     def __init__(self, files: DFlashFiles) -> None:
         super().__init__()
@@ -36,13 +36,13 @@ class DFlashNetwork(Module):
             self.markov_head = _MarkovHead(config, files.draft_vocab_size)
 
     def add_states(self, states: mx.array, caches: Sequence[AttentionCache]) -> None:
-        """Append the keys and values of each layer for the target's hidden states [tokens, states * size]."""
+        """Compute keys and values from the target's hidden states [tokens, states * size], and cache them."""
         fused = self.hidden_norm(self.fc(states))[None]
         for layer, cache in zip(self.layers, caches, strict=True):
             layer.self_attn.add(fused, cache)
 
     def __call__(self, embeddings: mx.array, caches: Sequence[AttentionCache]) -> mx.array:
-        """Return the hidden states [tokens, size] that the LM head reads, for the tokens of a block."""
+        """Return the normalised hidden states [tokens, size] of a block, given its tokens' embeddings."""
         states = embeddings[None]
         for layer, cache in zip(self.layers, caches, strict=True):
             states = layer(states, cache)
@@ -50,7 +50,7 @@ class DFlashNetwork(Module):
 
 
 class _MarkovHead(Module):
-    """Adds logits that depend on the token before."""
+    """Computes logits that depend on the previous token, and are added to those of the block."""
 
     def __init__(self, config: DFlashConfig, draft_vocab_size: int) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class _MarkovHead(Module):
         self.markov_w2 = Linear(config.markov_rank, draft_vocab_size, bias=False)
 
     def __call__(self, tokens: mx.array) -> mx.array:
-        """Return logits [tokens, draft vocabulary] for the tokens before."""
+        """Return the logits [tokens, draft vocabulary] to add after each of `tokens`."""
         return self.markov_w2(self.markov_w1(tokens))
 
 
@@ -91,7 +91,7 @@ class _Attention(Module):
         )
 
     def add(self, states: mx.array, cache: AttentionCache) -> tuple[mx.array, mx.array]:
-        """Append keys and values, and return those of all tokens up to the last one."""
+        """Append the keys and values of hidden states to the cache, and return all keys and values in it."""
         keys = self.rope(self.k_norm(self._split(self.k_proj(states))), offset=cache.offset)
         keys, values = cache.update_and_fetch(keys, self._split(self.v_proj(states)))
         return keys, values
@@ -110,7 +110,7 @@ class _Attention(Module):
         return self.o_proj(attended.transpose(0, 2, 1, 3).reshape(1, count, -1))
 
     def _mask(self, before: int, count: int) -> mx.array | None:
-        """Return which of the keys each token of a block attends to, or None for all of them."""
+        """Return the attention mask of a block, bool [tokens, keys], or None if tokens attend to all keys."""
         queries, keys = mx.arange(before, before + count)[:, None], mx.arange(before + count)[None]
         seen = []
         if self._config.is_causal:

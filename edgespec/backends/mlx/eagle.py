@@ -10,62 +10,59 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import Capabilities, ModelFacts, Progress
-from edgespec.backends.base_model import in_batches
+from edgespec.backends.base import Capabilities, ModelFacts
 from edgespec.backends.hidden_state_log import HiddenStateLog
-from edgespec.backends.memory_check import check_tokens_fit
 from edgespec.backends.mlx.attention_cache import AttentionCache
-from edgespec.backends.mlx.evaluation import evaluate, start_evaluation, translate_errors
+from edgespec.backends.mlx.cached_head import BATCH_TOKENS, CachedHead
+from edgespec.backends.mlx.evaluation import start_evaluation, translate_errors
 from edgespec.backends.mlx.logits import DeviceLogits
-from edgespec.backends.mlx.pass_layout import PassLayout, install_tree_ropes
-from edgespec.backends.mlx.target_ends import DraftVocabulary
-from edgespec.backends.self_draft_view import SelfDraftView
+from edgespec.backends.mlx.pass_layout import install_tree_ropes
 from edgespec.engine.tree import TokenTree, TreeBuilder
-from edgespec.errors import CancelledError, CapabilityError
+from edgespec.errors import CapabilityError
 
 if TYPE_CHECKING:
     from edgespec.backends.mlx.model import MlxModel
 
-__all__ = ["BATCH_TOKENS", "EagleHead", "HeadNetwork"]
-
-# Maximum number of tokens per pass. A pass cannot be interrupted.
-BATCH_TOKENS = 64
+__all__ = ["EagleHead", "HeadNetwork"]
 
 
 class HeadNetwork(Protocol):
-    """The layer of a head, which runs each token with the hidden state before it."""
+    """The network of a head whose inputs are a token and the hidden state before it."""
 
     fc: Any
-    """The matrix that combines the inputs, whose data type is that of the computation."""
+    """The matrix that combines the inputs. The head computes in the data type of its weights."""
 
     def reduced(self, states: mx.array) -> mx.array:
-        """Return the hidden states [tokens, size] that the layer reads, given the target's."""
+        """Convert the target's hidden states to those that the layer reads [tokens, size]."""
 
     def __call__(self, embeddings: mx.array, states: mx.array, cache: AttentionCache) -> mx.array:
-        """Return the head's hidden states [tokens, size] for tokens and the hidden states before them."""
+        """Run the layer, and return its hidden states [tokens, size].
+
+        Args:
+            embeddings: The embedding of each token [tokens, size].
+            states: The hidden state of the token before each token, from `reduced` or `fed_back`.
+            cache: The layer's KV cache. The pass appends a row for each token.
+        """
 
     def normalised(self, states: mx.array) -> mx.array:
-        """Return the hidden states that the LM head reads, given those of the layer."""
+        """Convert the layer's hidden states to those that the LM head reads."""
 
     def fed_back(self, states: mx.array) -> mx.array:
-        """Return the hidden states with which the layer runs the tokens that follow, given its own."""
+        """Convert the layer's hidden states to those that it reads in the next draft step."""
 
 
-class EagleHead(SelfDraftView["MlxModel"]):
-    """A draft model with its own KV cache, which predicts from the target's hidden states.
+class EagleHead(CachedHead):
+    """A head whose inputs are pairs of a token and the hidden state before the token.
 
-    The token at position p is run with the target's hidden state at position p - 1. For drafted tokens, that
-    does not exist yet, so the head uses its own. When the draft has been verified, `commit` removes them from
-    the KV cache, and they are run again with the target's hidden states.
+    The token at position p is run with the target's hidden state at position p - 1. That state does not exist
+    yet for draft tokens, so the head uses its own hidden state instead. After verification, `commit` removes
+    the cache rows of draft tokens, and the next prefill runs accepted tokens again with the target's hidden
+    states.
 
-    Args:
-        target: The target.
-        log: A log of the target's hidden states that the head reads. The head closes it.
-        network: The head, with evaluated weights.
-        embed: Returns the embeddings of tokens.
-        lm_head: Returns the logits [tokens, draft vocabulary] for normalised hidden states.
-        target_ids: For each token of the draft vocabulary, the token of the target. None if they are equal.
+    See `CachedHead` for the arguments.
     """
+
+    _network: HeadNetwork
 
     def __init__(
         self,
@@ -77,102 +74,48 @@ class EagleHead(SelfDraftView["MlxModel"]):
         target_ids: NDArray[np.int64] | None,
         facts: ModelFacts,
     ) -> None:
-        super().__init__(target)
-        self._log, self._network, self._embed, self._lm_head = log, network, embed, lm_head
-        self._draft_vocabulary = DraftVocabulary(target_ids, target.facts.vocab_size)
-        self._dtype = network.fc.weight.dtype
-        self.vocabulary = target.vocabulary
-        self.facts = replace(
-            facts,
-            capabilities=Capabilities(
-                rollback=True,
-                tree=target.facts.capabilities.tree,
-                max_width=min(BATCH_TOKENS, target.facts.capabilities.max_width),
-            ),
+        capabilities = Capabilities(
+            rollback=True,
+            tree=target.facts.capabilities.tree,
+            max_width=min(BATCH_TOKENS, target.facts.capabilities.max_width),
         )
-        self._layout = PassLayout()
+        facts = replace(facts, capabilities=capabilities)
+        super().__init__(target, log, network, 1, embed, lm_head, target_ids, facts)
         install_tree_ropes(network, self._layout)
-        self._interrupted = False
-        self._clear(0)
-
-    def _clear(self, position: int) -> None:
-        """Empty the KV cache. Its first row will belong to the token at `position`."""
-        self._cache = AttentionCache(self._layout)
-        self._start = self._length = position
-        self._end_round()
 
     def _end_round(self) -> None:
-        """Discard the tree that is being run."""
+        super()._end_round()
         self._round = TreeBuilder()
-        # The head's own hidden states [nodes, size] of each pass over the tree.
+        # The head's own hidden states [nodes, size] of each pass over the current draft tree.
         self._own_states: list[mx.array] = []
-        # Number of nodes of the tree that were run with hidden states of the target.
-        self._known_nodes = 0
-        self._cache.rewind(self._length - self._start)
-
-    @property
-    def length(self) -> int:
-        return self._length
-
-    @property
-    def free_tokens(self) -> int:
-        return max(0, self.facts.context_tokens - self._length)
 
     @property
     def first_position(self) -> int:
-        """The first position at which a token can be run with a hidden state of the target."""
-        return self._log.start + 1
+        """The first position whose preceding hidden state is in the log."""
+        return self.log.start + 1
 
-    @property
-    def last_position(self) -> int:
-        """The last position at which a token can be run with a hidden state of the target."""
-        return self._log.end
+    def _append(self, tokens: Sequence[int]) -> None:
+        self._layout.set_chain(self._length - self._start)
+        self._run(tokens, self._target_states(self._length, len(tokens)))
 
-    def start_at(self, position: int) -> None:
-        """Empty the KV cache, and let it begin at a position. Tokens before it are never run."""
-        self._check()
-        self._clear(position)
-
-    def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
-        self._check()
-        check_tokens_fit(self, len(tokens))
-        self._end_round()
-        for batch in in_batches(tokens, BATCH_TOKENS, progress):
-            self._check_not_interrupted()
-            try:
-                self._layout.set_chain(self._length - self._start)
-                self._run(batch, self._target_states(self._length, len(batch)))
-                evaluate(*self._cache.state)
-            except BaseException:
-                self._end_round()
-                raise
-            self._length += len(batch)
-
-    def verify(self, tree: TokenTree, first: int = 0) -> DeviceLogits:
-        self._check()
-        try:
-            check_tokens_fit(self, tree.width)
-            if tree.width > self.facts.capabilities.max_width:
-                raise CapabilityError(
-                    f"a draft of {tree.width} tokens exceeds the limit of"
-                    f" {self.facts.capabilities.max_width} per pass",
-                    "use a shorter --draft-length or fewer --draft-branches",
-                )
-            self._check_not_interrupted()
-            if first == 0:
-                self._end_round()
-            self._round.extend(tree, first)
-            own = []
-            for begin, end in self._passes(tree, first):
-                self._set_layout(begin, end)
-                own.append(self._run(tree.tokens[begin:end], self._states_before(tree, begin, end)))
-                self._own_states.append(own[-1])
-            rows = self._logits(mx.concatenate(own))
-            start_evaluation(rows, *own, *self._cache.state)
-            return DeviceLogits(rows, self._round.depths[first:])
-        except BaseException:
+    def _run_tree(self, tree: TokenTree, first: int) -> DeviceLogits:
+        if tree.width > self.facts.capabilities.max_width:
+            raise CapabilityError(
+                f"a draft of {tree.width} tokens exceeds the limit of"
+                f" {self.facts.capabilities.max_width} per pass",
+                "use a shorter --draft-length or fewer --draft-branches",
+            )
+        if first == 0:
             self._end_round()
-            raise
+        self._round.extend(tree, first)
+        own = []
+        for begin, end in self._passes(tree, first):
+            self._set_layout(begin, end)
+            own.append(self._run(tree.tokens[begin:end], self._states_before(tree, begin, end)))
+            self._own_states.append(own[-1])
+        rows = self._logits(mx.concatenate(own))
+        start_evaluation(rows, *own, *self._cache_arrays)
+        return DeviceLogits(rows, self._round.depths[first:])
 
     def _passes(self, tree: TokenTree, first: int) -> list[tuple[int, int]]:
         """Return the ranges of nodes from `first` on that can be run together.
@@ -183,7 +126,7 @@ class EagleHead(SelfDraftView["MlxModel"]):
         begin, ranges = first, []
         if first == 0:
             # The root is run even before the target has run any tokens, to warm up.
-            last = max(self._log.end, self._length)
+            last = max(self.log.end, self._length)
             begin = self._known_nodes = sum(self._length + depth <= last for depth in self._round.depths)
             ranges.append((0, begin))
         while begin < tree.width:
@@ -202,7 +145,7 @@ class EagleHead(SelfDraftView["MlxModel"]):
             self._layout.set_tree(start, nodes.parents[:end], nodes.depths[:end], begin)
 
     def _states_before(self, tree: TokenTree, begin: int, end: int) -> mx.array:
-        """Return the hidden states before nodes: the target's if known, else the head's own."""
+        """Return the hidden state before each node: the target's if known, else the head's own."""
         if end <= self._known_nodes:
             return self._target_states(self._length + begin, end - begin)
         own = mx.concatenate(self._own_states)[mx.array(tree.parents[begin:end])]
@@ -210,43 +153,17 @@ class EagleHead(SelfDraftView["MlxModel"]):
 
     def _target_states(self, start: int, count: int) -> mx.array:
         """Return the target's reduced hidden states before each of `count` tokens."""
-        rows = self._log.rows(start - 1, start - 1 + count)
+        rows = self.log.rows(start - 1, start - 1 + count)
         return self._network.reduced(mx.array(rows).astype(self._dtype))
 
     def _run(self, tokens: Sequence[int], states: mx.array) -> mx.array:
-        """Run tokens with the hidden states before them. Return the head's own hidden states after them."""
+        """Return the head's hidden states of tokens, given the hidden state before each of them."""
         with translate_errors("the head could not be run"):
-            return self._network(self._embed(mx.array(list(tokens))).astype(self._dtype), states, self._cache)
+            embeddings = self._embed(mx.array(list(tokens))).astype(self._dtype)
+            return self._network(embeddings, states, self._caches[0])
 
     def _logits(self, states: mx.array) -> mx.array:
-        """Return the logits of the target's tokens. Those outside the draft vocabulary are -inf."""
+        """Return logits for the target's vocabulary. Tokens outside the draft vocabulary get -inf."""
         with translate_errors("the head could not be run"):
             rows = self._lm_head(self._network.normalised(states)).astype(mx.float32)
             return self._draft_vocabulary.spread(rows)
-
-    def commit(self, path: tuple[int, ...]) -> None:  # noqa: ARG002
-        """Keep the tokens that were run with hidden states of the target."""
-        self._check()
-        self._length += self._known_nodes
-        self._end_round()
-
-    def truncate(self, length: int) -> None:
-        self._check()
-        self._length = min(length, self._length)
-        self._start = min(self._start, self._length)
-        self._end_round()
-
-    def interrupt(self, enabled: bool) -> None:
-        self._interrupted = enabled
-
-    def _check_not_interrupted(self) -> None:
-        if self._interrupted:
-            raise CancelledError("the model's computation was cancelled")
-
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        self._target.stop_logging(self._log)
-        self._own_states = []
-        del self._network, self._cache, self._embed, self._lm_head, self._draft_vocabulary

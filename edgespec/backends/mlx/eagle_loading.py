@@ -11,7 +11,8 @@ import mlx.core as mx
 from edgespec.backends.hidden_state_log import MAX_LOGGED_TOKENS, POST_NORM
 from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
 from edgespec.backends.mlx.attention_cache import cache_rows
-from edgespec.backends.mlx.eagle import BATCH_TOKENS, EagleHead
+from edgespec.backends.mlx.cached_head import BATCH_TOKENS
+from edgespec.backends.mlx.eagle import EagleHead
 from edgespec.backends.mlx.eagle_network import EagleNetwork
 from edgespec.backends.mlx.head_loading import (
     check_finite,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["estimate_eagle_head", "load_eagle_head", "most_accurate"]
 
-# Text with which heads are tried that could read several hidden states of the target.
+# Text used by `most_accurate` to compare heads that read different hidden states.
 _TRIAL_TEXT = (
     "The capital of France is Paris, and the capital of Italy is Rome. To list the files of a folder by size,"
     " run `ls -lS`. def add(a, b):\n    return a + b\n\nOnce upon a time, there was a"
@@ -41,7 +42,7 @@ _TRIAL_TEXT = (
 
 
 def estimate_eagle_head(folder: Path, context_tokens: int) -> MemoryEstimate:
-    """Return the memory used by a head and by the hidden states that are kept for it.
+    """Estimate the memory for a head, including the log of hidden states that it reads.
 
     Raises:
         CapabilityError: The head is a GGUF file.
@@ -63,7 +64,7 @@ def estimate_eagle_head(folder: Path, context_tokens: int) -> MemoryEstimate:
 
 
 def load_eagle_head(target: MlxModel, net: Any, folder: Path) -> EagleHead:
-    """Load an EAGLE head for a target, whose cache must be empty.
+    """Load an EAGLE head for a target. The target's cache must be empty.
 
     Args:
         target: The target.
@@ -97,16 +98,17 @@ def load_eagle_head(target: MlxModel, net: Any, folder: Path) -> EagleHead:
 
 
 def _state_choices(target: MlxModel, files: EagleFiles, folder: Path) -> list[tuple[int, ...]]:
-    """Return the hidden states that the head may read, the most likely choice first."""
+    """Return the combinations of hidden states that the head may read, most likely first."""
     layers = target.layer_count
     if files.config.version == 1:
-        # Most heads read the state after the final norm, as in EAGLE's own code. Some read the one before it.
+        # Most heads read the hidden state after the final norm, as in EAGLE's own code. Some read the state
+        # before it.
         return [(POST_NORM,), (layers,)]
     choices = files.config.layer_choices(layers)
     if not choices:
         raise CapabilityError(
             f"the head {folder} was made for another target: it reads the layers"
-            f" {list(files.config.layers or ())}, but {target.facts.name} has {layers}",
+            f" {list(files.config.layers or ())}, but {target.facts.name} has {layers} layers",
             "choose the head that was published for this target",
         )
     return choices
@@ -121,7 +123,7 @@ def _head(
     name: str,
     folder: Path,
 ) -> EagleHead:
-    """Return a head that reads the target's hidden states `states`."""
+    """Create a head that reads the target's hidden states `states`."""
     config = files.config
     try:
         network = EagleNetwork(files)
@@ -157,10 +159,11 @@ def _head(
 
 
 def most_accurate(target: MlxModel, heads: Sequence[EagleHead]) -> EagleHead:
-    """Return the head that most often predicts what the target does, or the first one if several do.
+    """Return the head that predicts the target's most likely tokens most often, or the first of equal heads.
 
-    Publishers describe the same hidden states differently, and a wrong choice only lowers the acceptance
-    rate. So we try all choices on a short text.
+    The configuration of a head does not say unambiguously which hidden states it reads. The wrong states
+    raise no error, but lower the acceptance rate. We therefore load a head for each possibility, and compare
+    the heads on a short text.
     """
     tokens = target.vocabulary.tokenize(_TRIAL_TEXT, special=False, start=True)
     tokens = tokens[: min(BATCH_TOKENS, target.facts.capabilities.max_width, target.free_tokens)]

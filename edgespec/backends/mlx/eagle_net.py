@@ -20,7 +20,7 @@ __all__ = ["EagleNet"]
 class EagleNet(Module):
     """One transformer layer that reads token embeddings and hidden states of the target.
 
-    The output matrix is not part of the network: a trained head copies the target's.
+    The output matrix is not part of the network, because heads use a copy of the target's.
 
     Args:
         config: The `config.json` of the head.
@@ -43,12 +43,12 @@ class EagleNet(Module):
 
         Args:
             embeddings: The target's token embeddings [conversations, tokens, size].
-            hidden: The target's hidden states, of three layers side by side [conversations, tokens, 3 size].
+            hidden: The target's hidden states, of three layers, concatenated [conversations, tokens, 3 size].
             steps: Number of tokens to draft.
 
         Yields:
-            For each step j, the states [conversations, tokens, size] from which the output matrix gives the
-            logits of token t + 2 + j.
+            For each step j, the head's hidden states [conversations, tokens, size]. The output matrix maps
+            the state of token t to the logits of token t + 2 + j.
         """
         attention = _UnrolledAttention(hidden.shape[1])
         state = self.fc(hidden)
@@ -59,7 +59,7 @@ class EagleNet(Module):
 
 
 class _UnrolledAttention:
-    """Attention of a row to the first step's rows up to its own, and to its own rows of the later steps."""
+    """Attend from each row to the first step's rows up to it, and to the same row of all later steps."""
 
     def __init__(self, length: int) -> None:
         rows = mx.arange(length)

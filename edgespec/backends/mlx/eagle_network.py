@@ -20,7 +20,7 @@ __all__ = ["EagleNetwork"]
 
 
 class EagleNetwork(Module):
-    """An EAGLE head without weights. Its parameters have the canonical names of `edgespec.heads.eagle_files`.
+    """The network of an EAGLE head. Its parameters have the canonical names in `edgespec.heads.eagle_files`.
 
     EAGLE-3 first reduces several hidden states of the target to one (`reduced`), and normalises its inputs.
     EAGLE-1 reads one hidden state, and combines it with the token's embedding in `fc`.
@@ -46,7 +46,7 @@ class EagleNetwork(Module):
             self.embed_tokens = Embedding(config.vocab_size, size)
 
     def reduced(self, states: mx.array) -> mx.array:
-        """Return the hidden states [tokens, size] that the layer reads, given the target's."""
+        """See `HeadNetwork.reduced`."""
         if self._config.version == 1:
             return states
         if "input_norm" in self:
@@ -59,18 +59,21 @@ class EagleNetwork(Module):
         return self.fc(states)
 
     def __call__(self, embeddings: mx.array, states: mx.array, cache: AttentionCache) -> mx.array:
-        """Return the head's hidden states [tokens, size] for tokens and the hidden states before them."""
+        """Return the layer's hidden states [tokens, size].
+
+        Given each token's embedding and the hidden state of the token before it. See `HeadNetwork.__call__`.
+        """
         if self._config.version == 1:
             states = self.fc(mx.concatenate([embeddings, states], axis=-1))
             return self.layer(states[None], None, cache)[0]
         return self.layer(states[None], embeddings[None], cache)[0]
 
     def normalised(self, states: mx.array) -> mx.array:
-        """Return the hidden states that the LM head reads, given those of the layer."""
+        """See `HeadNetwork.normalised`."""
         return self.norm(states) if self._config.version == 3 else states
 
     def fed_back(self, states: mx.array) -> mx.array:
-        """Return the hidden states with which the layer runs the tokens that follow, given its own."""
+        """See `HeadNetwork.fed_back`."""
         return self.norm(states) if self._config.norm_output else states
 
 

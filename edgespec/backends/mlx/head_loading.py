@@ -1,4 +1,4 @@
-"""Load the weights of heads for MLX targets, and check that they were made for them."""
+"""Load the weights of heads for MLX targets, and check that a head fits its target."""
 
 from __future__ import annotations
 
@@ -39,23 +39,26 @@ _DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16}
 
 
 def checked_folder(path: Path) -> Path:
-    """Return the path of a head. Raises CapabilityError if it is not a folder."""
+    """Return `path`, the path of a head. Raise CapabilityError if it is not a folder."""
     if not path.is_dir():
         raise CapabilityError(
-            f"{path} is not a folder, but MLX models need heads as they are published on Hugging Face",
+            f"{path} is not a folder, but heads for MLX models must be folders as published on Hugging Face",
             "pass the folder of the head with --head, or use a GGUF version of the model",
         )
     return path
 
 
 def loaded_bytes(tensor: StoredTensor) -> int:
-    """Return the size of a weight in memory, in bytes."""
+    """Return the size in bytes of a weight after loading."""
     elements = math.prod(tensor.shape)
     return elements * (4 if runs_on_cpu() or tensor.dtype not in _DTYPES else 2)
 
 
 def weight_array(tensor: StoredTensor) -> mx.array:
-    """Read a weight and evaluate it, because another thread may run the head."""
+    """Load a weight as an evaluated array.
+
+    MLX can evaluate an array only in the thread that created it, and another thread may run the head.
+    """
     dtype = mx.float32 if runs_on_cpu() else _DTYPES.get(tensor.dtype, mx.float32)
     with translate_errors("the head could not be loaded"):
         array = mx.array(tensor.read()).astype(dtype)
@@ -64,7 +67,7 @@ def weight_array(tensor: StoredTensor) -> mx.array:
 
 
 def evaluate_constants(ropes: Iterable[Any]) -> None:
-    """Evaluate the arrays in rotary embeddings, because another thread may run the head."""
+    """Evaluate the arrays in rotary embeddings, for the same reason as `weight_array`."""
     evaluate(*(part for rope in ropes for part in vars(rope).values() if isinstance(part, mx.array)))
     evaluate(mx.random.state)  # type: ignore[arg-type]
 
@@ -80,21 +83,21 @@ def check_sizes(target: MlxModel, folder: Path, state_size: int, vocab_size: int
     """Raise CapabilityError if the sizes of a head's hidden states or vocabulary differ from its target's."""
     for what, own, needed in (
         ("hidden states", target.state_size, state_size),
-        ("vocabularies", target.facts.vocab_size, vocab_size),
+        ("a vocabulary", target.facts.vocab_size, vocab_size),
     ):
         if own != needed:
             raise CapabilityError(
                 f"the head {folder} was made for another target: it needs {what} of size {needed:,}, but"
-                f" those of {target.facts.name} have {own:,}",
+                f" {target.facts.name} has {what} of size {own:,}",
                 "choose the head that was published for this target",
             )
 
 
 def check_finite(head: LanguageModel, folder: Path) -> None:
-    """Run a token. Raise ModelFileError if its logits are not numbers."""
+    """Run one token, and raise ModelFileError if its logits are not finite."""
     logits = head.verify(TokenTree.chain(0)).at(0, np.arange(head.facts.vocab_size))
     head.truncate(0)
-    # Tokens outside the draft vocabulary have the logit -inf.
+    # Allow -inf, which is the logit of tokens outside the head's draft vocabulary.
     if np.isnan(logits).any() or not np.isfinite(logits).any():
         raise ModelFileError(
             f"the head {folder} is damaged: its logits are not finite", "download it again, or omit --head"
@@ -111,17 +114,17 @@ def head_facts(
     kv_bytes_per_token: int,
     context_tokens: int,
 ) -> ModelFacts:
-    """Return the facts about a head, except its capabilities.
+    """Describe a head for its target. The capabilities are still those of the target.
 
     Args:
         target: The target.
         name: The head's name.
-        folder: Its folder.
-        architecture: Its architecture, such as `eagle3`.
-        description: What it is, for people.
-        weights: Its weights.
-        kv_bytes_per_token: The size of the keys and values of a token in bytes.
-        context_tokens: The context that the head was trained for. 0 if unknown.
+        folder: The head's folder.
+        architecture: The head's architecture, such as `eagle3`.
+        description: User-facing description of the head.
+        weights: The head's weights.
+        kv_bytes_per_token: Size in bytes of one token's keys and values.
+        context_tokens: Context length that the head was trained for. 0 if unknown.
     """
     return replace(
         target.facts,

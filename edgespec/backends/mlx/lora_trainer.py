@@ -1,4 +1,4 @@
-"""Train a LoRA adapter for a draft model on the tokens that the target corrected.
+"""Train a LoRA adapter for a draft model on the target's corrections, while the model is in use.
 
 Based on online speculative decoding (OSD, arXiv 2310.07177) and LoRA (arXiv 2106.09685).
 """
@@ -24,7 +24,7 @@ from edgespec.backends.mlx.pass_layout import PassLayout
 from edgespec.backends.optional_features import TrainingExample
 from edgespec.errors import BackendError, CapabilityError
 
-__all__ = ["MlxTrainer"]
+__all__ = ["AdaptedLayer", "MlxTrainer", "adapted_layers"]
 
 # LoRA hyperparameters, set to common values for small models.
 RANK = 8
@@ -35,7 +35,7 @@ _MAX_GRADIENT_NORM = 1.0
 _Weights: TypeAlias = dict[str, mx.array]
 
 
-class _AdaptedLayer(NamedTuple):
+class AdaptedLayer(NamedTuple):
     """A linear layer (`parent[attribute]`) and the LoRA layer that replaces it in the adapted model."""
 
     name: str
@@ -68,7 +68,7 @@ class MlxTrainer:
         self.peak_step_bytes = 0
         self._net, self._layout = net, layout
         self._model_name, self._end_round = model_name, end_round
-        self._layers = list(_adapted_layers(net))
+        self._layers = list(adapted_layers(net))
         if not self._layers:
             raise CapabilityError(f"{model_name} has no linear layers to which LoRA layers can be added")
         self._optimiser = optimizers.Adam(learning_rate=_LEARNING_RATE)
@@ -183,7 +183,7 @@ class MlxTrainer:
         return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
 
 
-def _adapted_layers(net: Any) -> Iterator[_AdaptedLayer]:
+def adapted_layers(net: Any) -> Iterator[AdaptedLayer]:
     """Yield every linear layer in the transformer blocks, with a LoRA layer that initially has no effect."""
     random = np.random.default_rng(0)
     for index, block in enumerate(net.layers):
@@ -196,4 +196,4 @@ def _adapted_layers(net: Any) -> Iterator[_AdaptedLayer]:
                 adapted.lora_a = mx.array(random.uniform(-bound, bound, (inputs, RANK)).astype(np.float32))
                 adapted.lora_b = mx.zeros(adapted.lora_b.shape, mx.float32)
                 name = ".".join(filter(None, (str(index), parent_name, attribute)))
-                yield _AdaptedLayer(name, parent, attribute, module, adapted)
+                yield AdaptedLayer(name, parent, attribute, module, adapted)

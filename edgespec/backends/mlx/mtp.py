@@ -15,7 +15,8 @@ from mlx.nn.layers.normalization import RMSNorm
 from edgespec.backends.hidden_state_log import MAX_LOGGED_TOKENS, POST_NORM
 from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
 from edgespec.backends.mlx.attention_cache import AttentionCache, cache_rows
-from edgespec.backends.mlx.eagle import BATCH_TOKENS, EagleHead
+from edgespec.backends.mlx.cached_head import BATCH_TOKENS
+from edgespec.backends.mlx.eagle import EagleHead
 from edgespec.backends.mlx.eagle_loading import most_accurate
 from edgespec.backends.mlx.head_loading import (
     check_finite,
@@ -39,7 +40,7 @@ __all__ = ["estimate_mtp_head", "load_mtp_head"]
 
 
 class MtpNetwork(Module):
-    """The MTP layer: one of the target's layers, which reads an embedding and a hidden state.
+    """An MTP layer, which is one of the target's layers with a token embedding and a hidden state as inputs.
 
     Args:
         layer: A layer with the architecture of the target's full-attention layers, without weights.
@@ -61,7 +62,7 @@ class MtpNetwork(Module):
         return states
 
     def __call__(self, embeddings: mx.array, states: mx.array, cache: AttentionCache) -> mx.array:
-        """See `EagleNetwork.__call__`."""
+        """See `HeadNetwork.__call__`."""
         pair = [self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(states)]
         inputs = self.fc(mx.concatenate(pair, axis=-1))[None]
         # Multi-head latent attention cannot use mlx-lm's short form of a causal mask, a string.
@@ -77,7 +78,7 @@ class MtpNetwork(Module):
 
 
 def estimate_mtp_head(folder: Path, context_tokens: int) -> MemoryEstimate:
-    """Return the memory used by the MTP layer of a model and by the hidden states that are kept for it.
+    """Estimate the memory for a model's MTP layer, including the log of hidden states that it reads.
 
     Raises:
         ModelFileError: The folder contains no MTP layer, or a damaged one.
@@ -117,9 +118,9 @@ def _kv_bytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
 def load_mtp_head(target: MlxModel, net: Any, folder: Path) -> EagleHead:
     """Load the MTP layer in a target's folder. The target's cache must be empty.
 
-    Implementations disagree whether the layer reads hidden states before or after the final norm, and
-    conversions of Qwen models can have added 1 to the weights of norms. So all of these are tried on a short
-    text.
+    Implementations disagree on whether the layer reads hidden states before or after the final norm, and some
+    conversions of Qwen models have already added 1 to the weights of norms. We therefore load the layer in
+    every way, and choose one with `most_accurate`.
 
     Raises:
         ModelFileError: The folder contains no MTP layer, or a damaged one.
@@ -153,11 +154,11 @@ def _is_norm(name: str) -> bool:
 
 
 def _converted(net: Any, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """Return the weights in the layout of mlx-lm, which stacks those of experts and splits some of MLA."""
+    """Convert weights to mlx-lm's layout, which stacks the weights of experts and splits some of MLA's."""
     prefix = "layers.0.mlp"
     joined = dict(weights)
     if "layers.0.self_attn.kv_b_proj.weight" in joined:
-        # mlx-lm converts the layers that it knows, so present the MTP layer as one of them.
+        # Rename the MTP layer to an ordinary layer, because mlx-lm converts only those.
         known = net.sanitize({f"model.{name}": weight for name, weight in joined.items()})
         joined = {name.removeprefix("model."): weight for name, weight in known.items()}
     for name in ("gate_proj", "up_proj", "down_proj"):
@@ -176,9 +177,10 @@ def _converted(net: Any, weights: Mapping[str, mx.array]) -> dict[str, mx.array]
 
 
 def _head(target: MlxModel, net: Any, weights: Mapping[str, mx.array], state: int, folder: Path) -> EagleHead:
-    """Return a head that reads the target's hidden state `state`."""
+    """Create a head that reads the target's hidden state `state`."""
     arguments, layers = Body(net).arguments, LayerList(net).layers
-    # The first layers of some models have no experts, but the MTP layer has.
+    # Use the type of the last layer, because in some models the first layers have no experts, unlike the MTP
+    # layer.
     index = max(index for index, layer in enumerate(layers) if "self_attn" in layer)
     try:
         kind = type(layers[index])

@@ -1,4 +1,4 @@
-"""Offer MLX models as targets of Medusa and Hydra heads, whose matrices are then on the same device."""
+"""Run Medusa and Hydra heads for MLX targets. Their matrices are stored on the target's device."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def load_mlx_residual_heads(target: MlxModel, net: Any, path: Path) -> ResidualH
 
 
 def estimate_mlx_residual_heads(path: Path, target: Path, context_tokens: int) -> MemoryEstimate:
-    """Return the memory used by Medusa or Hydra heads for an MLX target. See `estimate_residual_heads`."""
+    """Estimate the memory for Medusa or Hydra heads of an MLX target. See `estimate_residual_heads`."""
     return estimate_residual_heads(path, context_tokens, read_mlx_info(target).vocab_size, _weight_bytes)
 
 
@@ -83,7 +83,7 @@ def _dtype(name: str) -> mx.Dtype:
 def _product(matrix: NDArray[np.floating], dtype: str) -> Product:
     with translate_errors("the head could not be loaded"):
         weight = mx.array(matrix).astype(_dtype(dtype))
-    # Evaluate it, because another thread may run the head.
+    # Evaluate the array here, because another thread may run the head.
     evaluate(weight)
     return lambda rows: _on_host(lambda: mx.array(rows).astype(weight.dtype) @ weight.T)
 
@@ -94,7 +94,7 @@ def _lm_head(net: Any, embedding: TargetEmbedding) -> Product:
 
 
 def _on_host(compute: Callable[[], mx.array]) -> Array:
-    """Return a result of MLX as a NumPy array."""
+    """Copy an MLX array to a NumPy array."""
     with translate_errors("the head could not be run"):
         result = compute().astype(mx.float32)
     evaluate(result)

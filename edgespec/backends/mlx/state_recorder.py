@@ -1,4 +1,4 @@
-"""Record the hidden states of a model's passes, and keep those of committed tokens for heads."""
+"""Record a model's hidden states in each pass, and log those of committed tokens for heads to read."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class StateRecorder:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Record the pass whose graph is built inside the block in `last`."""
+        """Store the hidden states of the pass inside the block in `last`."""
         hooks, body = self._hooks, self._body
         with ExitStack() as stack:
             # The output of the last layer is recorded together with its input.
@@ -103,9 +103,9 @@ class StateRecorder:
         """Append the hidden states of committed tokens to all logs.
 
         Args:
-            position: Number of tokens that were committed before.
+            position: Number of previously committed tokens.
             passes: The hidden states of the passes that ran the tokens.
-            rows: The rows of the committed tokens in these passes together.
+            rows: The rows of the committed tokens in the concatenated hidden states of `passes`.
         """
         if len(rows):
             recorded = np.concatenate([np.array(states) for states in passes])

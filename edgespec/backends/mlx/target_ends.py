@@ -1,4 +1,4 @@
-"""Use the embedding, the LM head and the vocabulary of a target, which heads borrow."""
+"""The token embedding, LM head and vocabulary of a target, for heads that have none of their own."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TargetEmbedding:
         self._embedding = found[0]
 
     def __call__(self, tokens: mx.array) -> mx.array:
-        """Return the embeddings [tokens, size] of tokens [tokens]."""
+        """Return the embeddings [tokens, size] of token ids [tokens]."""
         embeddings: mx.array = self._embedding(tokens)
         return embeddings
 
@@ -48,7 +48,7 @@ def _embedding_shape(module: Any) -> tuple[int, ...] | None:
 
 
 class TargetLmHead:
-    """The LM head of a target, with everything that the target applies to its logits.
+    """The LM head of a target, including any scaling or capping of logits by the target.
 
     Raises:
         CapabilityError: The LM head is not separate from the target's layers.
@@ -66,25 +66,26 @@ class TargetLmHead:
 
 
 class DraftVocabulary:
-    """The tokens of a target that a head drafts.
+    """The draft vocabulary of a head, which contains some or all of the target's tokens.
 
     Args:
-        target_ids: For each token of the head's own vocabulary, the token of the target. None if both
-            vocabularies are equal.
-        vocab_size: Number of the target's tokens.
+        target_ids: Target token id for each draft token, int64 [draft vocabulary]. None if both vocabularies
+            are equal.
+        vocab_size: Number of tokens in the target's vocabulary.
     """
 
     def __init__(self, target_ids: NDArray[np.int64] | None, vocab_size: int) -> None:
         self._columns: mx.array | None = None
         if target_ids is not None:
-            # The column of each of the target's tokens in the head's logits, followed by a column of -inf.
+            # For each target token, its column in the head's logits. Tokens that the head cannot draft share
+            # an extra column of -inf.
             columns = np.full(vocab_size, len(target_ids))
             columns[target_ids] = np.arange(len(target_ids))
             self._columns = mx.array(columns)
             mx.eval(self._columns)
 
     def spread(self, rows: mx.array) -> mx.array:
-        """Return the logits of the target's tokens, given the head's. Those that it cannot draft are -inf."""
+        """Map the head's logits to the target's vocabulary. Tokens that it cannot draft get -inf."""
         if self._columns is None:
             return rows
         rows = mx.concatenate([rows, mx.full((rows.shape[0], 1), -mx.inf)], axis=1)

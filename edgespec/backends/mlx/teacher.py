@@ -1,36 +1,35 @@
-"""A target that is loaded to train heads: it writes text, and shows its hidden states and probabilities."""
+"""Load a target for training heads. It generates text, and provides hidden states and logits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
-import psutil
 from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.quantized import QuantizedEmbedding
-from mlx_lm.generate import BatchGenerator
-from mlx_lm.utils import dequantize_model
 from numpy.typing import NDArray
 
 from edgespec.backends.base import LoadOptions, Progress, Vocabulary
-from edgespec.backends.head_training import Guesser, HeadTrainer, TrainingBatch
+from edgespec.backends.drafter_training import Student
 from edgespec.backends.hidden_state_log import POST_NORM
-from edgespec.backends.mlx.build_info import runs_on_cpu
+from edgespec.backends.mlx.batch_writing import write_texts
+from edgespec.backends.mlx.draft_trainer import DraftStudent
 from edgespec.backends.mlx.evaluation import evaluate, translate_errors
-from edgespec.backends.mlx.head_trainer import MlxHeadTrainer, load_published_head
+from edgespec.backends.mlx.float32_weights import convert_to_float32, faster_in_float32
+from edgespec.backends.mlx.head_trainer import HeadStudent
 from edgespec.backends.mlx.layers import Body, HiddenStateHooks
 from edgespec.backends.mlx.loading import LoadedModel, load_model
-from edgespec.backends.mlx.model_skeleton import named_arrays, translate_load_errors
+from edgespec.backends.mlx.model_skeleton import translate_load_errors
 from edgespec.backends.mlx.target_ends import TargetLmHead
 from edgespec.backends.mlx.trainable_eagle import TrainableEagle
 from edgespec.backends.mlx.trainable_head import TrainableHead
 from edgespec.backends.mlx.trainable_residual import TrainableHydra, TrainableMedusa
 from edgespec.backends.mlx.vocabulary import MlxVocabulary
-from edgespec.errors import CancelledError, CapabilityError
+from edgespec.errors import CapabilityError
 
 __all__ = ["MlxTeacher", "TargetStates", "load_teacher"]
 
@@ -42,7 +41,7 @@ _HEADS: dict[str, type[TrainableHead]] = {
 
 
 class TargetStates(NamedTuple):
-    """What a target computes for a batch of conversations.
+    """A target's hidden states and logits for a batch of conversations.
 
     Attributes:
         hidden: The requested hidden states side by side, float32 [conversations, tokens, states x size].
@@ -54,7 +53,7 @@ class TargetStates(NamedTuple):
 
 
 def load_teacher(path: str, name: str, progress: Progress | None = None) -> MlxTeacher:
-    """Load an MLX or Hugging Face model to train heads for it.
+    """Load an MLX or Hugging Face model for which heads will be trained.
 
     Args:
         path: Path of the model folder.
@@ -68,14 +67,10 @@ def load_teacher(path: str, name: str, progress: Progress | None = None) -> MlxT
         CancelledError: `progress` returned False.
     """
     loaded = load_model(path, name, LoadOptions(), progress)
-    net = loaded.skeleton.model
     with translate_load_errors(path):
         vocabulary = MlxVocabulary(loaded.tokenizer, loaded.skeleton.vocab_size)
-        if runs_on_cpu() and 4 * loaded.skeleton.parameters < psutil.virtual_memory().available // 2:
-            # On a CPU, MLX multiplies batches with quantised weights more slowly than with float32.
-            dequantize_model(net)
-            net.set_dtype(mx.float32)
-            evaluate(*(array for _, array in named_arrays(net.parameters())))
+        if faster_in_float32(loaded):
+            convert_to_float32(loaded.skeleton.model)
     return MlxTeacher(loaded, name, vocabulary)
 
 
@@ -101,7 +96,7 @@ class MlxTeacher:
         self._find_matrices()
 
     def _find_matrices(self) -> None:
-        """Find the embeddings, the final norm and the output matrix, which a head shares."""
+        """Find the embeddings, the final norm and the output matrix, which heads share with the target."""
         outside = [(key, one) for key, one in self._net.named_modules() if ".layers." not in f".{key}"]
         tables = [one for _, one in outside if isinstance(one, Embedding | QuantizedEmbedding)]
         heads = [one for key, one in outside if key.rpartition(".")[2] == "lm_head" and "weight" in one]
@@ -113,7 +108,7 @@ class MlxTeacher:
                 "choose another model",
             )
         self._table, self._output = tables[0], heads[0] if heads else tables[0]
-        # The norm of ones, because some architectures add 1 to the stored weights.
+        # Apply the norm to ones instead of reading its weights, because some architectures add 1 to them.
         self.final_norm = norms[0](mx.ones(norms[0]["weight"].shape)).astype(mx.float32)
         self.size: int = self.final_norm.shape[0]
         evaluate(self.final_norm)
@@ -141,6 +136,11 @@ class MlxTeacher:
     def lm_head(self) -> TargetLmHead:
         """Return the LM head. Raises CapabilityError if it is not separate from the layers."""
         return TargetLmHead(self._net)
+
+    def logits(self, tokens: NDArray[np.int32]) -> mx.array:
+        """Return the logits for a batch of conversations, float32 [conversations, tokens, vocabulary]."""
+        with translate_errors(f"{self.name} could not be run"):
+            return self._net(mx.array(tokens)).astype(mx.float32)
 
     def states(self, tokens: NDArray[np.int32], states: Sequence[int]) -> TargetStates:
         """Run the target over a batch of conversations.
@@ -172,49 +172,21 @@ class MlxTeacher:
         progress: Progress,
     ) -> list[list[int]]:
         """See `Teacher`."""
-        mx.random.seed(seed)
-        # mlx-lm draws the tokens of all prompts that share a sampler at once.
-        samplers = {each: _sampler(each) for each in set(temperatures)}
-        ends = [[token] for token in range(self.vocabulary.size) if self.vocabulary.is_end(token)]
-        texts: dict[int, list[int]] = {}
-        with translate_errors(f"{self.name} could not write text"):
-            # The current thread's stream, because the arrays are evaluated by this thread.
-            generator = BatchGenerator(
-                self._net,
-                max_tokens=max_tokens,
-                stop_tokens=ends,
-                completion_batch_size=len(prompts),
-                prefill_batch_size=len(prompts),
-                stream=mx.default_stream(mx.default_device()),
-            )
-            try:
-                chosen = [samplers[each] for each in temperatures]
-                numbers = generator.insert([list(each) for each in prompts], samplers=chosen)
-                texts = {number: [] for number in numbers}
-                finished = 0
-                while finished < len(prompts):
-                    longest = max(map(len, texts.values()))
-                    if not progress("writing", max(finished / len(prompts), longest / max_tokens)):
-                        raise CancelledError("writing was cancelled")
-                    for response in generator.next_generated():
-                        texts[response.uid].append(response.token)
-                        finished += response.finish_reason is not None
-            finally:
-                generator.close()
-        return [texts[number] for number in numbers]
+        return write_texts(
+            self._net,
+            self.vocabulary,
+            prompts,
+            temperatures,
+            [max_tokens] * len(prompts),
+            seed,
+            progress,
+            failure=f"{self.name} could not write text",
+        )
 
-    def head_trainer(self, method: str, examples: TrainingBatch, counts: NDArray[np.int64]) -> HeadTrainer:
+    def head(self, method: str) -> Student:
         """See `Teacher`."""
-        mx.random.seed(0)
-        return MlxHeadTrainer(self, _HEADS[method].create(self, examples, counts))
+        return HeadStudent(self, _HEADS[method])
 
-    def published_head(self, method: str, folder: Path) -> Guesser | None:
+    def draft(self, path: Path, name: str, lora: bool) -> Student:
         """See `Teacher`."""
-        return load_published_head(self, _HEADS[method], folder)
-
-
-def _sampler(temperature: float) -> Callable[[mx.array], mx.array]:
-    """Return a function that draws tokens at a temperature, given their log probabilities."""
-    if not temperature:
-        return lambda logprobs: mx.argmax(logprobs, axis=-1)
-    return lambda logprobs: mx.random.categorical(logprobs / temperature)
+        return DraftStudent(self, path, name, lora)

@@ -9,10 +9,11 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.head_training import TrainingBatch
+from edgespec.backends.drafter_training import TrainingBatch
 from edgespec.backends.mlx.eagle_net import EagleNet
 from edgespec.backends.mlx.evaluation import evaluate
-from edgespec.backends.mlx.trainable_head import Arrays, TrainableHead, least_squares
+from edgespec.backends.mlx.gradient_descent import Arrays
+from edgespec.backends.mlx.trainable_head import TrainableHead, least_squares
 from edgespec.errors import CapabilityError
 
 if TYPE_CHECKING:
@@ -20,14 +21,14 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainableEagle"]
 
-# EAGLE-3 heads read three different layers, the last of which is followed by three more.
+# EAGLE-3 heads read the inputs of layer 2, of the middle layer, and of the third layer from the end.
 _MIN_LAYERS = 6
-# Keys of a model's `config.json` from which the head's layer takes its sizes.
+# Keys of the target's `config.json` that determine the sizes of the head's layer.
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads")
 # Largest draft vocabulary, as in most published heads. Larger output matrices make drafting slow.
 _MAX_DRAFT_TOKENS = 32_768
-# The head learns to guess one more token ahead from each of these fractions of the training on. Further
-# guesses depend on the first, and cost as much time.
+# Fractions of the training after which the head drafts one more token per training step. Each one takes as
+# much time as the first, and is useful only once the earlier ones are accurate.
 _UNROLL_FROM = (0.0, 0.1, 0.25, 0.45)
 
 
@@ -83,7 +84,7 @@ class TrainableEagle(TrainableHead):
         return head
 
     def _choose_initial_weights(self, teacher: MlxTeacher, examples: TrainingBatch) -> None:
-        """Let `fc` give the target's next last state as well as a linear layer can."""
+        """Initialise `fc` with the linear map that best predicts the next token's final hidden state."""
         states = np.array(teacher.states(examples.tokens, [*self.states, teacher.layers]).hidden)
         size = teacher.size
         hidden = states[:, :-1, : 3 * size].reshape(-1, 3 * size)
@@ -96,7 +97,7 @@ class TrainableEagle(TrainableHead):
         weights = self.weights
         weights["fc.weight"] = mx.array((solution[: 3 * size].T / scales).astype(np.float32))
         weights["norm.weight"] = 0.7 * teacher.final_norm
-        # The layer begins with a small effect, so that it does not drown the fit.
+        # Reduce the initial effect of the other weights, so that the fitted prediction dominates.
         weights["midlayer.mlp.down_proj.weight"] *= 0.2
         weights["midlayer.self_attn.o_proj.weight"] *= 0.5
         self.weights = weights
@@ -132,14 +133,14 @@ class TrainableEagle(TrainableHead):
         ids = self.draft_tokens
         arrays = {name: array.astype(mx.float16) for name, array in self.weights.items()}
         arrays["lm_head.weight"] = self.output.astype(mx.float16)
-        # `d2t` holds the difference between the ids of a token in the two vocabularies.
+        # `d2t` holds each token's id in the target's vocabulary minus its id in the draft vocabulary.
         arrays["d2t"] = mx.array(ids - np.arange(len(ids)), mx.int64)
         arrays["t2d"] = mx.array(np.isin(np.arange(self.config["vocab_size"]), ids))
         return arrays
 
 
 def _hidden_layers(teacher: MlxTeacher) -> tuple[int, ...]:
-    """Return the layers whose inputs the head reads."""
+    """Return the indices of the target layers whose inputs the head reads."""
     layers = teacher.layers
     if layers < _MIN_LAYERS:
         raise CapabilityError(
@@ -151,7 +152,7 @@ def _hidden_layers(teacher: MlxTeacher) -> tuple[int, ...]:
 
 
 def _layer_config(teacher: MlxTeacher) -> dict[str, Any]:
-    """Return the sizes of the head's layer, which are those of the target's layers."""
+    """Return the configuration of the head's layer, which has the same sizes as the target's layers."""
     config = teacher.config
     missing = [key for key in _SIZES if not isinstance(config.get(key), int)]
     if missing:

@@ -1,10 +1,10 @@
-"""What the training of heads needs to know about a kind of head."""
+"""The base class for the kinds of heads that can be trained."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import mlx.core as mx
 import numpy as np
@@ -12,20 +12,20 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten, tree_unflatten
 from numpy.typing import NDArray
 
-from edgespec.backends.head_training import TrainingBatch
+from edgespec.backends.drafter_training import TrainingBatch
+from edgespec.backends.mlx.gradient_descent import Arrays
 
 if TYPE_CHECKING:
     from edgespec.backends.mlx.teacher import MlxTeacher
 
-__all__ = ["Arrays", "TrainableHead", "least_squares"]
+__all__ = ["TrainableHead", "least_squares"]
 
-Arrays: TypeAlias = dict[str, mx.array]
 # Strength of the regularisation of a least-squares fit, relative to the mean square of the inputs.
 _RIDGE = 0.01
 
 
 class TrainableHead(ABC):
-    """A head whose network is trained, while its output matrix stays that of the target.
+    """A head whose network is trained. Its output matrix is a fixed copy of the target's.
 
     Args:
         net: The network.
@@ -35,7 +35,7 @@ class TrainableHead(ABC):
         title: The kind of head, for messages.
         weights_file: Name of the published file with the weights.
         states: The hidden states that the head reads, numbered as in `HiddenStateSource`.
-        draft_tokens: The target's ids of the tokens that the head can guess, int64 [draft tokens].
+        draft_tokens: Target token ids of the tokens that the head can draft, int64 [draft tokens].
     """
 
     title: ClassVar[str]
@@ -50,19 +50,20 @@ class TrainableHead(ABC):
     @classmethod
     @abstractmethod
     def create(cls, teacher: MlxTeacher, examples: TrainingBatch, counts: NDArray[np.int64]) -> Self:
-        """Create a new head. See `Teacher.head_trainer`."""
+        """Create a new head. See `Student.trainer`."""
 
     @classmethod
     @abstractmethod
     def read(cls, teacher: MlxTeacher, config: Mapping[str, Any], arrays: Arrays) -> Self:
-        """Return a published head, given its `config.json` and its tensors.
+        """Create a head from the `config.json` and the tensors of a published one.
 
-        Raises ValueError, KeyError or TypeError if it cannot be compared with a new head.
+        Raises:
+            ValueError, KeyError, TypeError: The head is invalid, or was made for another target.
         """
 
     @abstractmethod
     def steps(self, done: float) -> int:
-        """Return how many tokens ahead the head learns to guess after a fraction of the training."""
+        """Return how many tokens to draft per training step at a completed fraction of the training."""
 
     @abstractmethod
     def unroll(self, embeddings: mx.array, hidden: mx.array, steps: int) -> Iterator[mx.array]:
@@ -70,21 +71,21 @@ class TrainableHead(ABC):
 
         Args:
             embeddings: The target's token embeddings [conversations, tokens, size].
-            hidden: The hidden states `states` of the target, side by side [conversations, tokens, ...].
+            hidden: The target's hidden states listed in `states`, concatenated [conversations, tokens, ...].
             steps: Number of tokens to draft.
 
         Yields:
-            For each step j, the states [conversations, tokens, size] from which the output matrix gives the
-            logits of token t + 2 + j.
+            For each step j, the head's hidden states [conversations, tokens, size]. The output matrix maps
+            the state of token t to the logits of token t + 2 + j.
         """
 
     @abstractmethod
     def logits(self, states: mx.array) -> mx.array:
-        """Return the logits [rows, draft tokens] for states [rows, size] of `unroll`."""
+        """Return the logits [rows, draft tokens] for hidden states [rows, size] from `unroll`."""
 
     @abstractmethod
     def published(self) -> Arrays:
-        """Return the tensors of the published file."""
+        """Return the tensors to publish, by the names in the published layout."""
 
     @property
     def weights(self) -> Arrays:
@@ -98,9 +99,9 @@ class TrainableHead(ABC):
 
 
 def least_squares(inputs: NDArray[np.float32], goals: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return the matrix [input size, goal size] that best maps rows of inputs to rows of goals.
+    """Return the matrix [input size, goal size] that best maps rows of `inputs` to rows of `goals`.
 
-    Fitted to a few thousand tokens, it takes seconds and saves hundreds of training steps.
+    Initial weights fitted to a few thousand tokens in seconds save hundreds of training steps.
     """
     gram = inputs.T @ inputs
     ridge = _RIDGE * np.trace(gram) / len(gram) * np.eye(len(gram), dtype=np.float32)

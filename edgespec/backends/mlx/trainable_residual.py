@@ -13,23 +13,24 @@ from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 from numpy.typing import NDArray
 
-from edgespec.backends.head_training import TrainingBatch
+from edgespec.backends.drafter_training import TrainingBatch
 from edgespec.backends.hidden_state_log import POST_NORM
 from edgespec.backends.mlx.evaluation import evaluate
-from edgespec.backends.mlx.trainable_head import Arrays, TrainableHead, least_squares
+from edgespec.backends.mlx.gradient_descent import Arrays
+from edgespec.backends.mlx.trainable_head import TrainableHead, least_squares
 
 if TYPE_CHECKING:
     from edgespec.backends.mlx.teacher import MlxTeacher
 
 __all__ = ["TrainableHydra", "TrainableMedusa"]
 
-# Number of heads, each of which guesses one more token ahead, and of residual blocks per head, as in most
-# published heads.
+# Number of heads, and of residual blocks per head, as in most published heads. Each head predicts one more
+# token ahead than the head before it.
 _HEADS, _BLOCKS = 4, 1
 
 
 class _Block(Module):
-    """A residual block that adds nothing to its input, or to a linear map of it, before it is trained."""
+    """A residual block. Before training, it returns its input, or a linear map of its input, unchanged."""
 
     def __init__(self, inputs: int, size: int) -> None:
         super().__init__()
@@ -44,7 +45,7 @@ class _Block(Module):
 
 
 class _Heads(Module):
-    """The residual blocks of all heads. `blocks[i]` are those of head i."""
+    """The residual blocks of all heads. `blocks[i]` holds the blocks of head i."""
 
     def __init__(self, size: int, reads_tokens: bool) -> None:
         super().__init__()
@@ -54,11 +55,11 @@ class _Heads(Module):
 
 
 class _TrainableHeads(TrainableHead):
-    """Heads that read the target's final hidden state, and share its LM head."""
+    """Heads that read the target's final hidden state and use the target's LM head."""
 
     method: ClassVar[str]
     reads_tokens: ClassVar[bool]
-    # What the published names of the residual blocks begin with.
+    # Prefix of the residual blocks' names in the published layout.
     prefix: ClassVar[str]
 
     def __init__(self, teacher: MlxTeacher, config: Mapping[str, Any]) -> None:
@@ -128,7 +129,7 @@ class TrainableMedusa(_TrainableHeads):
 
 
 class TrainableHydra(_TrainableHeads):
-    """Hydra heads, whose published layout has an output matrix for each head: copies of the target's."""
+    """Hydra heads. Their published layout contains a copy of the target's output matrix for each head."""
 
     title, method = "Hydra heads", "hydra"
     weights_file = "hydra_lm_head.safetensors"
@@ -145,14 +146,14 @@ class TrainableHydra(_TrainableHeads):
         return head
 
     def _choose_initial_weights(self, examples: TrainingBatch) -> None:
-        """Let each head guess the target's later hidden state as well as a linear layer can.
+        """Initialise each head with the linear map that best predicts the target's later hidden state.
 
-        A Medusa head cannot begin like this, because its residual blocks have no linear part.
+        Medusa heads cannot be initialised like this, because their residual blocks have no linear map.
         """
         teacher, tokens = self._teacher, examples.tokens
         embeddings = np.array(teacher.embed(mx.array(tokens)))
         states = np.array(teacher.states(tokens, self.states).hidden)
-        # Both are scaled to about one, because the fit suppresses small inputs.
+        # Scale both inputs to about one, because ridge regression suppresses small inputs.
         state_scale, token_scale = (1.0 / np.sqrt((each**2).mean() + 1e-6) for each in (states, embeddings))
         weights = self.weights
         for head in range(_HEADS):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, inf
 from time import perf_counter as now
 
@@ -13,6 +13,7 @@ from edgespec.backends.base import LanguageModel
 from edgespec.errors import BackendError, CapabilityError, EdgespecError
 from edgespec.memory.budget import DEFAULT_RESERVE_BYTES, available_bytes
 from edgespec.memory.prefix_cache.disk import PrefixCacheDisk
+from edgespec.memory.prefix_cache.head_state import HeadState
 from edgespec.memory.prefix_cache.reuse import ReuseCosts, reusable_tokens
 from edgespec.memory.prefix_cache.segments import Segment, Tokens, name_of, shared_tokens
 from edgespec.memory.prefix_cache.store import SegmentStore
@@ -65,6 +66,7 @@ class PrefixCache:
         model: The target.
         max_bytes: Size limit in memory.
         disk: Storage for segments on disk. If None, segments are kept only in memory.
+        heads: The heads that draft for the model. Their states are stored together with the KV states.
         reuse_costs: Determines whether a copy saves time.
         max_copied_bytes: Maximum size of one copy, or None for no limit. Larger KV states are split into
             several segments, or not stored if the model can only copy them whole.
@@ -78,6 +80,7 @@ class PrefixCache:
         max_bytes: int,
         disk: PrefixCacheDisk | None = None,
         *,
+        heads: Sequence[HeadState] = (),
         reuse_costs: ReuseCosts,
         max_copied_bytes: int | None = None,
         available: Callable[[], int] = available_bytes,
@@ -86,7 +89,7 @@ class PrefixCache:
     ) -> None:
         self.reuse_costs = reuse_costs
         self.hits = self.reused_tokens = 0
-        self._model = model
+        self._model, self._heads = model, heads
         self._can_truncate = model.facts.capabilities.partial_truncate
         self._max_copied_bytes = max_copied_bytes
         self.store = SegmentStore(max_bytes, disk, available, reuse_costs, reserve_bytes)
@@ -150,7 +153,8 @@ class PrefixCache:
         if sizes:
             return sum(size for size, _ in sizes) / sum(count for _, count in sizes)
         facts = self._model.facts
-        return facts.max_kv_bytes / facts.max_context_tokens
+        head_bytes = sum(head.token_bytes for head in self._heads)
+        return facts.max_kv_bytes / facts.max_context_tokens + head_bytes
 
     def _add(self, sequence: Tokens, base: Segment | None, shared: int) -> None:
         end = len(sequence)
@@ -203,12 +207,16 @@ class PrefixCache:
     def _copy_segment(self, sequence: Tokens, parent: Segment | None) -> Segment:
         began = now()
         snapshot = self._model.snapshot(parent.end if parent else 0, len(sequence))
-        self.reuse_costs.record_copy(len(snapshot.data), now() - began)
+        self.reuse_costs.record_copy(snapshot.size_bytes, now() - began)
+        if self._heads:
+            tokens = sequence.tolist()
+            heads = {head.name: head.copy(tokens, snapshot.start) for head in self._heads}
+            snapshot = replace(snapshot, heads=heads)
         name = name_of(sequence, snapshot.start)
         segment = self.store.tree.find_name(name)
         if segment is None:
-            tokens = sequence[snapshot.start :].copy()
-            segment = Segment(name, parent, tokens, len(snapshot.data), snapshot)
+            own_tokens = sequence[snapshot.start :].copy()
+            segment = Segment(name, parent, own_tokens, snapshot.size_bytes, snapshot)
             self.store.tree.add(segment)
         segment.snapshot = segment.snapshot or snapshot
         self.store.touch(segment)
@@ -317,6 +325,9 @@ class PrefixCache:
         except (EdgespecError, MemoryError):
             self.store.remove(segment)
             return False
+        for head in self._heads:
+            if head.name in snapshot.heads:
+                head.restore(segment.sequence().tolist(), snapshot.heads[head.name])
         self.reuse_costs.record_copy(segment.size_bytes, now() - began)
         self.store.keep_in_memory(segment, snapshot)
         self.store.enforce_limits()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,15 +127,17 @@ class PrefixCacheDisk:
             with _opened(path) as file:
                 header = self._header(file)
                 tokens = file.read(4 * (header["end"] - header["start"]))
-                data = file.read()
+                head_bytes: dict[str, int] = header.get("heads", {})
+                data = file.read(header["data_bytes"] - sum(head_bytes.values()))
+                heads = {name: file.read(size) for name, size in head_bytes.items()}
         except (OSError, ValueError, MemoryError):
             return None
-        if crc32(tokens) != header["tokens_sum"] or block_checksums(data) != header["sums"]:
+        if crc32(tokens) != header["tokens_sum"] or _checksums(data, heads) != header["sums"]:
             _delete(path)
             return None
         with suppress(OSError):
             os.utime(path)
-        return Snapshot(header["end"], data, header["start"])
+        return Snapshot(header["end"], data, header["start"], heads)
 
     def write(self, name: str, after: str, tokens: Tokens, snapshot: Snapshot, seconds: float) -> bool:
         """Write a segment, deleting less valuable ones to make room.
@@ -157,12 +159,13 @@ class PrefixCacheDisk:
             "after": after,
             "start": snapshot.start,
             "end": snapshot.length,
-            "data_bytes": len(snapshot.data),
+            "data_bytes": snapshot.size_bytes,
+            "heads": {head: len(data) for head, data in snapshot.heads.items()},
             "seconds": seconds,
             "tokens_sum": crc32(encoded),
-            "sums": block_checksums(snapshot.data),
+            "sums": _checksums(snapshot.data, snapshot.heads),
         }
-        parts = (encode_header(header), encoded, snapshot.data)
+        parts = (encode_header(header), encoded, snapshot.data, *snapshot.heads.values())
         size_bytes = sum(map(len, parts))
         if size_bytes > self.quota_bytes:
             return False
@@ -283,6 +286,10 @@ def delete_cached_prefixes(folder: Path | None = None) -> int:
         return delete_files([*_files(folder), *folder.glob("*/.*.tmp")])
     finally:
         lock.release()
+
+
+def _checksums(data: bytes, heads: Mapping[str, bytes]) -> list[int]:
+    return [checksum for part in (data, *heads.values()) for checksum in block_checksums(part)]
 
 
 def _lock(folder: Path, seconds: float) -> FileLock:

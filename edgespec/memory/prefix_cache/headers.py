@@ -60,9 +60,12 @@ def _is_valid(header: Any) -> bool:
         return False
     if not all(type(header.get(key)) is int and 0 <= header[key] < _MAX_COUNT for key in _COUNTS):
         return False
-    seconds = header.get("seconds")
+    seconds, heads = header.get("seconds"), header.get("heads", {})
     return (
-        header["start"] <= header["end"]
+        isinstance(heads, dict)
+        and all(type(size) is int and size >= 0 for size in heads.values())
+        and sum(heads.values()) <= header["data_bytes"]
+        and header["start"] <= header["end"]
         and _DIGEST.fullmatch(header["after"]) is not None
         and isinstance(seconds, int | float)
         and not isinstance(seconds, bool)

@@ -44,7 +44,7 @@ class Segment:
         name: See `name_of`.
         parent: The preceding segment; None at the start of a sequence.
         tokens: int32 [n], the tokens that follow the parent's.
-        size_bytes: Size of the KV state in bytes.
+        size_bytes: Size of the KV state in bytes, including the states of heads.
         snapshot: The KV state; None if it is only on disk.
         on_disk: Whether the KV state is on disk.
         is_branch_point: Whether sequences are known to diverge after this segment.

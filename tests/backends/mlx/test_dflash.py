@@ -178,7 +178,7 @@ def test_an_interrupt_stops_drafting(files: Files, target: MlxModel) -> None:
     ("options", "message"),
     [
         ({"size": 32}, "hidden states of size 32"),
-        ({"vocab": ROWS + 1}, "vocabularies of size"),
+        ({"vocab": ROWS + 1}, "a vocabulary of size"),
         ({"states": (0, 1, 9)}, "reads the layers"),
         ({"changes": {"norm.weight": np.full(SIZE, np.nan, np.float32)}}, "not finite"),
         ({"changes": {"norm.weight": None}}, "it lacks norm.weight"),
@@ -209,7 +209,7 @@ def test_the_estimate_is_what_the_head_uses(files: Files, target: MlxModel) -> N
         assert estimate.bytes_of("weights") == head.facts.weight_bytes
         assert estimate.bytes_of("cache") == head.facts.kv_bytes
         head.prefill(list(range(10)))
-        assert sum(array.nbytes for array in head._state) == estimate.bytes_of("cache") // 2
+        assert sum(array.nbytes for array in head._cache_arrays) == estimate.bytes_of("cache") // 2
         head.close()
 
 

@@ -302,7 +302,7 @@ def test_the_hidden_states_that_a_head_reads_are_found_by_a_trial(tmp_path: Path
     ("options", "message"),
     [
         ({"size": 32}, "hidden states of size 32"),
-        ({"vocab": ROWS + 1}, "vocabularies of size"),
+        ({"vocab": ROWS + 1}, "a vocabulary of size"),
         ({"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}, "reads the layers"),
     ],
 )

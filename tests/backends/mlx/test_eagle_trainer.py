@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from edgespec.backends.head_training import TrainingBatch
+from edgespec.backends.drafter_training import TrainingBatch
 from edgespec.backends.mlx.eagle_net import EagleNet
 from edgespec.backends.mlx.teacher import MlxTeacher, load_teacher
 from edgespec.errors import CancelledError, CapabilityError
@@ -37,7 +37,7 @@ def batch_of(conversations: int = 4, length: int = 24) -> TrainingBatch:
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2"])
 def test_a_head_learns_its_batch(folder: Path, kind: str) -> None:
     teacher, batch = teacher_of(folder / kind, kind), batch_of()
-    trainer = teacher.head_trainer("eagle3", batch, np.ones(ROWS, np.int64))
+    trainer = teacher.head("eagle3").trainer(batch, np.ones(ROWS, np.int64))
     before, _ = trainer.guesses(batch, 4)
     losses = [trainer.step(batch, 0.5) for _ in range(40)]
     after, owners = trainer.guesses(batch, 4)
@@ -53,12 +53,12 @@ def test_quantised_weights_give_the_same_head(folder: Path, monkeypatch: pytest.
         folder / "quantised", "llama", quantisation=QUANTISED, config={"num_hidden_layers": 6}
     )
     dense = load_teacher(str(checkpoint), "tiny")
-    monkeypatch.setattr("edgespec.backends.mlx.teacher.runs_on_cpu", lambda: False)
+    monkeypatch.setattr("edgespec.backends.mlx.float32_weights.runs_on_cpu", lambda: False)
     quantised = load_teacher(str(checkpoint), "tiny")
     rows = mx.array([3, 1, 200])
     assert mx.allclose(dense.output_rows(rows), quantised.output_rows(rows), atol=1e-6)
     batch, counts = batch_of(), np.ones(ROWS, np.int64)
-    losses = [each.head_trainer("eagle3", batch, counts).step(batch, 0.9) for each in (dense, quantised)]
+    losses = [each.head("eagle3").trainer(batch, counts).step(batch, 0.9) for each in (dense, quantised)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
@@ -68,7 +68,7 @@ def test_only_the_most_frequent_tokens_are_drafted(folder: Path, monkeypatch: py
     teacher, batch = teacher_of(folder / "rare"), batch_of()
     counts = np.zeros(ROWS, np.int64)
     counts[100:150] = 1
-    trainer = teacher.head_trainer("eagle3", batch, counts)
+    trainer = teacher.head("eagle3").trainer(batch, counts)
     assert np.isfinite(trainer.step(batch, 0.5))
     (folder / "rare head").mkdir()
     trainer.publish(folder / "rare head")
@@ -76,7 +76,7 @@ def test_only_the_most_frequent_tokens_are_drafted(folder: Path, monkeypatch: py
     assert isinstance(arrays, dict)
     assert arrays["d2t"].tolist() == [100] * 50
     assert np.flatnonzero(np.array(arrays["t2d"])).tolist() == list(range(100, 150))
-    published = teacher.published_head("eagle3", folder / "rare head")
+    published = teacher.head("eagle3").published(folder / "rare head")
     assert published is not None
     right, _ = published.guesses(batch, 2)
     assert np.mean(right == trainer.guesses(batch, 2)[0]) > 0.95
@@ -139,4 +139,4 @@ def test_writing_can_be_cancelled(folder: Path) -> None:
 
 def test_a_model_with_few_layers_is_refused(folder: Path) -> None:
     with pytest.raises(CapabilityError, match="tiny has 5 layers, but EAGLE-3 heads"):
-        teacher_of(folder / "flat", layers=5).head_trainer("eagle3", batch_of(), np.ones(ROWS, np.int64))
+        teacher_of(folder / "flat", layers=5).head("eagle3").trainer(batch_of(), np.ones(ROWS, np.int64))

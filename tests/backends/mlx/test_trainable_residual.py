@@ -42,7 +42,7 @@ def teacher(model: Path) -> MlxTeacher:
 
 def trainer_of(teacher: MlxTeacher, method: str) -> MlxHeadTrainer:
     # The examples are not the batch, of which the initial weights would know everything.
-    trainer = teacher.head_trainer(method, batch_of(3, 30), np.ones(ROWS, np.int64))
+    trainer = teacher.head(method).trainer(batch_of(3, 30), np.ones(ROWS, np.int64))
     assert isinstance(trainer, MlxHeadTrainer)
     return trainer
 
@@ -61,7 +61,7 @@ def test_heads_learn_their_batch(teacher: MlxTeacher, method: str, tmp_path: Pat
     after, _ = trainer.guesses(batch, 4)
     assert losses[-1] < 0.9 * losses[0]
     assert after.mean() > before.mean() + 0.1
-    again = teacher.published_head(method, published(trainer, tmp_path / "head"))
+    again = teacher.head(method).published(published(trainer, tmp_path / "head"))
     assert again is not None
     assert np.mean(again.guesses(batch, 4)[0] == after) > 0.95
 
@@ -127,13 +127,13 @@ def test_replies_are_those_of_plain_decoding(
 
 
 def test_other_heads_are_not_overwritten(teacher: MlxTeacher, tmp_path: Path) -> None:
-    assert teacher.published_head("medusa", tmp_path) is None
+    assert teacher.head("medusa").published(tmp_path) is None
     folder = published(trainer_of(teacher, "hydra"), tmp_path / "head")
     with pytest.raises(ModelFileError, match="contains no Medusa heads for some/tiny"):
-        teacher.published_head("medusa", folder)
+        teacher.head("medusa").published(folder)
     arrays = mx.load(str(folder / "hydra_lm_head.safetensors"))
     assert isinstance(arrays, dict)
     arrays["hydra_lm_head.2.weight"] *= 2
     mx.save_safetensors(str(folder / "hydra_lm_head.safetensors"), arrays)
     with pytest.raises(ModelFileError, match="output matrices are not those of the target"):
-        teacher.published_head("hydra", folder)
+        teacher.head("hydra").published(folder)

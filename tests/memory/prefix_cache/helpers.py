@@ -8,7 +8,7 @@ from typing import Any
 
 from edgespec import Reply, Runtime
 from edgespec.backends.base import LanguageModel
-from edgespec.memory.prefix_cache import PrefixCache, PrefixCacheDisk, ReuseCosts
+from edgespec.memory.prefix_cache import HeadState, PrefixCache, PrefixCacheDisk, ReuseCosts
 from edgespec.methods import DrafterSet
 
 PLENTY = 1 << 30
@@ -33,6 +33,7 @@ def keeper(
     identity: str = "a model",
     available: int = 1 << 40,
     max_copied_bytes: int | None = None,
+    heads: Sequence[HeadState] = (),
 ) -> PrefixCache:
     """Create a prefix cache for a model, on disk too if a folder is given."""
     disk = PrefixCacheDisk(identity, quota_bytes, folder) if folder else None
@@ -40,6 +41,7 @@ def keeper(
         model,
         max_bytes,
         disk,
+        heads=heads,
         reuse_costs=Always(),
         max_copied_bytes=max_copied_bytes,
         available=lambda: available,

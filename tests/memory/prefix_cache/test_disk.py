@@ -52,6 +52,18 @@ def test_a_segment_survives_a_round_trip(tmp_path: Path) -> None:
     assert (read.start, read.length, len(read.data)) == (30, 50, 300)
 
 
+def test_the_states_of_heads_are_stored_in_the_same_file(tmp_path: Path) -> None:
+    disk, name = PrefixCacheDisk("a model", PLENTY, tmp_path), name_of(TEXT, 0)
+    heads = {"eagle": bytes(range(90)), "medusa": b"", "hydra": b"state"}
+    assert disk.write(name, "", TEXT, Snapshot(50, b"data", 0, heads), 1.0)
+    (segment,) = disk.list_segments()
+    assert segment.data_bytes == 4 + 95
+    assert disk.read(name) == Snapshot(50, b"data", 0, heads)
+    path = file_of(disk, name)
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    assert disk.read(name) is None
+
+
 @pytest.mark.skipif(os.name != "posix", reason="modes are POSIX")
 def test_files_are_private(tmp_path: Path) -> None:
     disk = PrefixCacheDisk("a model", PLENTY, tmp_path / "kept")

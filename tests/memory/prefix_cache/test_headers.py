@@ -51,6 +51,18 @@ def test_files_with_an_invalid_header_are_ignored(tmp_path: Path, key: str, quot
         assert PrefixCacheDisk("a model", quota_bytes, tmp_path).list_segments() == []
 
 
+@pytest.mark.parametrize("heads", [None, 3, [], {"a": -1}, {"a": "1"}, {"a": True}, {"a": 301}])
+def test_files_with_invalid_sizes_of_heads_are_ignored(tmp_path: Path, heads: Any) -> None:
+    disk = PrefixCacheDisk("a model", 1 << 30, tmp_path)
+    assert written(disk, 0, 40)
+    name = name_of(TEXT[:40], 0)
+    path = disk.folder / f"{name}.kept"
+    with path.open("rb") as file:
+        header = headers.read_header(file) | {"heads": heads}
+    forge(path, json.dumps(header).encode())
+    assert disk.read(name) is None
+
+
 @pytest.mark.parametrize(
     "header",
     [b"[]", b"7", b"null", b"[" * 100_000, b"\xff", b""],

@@ -1,0 +1,159 @@
+"""What a backend offers for training heads and draft models: the target as a teacher, and its students."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.backends.base import Progress, Vocabulary
+
+__all__ = ["DrafterTrainer", "Guesser", "Student", "Teacher", "TrainingBatch"]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingBatch:
+    """A batch of training conversations, padded at the end to the same length.
+
+    Attributes:
+        tokens: int32 [conversations, tokens].
+        replied: Whether the target wrote a token in a reply, bool [conversations, tokens]. A drafter learns
+            to guess these tokens only.
+    """
+
+    tokens: NDArray[np.int32]
+    replied: NDArray[np.bool_]
+
+    def replied_after(self, count: int) -> NDArray[np.bool_]:
+        """Return whether the token `count` tokens later is in a reply, bool [conversations, tokens]."""
+        later = np.zeros_like(self.replied)
+        later[:, : max(0, self.replied.shape[1] - count)] = self.replied[:, count:]
+        return later
+
+    def drafting_rows(self, depth: int) -> NDArray[np.int64]:
+        """Return from which tokens of the flattened batch a reply's next `depth` tokens can be guessed.
+
+        The token after each of them is the root of the draft, so it is not guessed.
+        """
+        return np.flatnonzero(np.logical_and.reduce([self.replied_after(2 + i) for i in range(depth)]))
+
+
+class Guesser(Protocol):
+    """A drafter whose guesses can be counted. All methods must be called from the same thread."""
+
+    def guesses(self, batch: TrainingBatch, depth: int) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+        """Draft from every token from which the drafter could guess `depth` tokens of a reply.
+
+        Returns:
+            Whether each drafted token is the target's most likely token, bool [drafts, depth], and the index
+            of each draft's conversation in the batch, int64 [drafts]. A token is judged as if all drafted
+            tokens before it were correct.
+        """
+
+
+class DrafterTrainer(Guesser, Protocol):
+    """A head or draft model in training, and the state of its optimiser."""
+
+    def step(self, batch: TrainingBatch, done: float) -> float:
+        """Run a training step and return the loss before it.
+
+        Args:
+            batch: Conversations, at least one of which has a reply of several tokens.
+            done: Completed fraction of the training (0 to 1), on which the learning rate depends.
+
+        Raises:
+            BackendError: The loss is not finite, or the step failed.
+        """
+
+    def save_state(self, path: Path) -> None:
+        """Save the weights and the optimiser's state to a `.safetensors` file. Raises OSError."""
+
+    def load_state(self, path: Path) -> None:
+        """Restore what `save_state` saved. Raises ModelFileError if the file does not fit."""
+
+    def publish(self, folder: Path) -> None:
+        """Write the head or draft model to a folder, in the published layout. Raises OSError."""
+
+
+class Student(Protocol):
+    """A kind of head, or a draft model, that can be trained for a target.
+
+    All methods must be called from the thread that loaded the target.
+
+    Attributes:
+        title: What is trained, such as `EAGLE-3 head`.
+    """
+
+    title: str
+
+    def trainer(self, examples: TrainingBatch, counts: NDArray[np.int64]) -> DrafterTrainer:
+        """Create a trainer that starts from the beginning.
+
+        Args:
+            examples: Conversations from which to choose the initial weights of a head.
+            counts: How often each token of the vocabulary occurs in the replies to train with.
+
+        Raises:
+            CapabilityError: The target does not support heads of this kind.
+            ModelFileError: The draft model cannot be loaded.
+        """
+
+    def published(self, folder: Path) -> Guesser | None:
+        """Load the result of an earlier training, or return None if the folder contains none.
+
+        Raises:
+            ModelFileError: The folder contains something else, such as a head for another target.
+        """
+
+    def untrained(self) -> Guesser | None:
+        """Return what drafts without any training, to compare with. None for heads."""
+
+
+class Teacher(Protocol):
+    """A target that writes text and trains drafters. All methods must be called from the same thread."""
+
+    vocabulary: Vocabulary
+    context_tokens: int
+    """Context length that the target was trained for. 0 if unknown."""
+
+    def write(
+        self,
+        prompts: Sequence[Sequence[int]],
+        temperatures: Sequence[float],
+        max_tokens: int,
+        seed: int,
+        progress: Progress,
+    ) -> list[list[int]]:
+        """Continue several prompts at once, each until an end token or `max_tokens`.
+
+        Args:
+            prompts: The tokens of each prompt.
+            temperatures: The temperature for each prompt.
+            max_tokens: Maximum number of new tokens per prompt.
+            seed: Seed of the random draws. The same arguments give the same text.
+            progress: Called with the completed fraction. Returning False cancels the call.
+
+        Returns:
+            The new tokens of each prompt, including the end token.
+
+        Raises:
+            CancelledError: `progress` returned False.
+            BackendError: The target failed.
+        """
+
+    def head(self, method: str) -> Student:
+        """Return a kind of head, such as `eagle3`, to train for this target."""
+
+    def draft(self, path: Path, name: str, lora: bool) -> Student:
+        """Return a draft model to train for this target.
+
+        Args:
+            path: Folder of the draft model, whose token ids are those of the target.
+            name: Name of the draft model, for messages.
+            lora: Train low-rank changes of the weights (LoRA), which needs less memory than training all of
+                them.
+        """

@@ -1,0 +1,206 @@
+"""Distil a draft model: train it to predict the target's tokens, partly after text of its own.
+
+Based on on-policy distillation (GKD, arXiv 2306.13649) and on DistillSpec (arXiv 2310.08461).
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import numpy as np
+from mlx import optimizers
+from numpy.typing import NDArray
+
+from edgespec.backends.drafter_training import TrainingBatch
+from edgespec.backends.mlx.batch_writing import write_texts
+from edgespec.backends.mlx.evaluation import evaluate, translate_errors
+from edgespec.backends.mlx.gradient_descent import GradientDescent, ParameterGroup
+from edgespec.backends.mlx.trainable_draft import TrainableDraft
+from edgespec.backends.mlx_files import WEIGHTS_INDEX, is_weights
+from edgespec.errors import ModelFileError
+
+if TYPE_CHECKING:
+    from edgespec.backends.mlx.teacher import MlxTeacher
+
+__all__ = ["DraftGuesser", "DraftStudent", "DraftTrainer"]
+
+_WEIGHTS_FILE = "model.safetensors"
+# Files that are copied from the original to the trained draft model: the configuration and the tokenizer.
+_COPIED_SUFFIXES = frozenset({".json", ".jinja", ".model", ".tiktoken", ".txt"})
+# Learning rate of all weights, times the size of a hidden state. Wider networks need lower rates
+# (arXiv 2203.03466). On the demo models, a rate five times as high made the draft model worse.
+_RATE_TIMES_SIZE = 0.01
+# Learning rate of low-rank changes, as in online training.
+_LORA_RATE = 3e-4
+_MAX_GRADIENT_NORM = 1.0
+# In one of this many steps, the draft model continues the target's replies itself. In GKD's notation,
+# lambda = 0.5.
+_ON_POLICY_EVERY = 2
+# Maximum number of tokens that it then writes per reply. A draft is shorter, and this limits the time.
+_OWN_TOKENS = 32
+
+
+class DraftGuesser:
+    """`Guesser` for a draft model.
+
+    Args:
+        teacher: The target.
+        draft: The draft model.
+        name: Name of the draft model, for messages.
+    """
+
+    def __init__(self, teacher: MlxTeacher, draft: TrainableDraft, name: str) -> None:
+        self._teacher, self._draft, self._name = teacher, draft, name
+        # The vocabularies can have different numbers of padding tokens at the end.
+        self._vocab_size = min(teacher.vocabulary.size, draft.vocab_size)
+
+    def guesses(self, batch: TrainingBatch, depth: int) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+        """See `Guesser`."""
+        best = self._target_logits(batch).argmax(axis=-1)
+        evaluate(best)
+        right = self._draft_logits(batch).argmax(axis=-1) == best
+        evaluate(right)
+        hits, rows = np.array(right), batch.drafting_rows(depth)
+        guesses = np.stack([hits[rows + 1 + step] for step in range(depth)], axis=1)
+        return guesses, rows // batch.tokens.shape[1]
+
+    def _target_logits(self, batch: TrainingBatch) -> mx.array:
+        """Return the target's logits after each token, float32 [flattened tokens, vocabulary]."""
+        logits = self._teacher.logits(batch.tokens)
+        return logits.reshape(-1, logits.shape[-1])[:, : self._vocab_size]
+
+    def _draft_logits(self, batch: TrainingBatch) -> mx.array:
+        """Return the draft model's logits after each token, float32 [flattened tokens, vocabulary]."""
+        with translate_errors(f"{self._name} could not be run"):
+            logits = self._draft.net(mx.array(self._known(batch.tokens)))
+            return logits.reshape(-1, logits.shape[-1])[:, : self._vocab_size].astype(mx.float32)
+
+    def _known(self, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Replace padding tokens of only one model, because MLX would read outside of the embedding table."""
+        return np.minimum(tokens, self._vocab_size - 1)
+
+
+class DraftTrainer(DraftGuesser):
+    """`DrafterTrainer` for a draft model.
+
+    Args:
+        teacher: The target.
+        draft: The draft model.
+        name: Name of the draft model, for messages.
+        original: Folder from which the draft model was loaded.
+        rate: Highest learning rate.
+    """
+
+    def __init__(
+        self, teacher: MlxTeacher, draft: TrainableDraft, name: str, original: Path, rate: float
+    ) -> None:
+        super().__init__(teacher, draft, name)
+        self._original = original
+        adam = optimizers.Adam(0.0, betas=[0.9, 0.95])
+        everything = ParameterGroup(adam, rate, lambda _weight: True)
+        self._descent = GradientDescent(draft, (everything,), _MAX_GRADIENT_NORM, name)
+
+    def step(self, batch: TrainingBatch, done: float) -> float:
+        """See `DrafterTrainer`."""
+        with translate_errors(f"{self._name} cannot be trained"):
+            if self._descent.steps % _ON_POLICY_EVERY == 0:
+                batch = self.continued(batch)
+            rows = mx.array(np.flatnonzero(batch.replied_after(1)))
+            target_logits = self._target_logits(batch)[rows]
+            evaluate(target_logits)
+            return self._descent.step(
+                lambda: _total_variation(target_logits, self._draft_logits(batch)[rows]), done
+            )
+
+    def continued(self, batch: TrainingBatch) -> TrainingBatch:
+        """Cut each reply at a random token, and let the draft model continue it at temperature 1."""
+        random = np.random.default_rng(self._descent.steps)
+        tokens, replied = self._known(batch.tokens), batch.replied.copy()
+        rows = np.flatnonzero(replied.any(axis=1))
+        replies = [np.flatnonzero(replied[row]) for row in rows]
+        starts = [max(1, int(random.choice(reply))) for reply in replies]
+        texts = write_texts(
+            self._draft.net,
+            self._teacher.vocabulary,
+            [tokens[row, :start].tolist() for row, start in zip(rows, starts, strict=True)],
+            [1.0] * len(rows),
+            [min(_OWN_TOKENS, tokens.shape[1] - start) for start in starts],
+            self._descent.steps,
+            lambda _description, _fraction: True,
+            failure=f"{self._name} could not write text",
+        )
+        for row, start, text in zip(rows, starts, texts, strict=True):
+            end = start + len(text)
+            tokens[row, start:end], tokens[row, end:] = text, 0
+            replied[row, start:end], replied[row, end:] = True, False
+        return TrainingBatch(self._known(tokens), replied)
+
+    def save_state(self, path: Path) -> None:
+        """See `DrafterTrainer`."""
+        self._descent.save(path)
+
+    def load_state(self, path: Path) -> None:
+        """See `DrafterTrainer`."""
+        self._descent.load(path)
+
+    def publish(self, folder: Path) -> None:
+        """See `DrafterTrainer`."""
+        for file in self._original.iterdir():
+            if file.suffix in _COPIED_SUFFIXES and file.name != WEIGHTS_INDEX:
+                shutil.copyfile(file, folder / file.name)
+        mx.save_safetensors(str(folder / _WEIGHTS_FILE), self._draft.published(), {"format": "mlx"})
+
+
+class DraftStudent:
+    """`Student` for a draft model. See `Teacher.draft`."""
+
+    def __init__(self, teacher: MlxTeacher, path: Path, name: str, lora: bool) -> None:
+        self.title = "draft model"
+        self._teacher, self._path, self._name, self._lora = teacher, path, name, lora
+
+    def trainer(self, _examples: TrainingBatch, _counts: NDArray[np.int64]) -> DraftTrainer:
+        """See `Student`."""
+        draft = TrainableDraft(self._path, self._name, self._lora)
+        rate = _LORA_RATE if self._lora else _RATE_TIMES_SIZE / draft.size
+        return DraftTrainer(self._teacher, draft, self._name, self._path, rate)
+
+    def published(self, folder: Path) -> DraftGuesser | None:
+        """See `Student`."""
+        names = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
+        weights = set(filter(is_weights, names))
+        if not weights and "config.json" not in names:
+            return None
+        if weights != {_WEIGHTS_FILE} or _config(folder) != _config(self._path):
+            raise ModelFileError(
+                f"{folder} contains another model than a trained {self._name}",
+                "choose another folder for the new draft model",
+            )
+        return self._loaded(folder)
+
+    def untrained(self) -> DraftGuesser:
+        """See `Student`."""
+        return self._loaded(self._path)
+
+    def _loaded(self, folder: Path) -> DraftGuesser:
+        return DraftGuesser(self._teacher, TrainableDraft(folder, self._name, lora=False), self._name)
+
+
+def _config(folder: Path) -> bytes:
+    """Return the contents of a model's configuration file, or nothing if there is none."""
+    file = folder / "config.json"
+    return file.read_bytes() if file.exists() else b""
+
+
+def _total_variation(target_logits: mx.array, draft_logits: mx.array) -> mx.array:
+    """Return the mean total variation distance of the draft model's distributions from the target's.
+
+    Rejection sampling accepts a drafted token with a probability of 1 - TV. On the demo models, training with
+    this loss raised 1 - TV on other text, and the Jensen-Shannon divergence raised it less. KL divergence
+    lowered it, because it is dominated by tokens that a small model cannot learn. TV gives almost no gradient
+    for tokens that the draft model considers impossible, but a draft model to train has few of these.
+    """
+    difference = mx.softmax(target_logits, axis=-1) - mx.softmax(draft_logits, axis=-1)
+    return 0.5 * mx.abs(difference).sum(axis=-1).mean()

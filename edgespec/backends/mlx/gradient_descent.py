@@ -1,0 +1,145 @@
+"""Train the weights of heads and draft models by gradient descent, and save the state of the training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import mlx.core as mx
+import numpy as np
+from mlx import optimizers
+
+from edgespec.backends.mlx.evaluation import evaluate
+from edgespec.errors import BackendError, ModelFileError
+
+__all__ = ["Arrays", "GradientDescent", "ParameterGroup", "Trainable"]
+
+Arrays: TypeAlias = dict[str, mx.array]
+# The learning rates rise for this many steps, are then flat for this fraction of the training, and then fall
+# to zero.
+_WARM_UP_STEPS, _FLAT_FRACTION = 20, 0.13
+
+
+class Trainable(Protocol):
+    """A network whose weights can be replaced.
+
+    Attributes:
+        weights: The trained weights by name. The names contain no colon.
+    """
+
+    weights: Arrays
+
+
+class ParameterGroup(NamedTuple):
+    """Weights that share an optimiser.
+
+    Attributes:
+        optimiser: The optimiser.
+        rate: Highest learning rate.
+        contains: Whether a weight belongs to the group.
+    """
+
+    optimiser: Any
+    rate: float
+    contains: Callable[[mx.array], bool]
+
+
+class GradientDescent:
+    """Minimises a loss, and owns the state of the optimisers.
+
+    Args:
+        network: The network to train.
+        groups: Each weight belongs to exactly one of these groups.
+        max_gradient_norm: Longer gradients are scaled down to this norm.
+        name: What is trained, for messages.
+
+    Attributes:
+        steps: Number of steps so far.
+    """
+
+    def __init__(
+        self, network: Trainable, groups: Sequence[ParameterGroup], max_gradient_norm: float, name: str
+    ) -> None:
+        self.steps = 0
+        self._network, self._groups, self._name = network, groups, name
+        self._max_gradient_norm = max_gradient_norm
+        weights = network.weights
+        for group in groups:
+            group.optimiser.init(_part(weights, group))
+
+    def step(self, loss: Callable[[], mx.array], done: float) -> float:
+        """Update the weights and return the loss before the update.
+
+        Args:
+            loss: Returns the loss of `network` with its current weights.
+            done: Completed fraction of the training (0 to 1).
+
+        Raises:
+            BackendError: The loss is not finite. The weights are unchanged.
+        """
+
+        def loss_of(weights: Arrays) -> mx.array:
+            self._network.weights = weights
+            return loss()
+
+        weights = self._network.weights
+        try:
+            value, gradients = mx.value_and_grad(loss_of)(weights)
+            gradients, norm = optimizers.clip_grad_norm(gradients, self._max_gradient_norm)
+            evaluate(value, norm)
+            if not mx.isfinite(value + norm).item():
+                raise BackendError(f"the loss of {self._name} is not finite")
+        finally:
+            self._network.weights = weights
+        self.steps += 1
+        falling = min(1.0, (1.0 - done) / (1.0 - _FLAT_FRACTION)) * min(1.0, self.steps / _WARM_UP_STEPS)
+        updated: Arrays = {}
+        for group in self._groups:
+            group.optimiser.learning_rate = group.rate * falling
+            updated.update(group.optimiser.apply_gradients(_part(gradients, group), _part(weights, group)))
+        self._network.weights = updated
+        evaluate(*updated.values(), *self._moments().values())
+        return float(np.array(value))
+
+    def save(self, path: Path) -> None:
+        """Save the weights and the optimisers' state to a `.safetensors` file. Raises OSError."""
+        arrays = {**self._network.weights, **self._moments()}
+        mx.save_safetensors(str(path), arrays, {"steps": str(self.steps)})
+
+    def load(self, path: Path) -> None:
+        """Restore what `save` saved. Raises ModelFileError if the file is damaged or does not fit."""
+        expected = {**self._network.weights, **self._moments()}
+        try:
+            loaded: Any = mx.load(str(path), return_metadata=True)
+            saved, metadata = loaded
+            if {name: array.shape for name, array in saved.items()} != {
+                name: array.shape for name, array in expected.items()
+            }:
+                raise ValueError("its arrays have other shapes")
+            self.steps = int(metadata["steps"])
+        except (RuntimeError, ValueError, KeyError, TypeError) as error:
+            raise ModelFileError(
+                f"{path}, which holds the state of an interrupted training, is damaged: {error}",
+                f"delete the folder {path.parent} and train again",
+            ) from error
+        evaluate(*saved.values())
+        self._network.weights = {name: array for name, array in saved.items() if ":" not in name}
+        for group in self._groups:
+            for name, moments in group.optimiser.state.items():
+                if isinstance(moments, dict):
+                    moments.update({moment: saved[f"{name}:{moment}"] for moment in moments})
+
+    def _moments(self) -> Arrays:
+        """Return the optimisers' moments, keyed by weight and moment."""
+        return {
+            f"{name}:{moment}": array
+            for group in self._groups
+            for name, moments in group.optimiser.state.items()
+            if isinstance(moments, dict)
+            for moment, array in moments.items()
+        }
+
+
+def _part(arrays: Arrays, group: ParameterGroup) -> Arrays:
+    return {name: array for name, array in arrays.items() if group.contains(array)}
