@@ -53,6 +53,7 @@ class DrafterSet:
     Args:
         drafters: Drafters by name, or the reasons why they are missing. `grammar` and `ngram` are always
             available.
+        heads: The states of the heads among the drafters.
         chain_model: The draft model, if the `model` drafter proposes plain chains of its tokens, or None.
         why_no_draft: Why there is no draft model, for reports and error messages.
         v: Cost of a verify pass as a multiple of a single-token pass, as a function of the number of tokens
