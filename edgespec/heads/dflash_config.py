@@ -9,8 +9,11 @@ from typing import Any
 from edgespec.heads.config_values import positive
 from edgespec.heads.rope_settings import RopeSettings, parse_rope
 
-__all__ = ["DFlashConfig", "is_dflash", "parse_dflash_config"]
+__all__ = ["MAX_BLOCK_TOKENS", "DFlashConfig", "is_dflash", "parse_dflash_config"]
 
+# Maximum block size in tokens. Published heads use 7 to 16. Larger blocks could exceed the maximum size of
+# llama.cpp's computation graph, which would end the process.
+MAX_BLOCK_TOKENS = 32
 _DEFAULT_BLOCK_TOKENS = 16
 # Maximum number of layers. Published heads have five.
 _MAX_LAYERS = 128
@@ -101,10 +104,15 @@ def parse_dflash_config(config: Mapping[str, Any]) -> DFlashConfig:
     )
     sizes = (
         result.size, result.feed_forward_size, result.heads, result.kv_heads, result.head_size,
-        result.vocab_size, result.block_tokens,
+        result.vocab_size,
     )  # fmt: skip
     if min(sizes) <= 0 or result.head_size % 2 or result.heads % result.kv_heads:
         raise ValueError("its sizes are impossible")
+    # A block of one token has no masks. MLX ends the process if it computes with an empty array.
+    if not 2 <= result.block_tokens <= MAX_BLOCK_TOKENS:
+        raise ValueError(
+            f"its block_size is {result.block_tokens:,}, but must be from 2 to {MAX_BLOCK_TOKENS}"
+        )
     if not 0 <= result.mask_token < result.vocab_size:
         raise ValueError(f"its mask token {result.mask_token} is not in its vocabulary")
     return result
