@@ -8,8 +8,11 @@ from typing import Any
 
 from edgespec.heads.layer_config import LayerConfig, layer_settings
 
-__all__ = ["DFlashConfig", "is_dflash", "parse_dflash_config"]
+__all__ = ["MAX_BLOCK_TOKENS", "DFlashConfig", "is_dflash", "parse_dflash_config"]
 
+# Maximum block size in tokens. Published heads use 7 to 16. Larger blocks could exceed the maximum size of
+# llama.cpp's computation graph, which would end the process.
+MAX_BLOCK_TOKENS = 32
 # Maximum number of layers. Published heads have five.
 _MAX_LAYERS = 128
 _DEFAULT_BLOCK_TOKENS = 16
@@ -82,8 +85,11 @@ def parse_dflash_config(config: Mapping[str, Any]) -> DFlashConfig:
         windows=windows,
         markov_rank=markov_rank,
     )
-    if result.block_tokens <= 0:
-        raise ValueError(f"its block_size is {result.block_tokens}, but must be positive")
+    # A block of one token has no masks. MLX ends the process if it computes with an empty array.
+    if not 2 <= result.block_tokens <= MAX_BLOCK_TOKENS:
+        raise ValueError(
+            f"its block_size is {result.block_tokens:,}, but must be from 2 to {MAX_BLOCK_TOKENS}"
+        )
     if not 0 <= result.mask_token < result.vocab_size:
         raise ValueError(f"its mask token {result.mask_token} is not in its vocabulary")
     return result

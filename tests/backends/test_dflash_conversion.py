@@ -93,6 +93,7 @@ def test_a_converted_head_drafts_what_the_published_one_does(
         ({"vocab_size": 5}, "mask token 7"),
         ({"model_type": "gemma4"}, "model_type 'gemma4'"),
         ({"block_size": 64}, "block_size is 64"),
+        ({"block_size": 1}, "block_size is 1, but must be from 2 to 32"),
         ({"states": (0, 1, 4)}, "reads the layers"),
         ({"rope_scaling": {"rope_type": "mrope"}}, "type 'mrope'"),
         ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}, "mix causal"),

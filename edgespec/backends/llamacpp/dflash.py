@@ -16,7 +16,7 @@ from edgespec.backends.base_model import in_batches
 from edgespec.backends.gguf_header import read_header
 from edgespec.backends.gguf_metadata import read_gguf_info
 from edgespec.backends.llamacpp.block_context import BlockContext
-from edgespec.backends.llamacpp.block_shape import MAX_BLOCK_TOKENS, BlockShape, read_block_shape
+from edgespec.backends.llamacpp.block_shape import BlockShape, read_block_shape
 from edgespec.backends.llamacpp.context_planning import plan_context
 from edgespec.backends.llamacpp.head import CachedHead
 from edgespec.backends.llamacpp.head_loading import estimate_head, load_head_file, target_layers
@@ -28,6 +28,7 @@ from edgespec.backends.memory_estimate import MemoryEstimate
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError
+from edgespec.heads.dflash_config import MAX_BLOCK_TOKENS
 from edgespec.heads.dflash_files import read_dflash
 
 if TYPE_CHECKING:

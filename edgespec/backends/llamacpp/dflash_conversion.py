@@ -8,7 +8,6 @@ from pathlib import Path
 
 import gguf
 
-from edgespec.backends.llamacpp.block_shape import MAX_BLOCK_TOKENS
 from edgespec.backends.llamacpp.head_conversion import ROPE_KINDS, write_head
 from edgespec.errors import ModelFileError, shorten
 from edgespec.heads.dflash_config import DFlashConfig
@@ -65,8 +64,6 @@ def convert_dflash_head(folder: Path, target_layers: int, output: Path) -> None:
 def _problem(config: DFlashConfig, target_layers: int) -> str:
     if not config.states or not all(0 <= state <= target_layers for state in config.states):
         return f"it reads the layers {list(config.states)}, but the target has {target_layers} layers"
-    if not 2 <= config.block_tokens <= MAX_BLOCK_TOKENS:
-        return f"its block_size is {config.block_tokens}, but must be from 2 to {MAX_BLOCK_TOKENS}"
     if config.rope.kind not in ROPE_KINDS:
         return f"llama.cpp does not support its rope_scaling of type {shorten(config.rope.kind)!r}"
     if len({*config.windows} - {0}) > 1:
