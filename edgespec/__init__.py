@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from edgespec.assembly.preview import Preview, plan
     from edgespec.backends.base import Capabilities, ModelFacts
     from edgespec.chat.message import Message
+    from edgespec.chat.tool_calls.calls import ToolCall, ToolCallDelta
     from edgespec.conversation import Chat
     from edgespec.engine.sampling_params import SamplingParams
     from edgespec.engine.stats import Stats
@@ -53,6 +54,8 @@ __all__ = [
     "Stats",
     "TextChunk",
     "TokenLogprobs",
+    "ToolCall",
+    "ToolCallDelta",
     "__version__",
     "delete_data",
     "load",
@@ -66,6 +69,7 @@ _HOMES = {
     "edgespec.assembly.preview": ("Preview", "plan"),
     "edgespec.backends.base": ("Capabilities", "ModelFacts"),
     "edgespec.chat.message": ("Message",),
+    "edgespec.chat.tool_calls.calls": ("ToolCall", "ToolCallDelta"),
     "edgespec.conversation": ("Chat",),
     "edgespec.engine.sampling_params": ("SamplingParams",),
     "edgespec.engine.stats": ("Stats",),

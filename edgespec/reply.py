@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+from edgespec.chat.tool_calls.calls import ToolCall, ToolCallDelta
 from edgespec.engine.loop import FinishReason
 from edgespec.engine.stats import Stats
 
@@ -48,6 +49,7 @@ class TextChunk:
         reasoning: Whether the text is reasoning, as opposed to the answer.
         raw_text: The text with markers. The raw texts of all chunks together are `Reply.text`.
         logprobs: The log-probability of each token in the chunk, if the option `logprobs` is set.
+        tool_call: The next part of a tool call, in a chunk without text.
     """
 
     text: str
@@ -56,6 +58,7 @@ class TextChunk:
     reasoning: bool = False
     raw_text: str = ""
     logprobs: tuple[TokenLogprobs, ...] = ()
+    tool_call: ToolCallDelta | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,15 +116,15 @@ class Reply:
     """A finished reply.
 
     Attributes:
-        text: All generated text. If the model reasoned, this includes the reasoning and its markers, such as
-            `<think>`.
+        text: All generated text, including the reasoning, tool calls, and their markers, such as `<think>`.
         tokens: All generated tokens, including the one that ended the reply.
         finish_reason: `stop`, `length` or `cancelled`.
         seed: Random seed. The same seed gives the same reply.
         target: Name of the target.
         draft: Name of the draft model, or None.
         reasoning: The reasoning before the answer, without markers. Empty if the model did not reason.
-        answer_start: Index in `text` at which the answer starts.
+        answer: The text without reasoning and tool calls. Empty if the reply ended before the answer.
+        tool_calls: The tools that the model calls. The last call is incomplete if the reply ended within it.
         logprobs: The log-probability of each token in `tokens`, if the option `logprobs` is set.
     """
 
@@ -134,16 +137,16 @@ class Reply:
     method: MethodReport
     stats: Stats
     reasoning: str = ""
-    answer_start: int = 0
+    answer: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
-
-    @property
-    def answer(self) -> str:
-        """The text without reasoning. Empty if the reply ended before the answer."""
-        return self.text[self.answer_start :]
 
     def to_json(self) -> dict[str, object]:
         """Return the reply as the object that `generate --json` prints."""
+        optional = {
+            "tool_calls": [call.to_json() for call in self.tool_calls],
+            "logprobs": [each.to_json() for each in self.logprobs],
+        }
         return {
             "text": self.text,
             "reasoning": self.reasoning,
@@ -155,4 +158,5 @@ class Reply:
             "draft": self.draft,
             "method": asdict(self.method),
             "stats": self.stats.to_json(),
-        } | ({"logprobs": [each.to_json() for each in self.logprobs]} if self.logprobs else {})
+            **{key: values for key, values in optional.items() if values},
+        }

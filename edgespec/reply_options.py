@@ -9,6 +9,7 @@ from edgespec.engine.sampling_params import SamplingParams
 from edgespec.option import ACCEPTANCE, DRAFT_LENGTH, METHOD, Option, declared_options
 from edgespec.option_kinds import (
     AdapterScales,
+    Choice,
     Integer,
     JsonSchema,
     SamplingNumber,
@@ -60,6 +61,10 @@ class ReplyArguments(TypedDict, total=False):
     choice: Annotated[str | Sequence[str], Option(TextList(), "reply",
         "Make the answer this text. Can be repeated, so that the model chooses one of several texts.",
         default=(), per_run=True)]
+    thinking: Annotated[str, Option(Choice(("auto", "on", "off")), "reply",
+        "Whether the model should reason before it answers, if it lets users choose. `auto` is the model's"
+        " default.",
+        default="auto")]
     logprobs: Annotated[int | None, Option(Integer(0, 20), "reply",
         "Report the log-probability of each token, and of the N most likely tokens at its position. On the"
         " command line, use it with --json.",

@@ -10,6 +10,7 @@ from typing import Any, Unpack
 
 from edgespec.chat.message import Message, as_messages
 from edgespec.chat.prompt import ContextFull, check_context_full
+from edgespec.chat.tool_calls.tool_set import ToolChoice, as_tool_set
 from edgespec.checks import check_integer
 from edgespec.errors import BusyError, CancelledError, ClosedError, EdgespecError
 from edgespec.reply import Reply, TextChunk
@@ -77,6 +78,8 @@ class RequestQueue:
         self,
         messages: Sequence[Message | Mapping[str, Any]],
         *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: ToolChoice = "auto",
         reply_start: str = "",
         context_full: ContextFull = "slide",
         on_end: Callable[[Reply | None], None] | None = None,
@@ -84,14 +87,21 @@ class RequestQueue:
     ) -> QueuedReply:
         """Queue a request for a reply to messages. See `Runtime.stream_messages` for the arguments.
 
-        Invalid messages raise OptionError immediately. Other errors are the same as for `stream`.
+        Invalid messages and tools raise OptionError immediately. Other errors are the same as for `stream`.
         """
         self._runtime.check_options(**options)
         check_context_full(context_full)
         checked = as_messages(messages)
+        as_tool_set(tools, tool_choice)
         return self._submit(
             lambda: self._runtime.stream_messages(
-                checked, reply_start=reply_start, context_full=context_full, on_end=on_end, **options
+                checked,
+                tools=tools,
+                tool_choice=tool_choice,
+                reply_start=reply_start,
+                context_full=context_full,
+                on_end=on_end,
+                **options,
             )
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -12,17 +13,20 @@ from typing import Any, Unpack
 from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progress, Vocabulary
 from edgespec.backends.mapped_files import MappedFiles
 from edgespec.catalog.acceptance_history import AcceptanceRecorder
-from edgespec.chat.message import Message, as_messages
+from edgespec.chat.message import Message, as_message, as_messages
 from edgespec.chat.prompt import ContextFull, PromptBuilder, check_context_full
 from edgespec.chat.reasoning import opening_marker
 from edgespec.chat.single_prompt import build_single_prompt
-from edgespec.chat.template import ChatTemplate
+from edgespec.chat.template import ChatTemplate, TemplateSettings
+from edgespec.chat.tool_calls.grammar import tool_grammar
+from edgespec.chat.tool_calls.parser import CallSyntax
+from edgespec.chat.tool_calls.tool_set import ToolChoice, ToolSet, as_tool_set
 from edgespec.constraints import ConstraintCompiler
 from edgespec.conversation import Chat
 from edgespec.costs.curve import CostCurve
 from edgespec.costs.target_costs import TargetCosts
 from edgespec.engine.processors import LogitsProcessor
-from edgespec.errors import ClosedError, TemplateError
+from edgespec.errors import ClosedError, OptionError, TemplateError
 from edgespec.memory import MemoryPlan, resident_bytes
 from edgespec.memory.budget import DEFAULT_RESERVE_BYTES
 from edgespec.memory.prefix_cache import PrefixCache, PrefixCacheUsage
@@ -30,6 +34,7 @@ from edgespec.memory.use import MemoryUse
 from edgespec.methods import DrafterSet
 from edgespec.options import ReplyArguments
 from edgespec.reply import MethodReport, Reply
+from edgespec.reply_options import CONSTRAINT_NAMES, REPLY_OPTIONS
 from edgespec.request import StreamArguments, build_request, check_options, defaults_for
 from edgespec.session import Session
 from edgespec.session_pool import Place, SessionPool
@@ -41,6 +46,7 @@ __all__ = ["Runtime"]
 _DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {"method": "auto", "draft_length": None, "acceptance": "invariant"}
 )
+_NO_TOOLS = ToolSet()
 
 
 class Runtime:
@@ -283,6 +289,7 @@ class Runtime:
             system,
             self.context_tokens,
             options.get("progress"),
+            _template_settings(options),
         )
         return self.stream_tokens(
             built.tokens, reply_start=opening_marker(built.text), on_end=on_end, **options
@@ -292,16 +299,22 @@ class Runtime:
         self,
         messages: Sequence[Message | Mapping[str, Any]],
         *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: ToolChoice = "auto",
         context_full: ContextFull = "slide",
         **options: Unpack[StreamArguments],
     ) -> Reply:
         """Generate the reply to a list of messages. See `stream_messages` for the arguments."""
-        return self.stream_messages(messages, context_full=context_full, **options).wait()
+        return self.stream_messages(
+            messages, tools=tools, tool_choice=tool_choice, context_full=context_full, **options
+        ).wait()
 
     def stream_messages(
         self,
         messages: Sequence[Message | Mapping[str, Any]],
         *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: ToolChoice = "auto",
         reply_start: str = "",
         context_full: ContextFull = "slide",
         on_end: Callable[[Reply | None], None] | None = None,
@@ -312,8 +325,12 @@ class Runtime:
         Reuses the KV cache of an earlier reply in the same conversation.
 
         Args:
-            messages: `Message` objects, or dictionaries with `role` (`system`, `user` or `assistant`) and
-                `content`. The last message must be from the user.
+            messages: `Message` objects, or dictionaries with `role` (`system`, `user`, `assistant` or `tool`)
+                and `content`. The last message must be from the user or a tool.
+            tools: The tools that the model can call, as in OpenAI's API. If the chat template does not
+                mention tools, the system prompt describes them.
+            tool_choice: `auto` lets the model decide, `none` offers no tools, and `required` makes the reply
+                one call. `{"type": "function", "function": {"name": NAME}}` makes it a call of that tool.
             reply_start: Text with which the reply begins, such as the start of an interrupted reply. The
                 stream yields only what the model writes after it.
             context_full: What to do if the conversation does not fit the context. `slide` drops its oldest
@@ -328,12 +345,19 @@ class Runtime:
         """
         builder = self._prompt_builder()
         fitting = as_messages(messages), self.context_tokens, context_full
-        progress = options.get("progress")
+        tool_set = as_tool_set(tools, tool_choice)
+        settings, progress = _template_settings(options, tool_set), options.get("progress")
+        syntax = None
+        if tool_set.definitions:
+            form = builder.template.call_form
+            syntax = CallSyntax(form, tool_set.schemas, f"call_{secrets.token_hex(8)}")
+            if grammar := tool_grammar(form, tool_set, self.vocabulary):
+                options = _with_grammar(options, grammar)
         with self._prompts_lock:
             prompt = (
-                builder.build_continued(*fitting, reply_start, progress)
+                builder.build_continued(*fitting, reply_start, progress, settings)
                 if reply_start
-                else builder.build_fitting(*fitting, progress)
+                else builder.build_fitting(*fitting, progress, settings)
             )
 
         def remember(reply: Reply | None) -> None:
@@ -344,17 +368,26 @@ class Runtime:
                 on_end(reply)
 
         written = prompt.reply_start or opening_marker(prompt.text)
-        stream = self.stream_tokens(prompt.tokens, reply_start=written, on_end=remember, **options)
+        stream = self._stream(prompt.tokens, written, remember, syntax, **options)
         stream.dropped_messages = prompt.dropped_messages
         return stream
 
-    def count_tokens(self, messages: Sequence[Message]) -> int:
-        """Return the number of tokens in the prompt for these messages. Raises TemplateError.
+    def count_tokens(
+        self,
+        messages: Sequence[Message | Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: ToolChoice = "auto",
+        thinking: str = "auto",
+    ) -> int:
+        """Return the number of tokens in the prompt. See `stream_messages` for the arguments.
 
-        The number is approximate if it exceeds the context.
+        The number is approximate if it exceeds the context. Raises OptionError or TemplateError.
         """
+        checked = [as_message(number, message) for number, message in enumerate(messages, 1)]
+        settings = _template_settings({"thinking": thinking}, as_tool_set(tools, tool_choice))
         with self._prompts_lock:
-            return self._prompt_builder().count_tokens(messages, self.context_tokens)
+            return self._prompt_builder().count_tokens(checked, self.context_tokens, settings)
 
     def chat(
         self, system: str | None = None, messages: Sequence[Message] = (), context_full: ContextFull = "slide"
@@ -412,6 +445,19 @@ class Runtime:
             ContextFullError: The prompt is longer than the context.
             OptionError: An option is unknown or its value is invalid.
         """
+        return self._stream(tokens, reply_start, on_end, None, progress, processors, **options)
+
+    def _stream(
+        self,
+        tokens: Sequence[int],
+        reply_start: str,
+        on_end: Callable[[Reply | None], None] | None,
+        syntax: CallSyntax | None,
+        progress: Progress | None = None,
+        processors: Sequence[LogitsProcessor] = (),
+        **options: Unpack[ReplyArguments],
+    ) -> ReplyStream:
+        """Stream a reply, in which `syntax` describes the tool calls. See `stream_tokens`."""
         if self._session.closed:
             raise ClosedError("the runtime is closed", "load the model again")
         if self._mapped:
@@ -430,7 +476,7 @@ class Runtime:
             if on_end:
                 on_end(reply)
 
-        return ReplyStream(self._sessions, request, record, progress, reply_start)
+        return ReplyStream(self._sessions, request, record, progress, reply_start, syntax)
 
     def borrowed_target(self) -> AbstractContextManager[LanguageModel]:
         """Return a context manager that provides the target model with an empty KV cache.
@@ -486,3 +532,21 @@ class Runtime:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _template_settings(options: Mapping[str, Any], tools: ToolSet = _NO_TOOLS) -> TemplateSettings:
+    thinking = REPLY_OPTIONS["thinking"]
+    return TemplateSettings(
+        tools.definitions, thinking.check("thinking", options.get("thinking", thinking.default))
+    )
+
+
+def _with_grammar(options: StreamArguments, grammar: str) -> StreamArguments:
+    """Add the grammar that makes the reply a valid tool call. Raises OptionError if there is a constraint."""
+    for name in CONSTRAINT_NAMES:
+        if options.get(name):
+            raise OptionError(
+                f"{name} cannot be used together with strict tools or a tool_choice that requires a call",
+                f"remove {name}, or use tool_choice auto or none",
+            )
+    return {**options, "grammar": grammar}

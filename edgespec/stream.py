@@ -7,16 +7,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 
 from edgespec.backends.base import Progress
-from edgespec.chat.reasoning import (
-    ReasoningSplitter,
-    SplitText,
-    piece_with_markers,
-    split_reasoning,
-)
+from edgespec.chat.reasoning import piece_with_markers
+from edgespec.chat.reply_splitter import ReplyParts, ReplySplitter, split_reply
 from edgespec.chat.text import ReplyText
+from edgespec.chat.tool_calls.parser import CallSyntax
 from edgespec.engine.logprobs import TokenLogprob
 from edgespec.engine.loop import FinishReason, Step
 from edgespec.engine.stats import Stats
@@ -52,6 +49,7 @@ class ReplyStream:
         on_end: Callable[[Reply | None], None],
         progress: Progress | None = None,
         reply_start: str = "",
+        syntax: CallSyntax | None = None,
     ) -> None:
         # The session that generates the reply, once it has started.
         self._session = session = sessions.first
@@ -67,8 +65,11 @@ class ReplyStream:
         self._progress = progress
         self._reply: Reply | None = None
         self._vocabulary = vocabulary = session.target.vocabulary
-        self._text = ReplyText(partial(piece_with_markers, vocabulary), vocabulary.is_end, request.stop)
-        self._splitter = ReasoningSplitter(reply_start)
+        self._syntax = syntax
+        markers = syntax.markers if syntax else frozenset()
+        piece = partial(piece_with_markers, vocabulary, others=markers)
+        self._text = ReplyText(piece, vocabulary.is_end, request.stop)
+        self._splitter = ReplySplitter(reply_start, syntax)
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._finish_reason: FinishReason = "cancelled"
@@ -157,7 +158,9 @@ class ReplyStream:
             if step is None:
                 rest = self._text.finish()
                 chunks = _text_chunks([rest], [self._splitter.finish(rest)], False, 0, [])
-                self._chunks.extend(chunk for chunk in chunks if chunk.text or chunk.raw_text)
+                self._chunks.extend(
+                    chunk for chunk in chunks if chunk.text or chunk.raw_text or chunk.tool_call
+                )
                 self._finish(failed=False)
             else:
                 self._add(step)
@@ -196,7 +199,7 @@ class ReplyStream:
         if not failed:
             self._method = self.method
             text = self._text.text
-            reasoning, answer = split_reasoning(text, self.reply_start)
+            split = split_reply(text, self.reply_start, self._syntax)
             self._reply = Reply(
                 text=text,
                 tokens=tuple(self._tokens),
@@ -206,8 +209,9 @@ class ReplyStream:
                 draft=self._session.draft.facts.name if self._session.draft else None,
                 method=self._method,
                 stats=self.stats,
-                reasoning=reasoning,
-                answer_start=len(text) - len(answer),
+                reasoning=split.reasoning,
+                answer=split.answer,
+                tool_calls=split.tool_calls,
                 logprobs=tuple(self._logprobs),
             )
         self._on_end(self._reply)
@@ -216,7 +220,7 @@ class ReplyStream:
 
 def _text_chunks(
     texts: Sequence[str],
-    split: Sequence[SplitText],
+    split: Sequence[ReplyParts],
     accepted: bool,
     tokens_per_text: int,
     logprobs: Sequence[TokenLogprobs],
@@ -230,4 +234,6 @@ def _text_chunks(
         yield TextChunk(shown, tokens_per_text * len(parts), accepted, reasoning, raw, values)
         if reasoning and (answer := "".join(part.answer for part in parts)):
             yield TextChunk(answer, 0, accepted)
+        for delta in chain.from_iterable(part.calls for part in parts):
+            yield TextChunk("", 0, accepted, tool_call=delta)
         start = end

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from typing import Any
 
 from edgespec.backends.base import Progress, Vocabulary
 from edgespec.chat.message import Message
 from edgespec.chat.tokenizing import tokenize
+from edgespec.chat.tool_calls.calls import parse_object
 from edgespec.chat.waiting import check_cancelled
 
 __all__ = ["ControlTokenEscaping", "TextScanner", "is_control", "literal"]
@@ -60,21 +63,50 @@ class ControlTokenEscaping:
         literals: The text of each replaced control token, by token id.
     """
 
-    def __init__(self, vocabulary: Vocabulary, messages: Sequence[Message]) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
         self._vocabulary = vocabulary
         self.literals: dict[int, str] = {}
-        used_characters = set().union(*(message.content + message.reasoning for message in messages))
+        texts = (text for message in messages for text in (message.reasoning, *message.prompt_texts))
+        used_characters = set().union(*texts, *_strings(list(tools)))
         # Use two Unicode private-use characters that occur in no message to mark placeholders.
         unused = (chr(code) for code in range(0xE000, 0xF900) if chr(code) not in used_characters)
         self._left, self._right = next(unused), next(unused)
 
     def escape(self, message: Message, scanner: TextScanner, progress: Progress | None) -> Message:
         """Return the message with its control tokens replaced by placeholders."""
-        content, reasoning = (
-            self._escape(text, scanner.scan(text, progress).control_tokens) if text else ""
-            for text in (message.content, message.reasoning)
+
+        def escape(text: str) -> str:
+            return self._escape(text, scanner.scan(text, progress).control_tokens) if text else ""
+
+        calls = (
+            replace(
+                call,
+                id=escape(call.id),
+                name=escape(call.name),
+                arguments=_mapped_json(call.arguments, escape),
+            )
+            for call in message.tool_calls
         )
-        return replace(message, content=content, reasoning=reasoning)
+        return replace(
+            message,
+            content=escape(message.content),
+            reasoning=escape(message.reasoning),
+            tool_calls=tuple(calls),
+            tool_call_id=escape(message.tool_call_id),
+            name=escape(message.name),
+        )
+
+    def escape_tools(
+        self, tools: Sequence[Mapping[str, Any]], scanner: TextScanner, progress: Progress | None
+    ) -> tuple[Mapping[str, Any], ...]:
+        """Return the definitions of tools with their control tokens replaced by placeholders."""
+        # Scan all texts together. Most tools contain no control tokens.
+        control_tokens = scanner.scan("\n".join(_strings(list(tools))), progress).control_tokens
+        if not control_tokens:
+            return tuple(tools)
+        return tuple(_mapped(tool, lambda text: self._escape(text, control_tokens)) for tool in tools)
 
     def _escape(self, text: str, control_tokens: Sequence[int]) -> str:
         for token in control_tokens:
@@ -97,3 +129,33 @@ def is_control(vocabulary: Vocabulary, token: int) -> bool:
 def literal(vocabulary: Vocabulary, token: int) -> str:
     """Return the text form of a control token."""
     return vocabulary.raw_piece(token).decode("utf-8", "replace")
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yield all strings in a JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield key
+            yield from _strings(item)
+    elif isinstance(value, Sequence):
+        for item in value:
+            yield from _strings(item)
+
+
+def _mapped(value: Any, function: Callable[[str], str]) -> Any:
+    """Return a JSON value with a function applied to all its strings."""
+    if isinstance(value, str):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {function(key): _mapped(item, function) for key, item in value.items()}
+    if isinstance(value, Sequence):
+        return [_mapped(item, function) for item in value]
+    return value
+
+
+def _mapped_json(text: str, function: Callable[[str], str]) -> str:
+    """Apply a function to all strings in a JSON text, or to the text if it is not the text of an object."""
+    value = parse_object(text)
+    return function(text) if value is None else json.dumps(_mapped(value, function), ensure_ascii=False)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from edgespec.chat.reasoning import leading_marker, split_reasoning
+from edgespec.chat.tool_calls.calls import ToolCall, as_tool_calls
 from edgespec.errors import OptionError
 
 __all__ = ["Message", "Role", "as_message", "as_messages", "reply_message"]
 
-Role = Literal["user", "assistant", "system"]
+Role = Literal["user", "assistant", "system", "tool"]
 # The default text before and after a message's reasoning.
 _DEFAULT_MARKERS = ("<think>\n", "\n</think>\n\n")
-_ROLES: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant"}
+_ROLES: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +24,22 @@ class Message:
 
     Attributes:
         role: The author of the message.
-        content: The text. For a reply of the model, the answer without its reasoning.
+        content: The text. For a reply of the model, the answer without reasoning and tool calls. For a
+            message with the role `tool`, the result of the call.
         reasoning: The reasoning before the answer. Empty if the model did not reason.
         markers: The text before and after the reasoning, such as `<think>` and whitespace.
+        tool_calls: The tools that a reply of the model calls.
+        tool_call_id: For a message with the role `tool`, the id of the call.
+        name: For a message with the role `tool`, the name of the tool.
     """
 
     role: Role
     content: str
     reasoning: str = ""
     markers: tuple[str, str] = field(default=("", ""), compare=False)
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""
 
     @property
     def text(self) -> str:
@@ -40,31 +48,57 @@ class Message:
         before, after = _DEFAULT_MARKERS if unmarked else self.markers
         return before + self.reasoning + after + self.content
 
-    def for_template(self) -> dict[str, str]:
-        """Return the message as chat templates expect it, with `reasoning_content` if there is reasoning.
+    @property
+    def prompt_texts(self) -> tuple[str, ...]:
+        """The texts that most templates write into a prompt, which excludes reasoning."""
+        calls = (text for call in self.tool_calls for text in (call.id, call.name, call.arguments))
+        return (self.content, self.tool_call_id, self.name, *calls)
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the message as chat templates expect it, without keys that do not apply to it.
 
         The template decides whether the next prompt includes the reasoning of earlier replies.
         """
-        reasoning = {"reasoning_content": self.reasoning} if self.reasoning else {}
-        return {"role": self.role, "content": self.content, **reasoning}
+        optional = {
+            "reasoning_content": self.reasoning,
+            "tool_calls": [call.for_template() for call in self.tool_calls],
+            "tool_call_id": self.tool_call_id,
+            "name": self.name,
+        }
+        return {
+            "role": self.role,
+            "content": self.content,
+            **{key: value for key, value in optional.items() if value},
+        }
 
 
 def as_messages(items: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
     """Convert `items` to a list of `Message` and check that it ends with a message to reply to.
 
     Args:
-        items: `Message` objects, or dictionaries with the keys `role`, `content` and optionally `reasoning`.
+        items: `Message` objects, or dictionaries with the keys `role`, `content` and optionally `reasoning`
+            (or `reasoning_content`), `tool_calls`, `tool_call_id` and `name`. The result of a tool call gets
+            its name from the call, if it has none.
 
     Raises:
-        OptionError: A role is unknown, a text is not a string, or the last message is not from the user.
+        OptionError: A role is unknown, a value has the wrong type, or the last message is not from the user
+            or a tool.
     """
     if isinstance(items, str | Mapping) or not isinstance(items, Iterable):
         raise OptionError(f"messages must be a list, not {type(items).__name__}", "pass a list of messages")
     messages = [as_message(number, item) for number, item in enumerate(items, 1)]
-    if not messages or messages[-1].role != "user":
+    if not messages or messages[-1].role not in ("user", "tool"):
         last = f"ends with the role {messages[-1].role}" if messages else "is empty"
-        raise OptionError(f"the list of messages {last}", "end the list with a user message")
-    return messages
+        raise OptionError(
+            f"the list of messages {last}", "end the list with a user message or the result of a tool call"
+        )
+    names = {call.id: call.name for message in messages for call in message.tool_calls}
+    return [
+        replace(message, name=names.get(message.tool_call_id, ""))
+        if message.role == "tool" and not message.name
+        else message
+        for message in messages
+    ]
 
 
 def as_message(number: int, item: Message | Mapping[str, Any]) -> Message:
@@ -84,13 +118,16 @@ def as_message(number: int, item: Message | Mapping[str, Any]) -> Message:
         raise OptionError(
             f"message {number} has an unknown role: {item.get('role')!r}", f"use one of {', '.join(_ROLES)}"
         )
+    calls = as_tool_calls(number, item.get("tool_calls") or ()) if role == "assistant" else ()
     content = item.get("content")
+    if content is None and calls:
+        content = ""
     if not isinstance(content, str):
         raise OptionError(
             f"the content of message {number} must be a string, not {type(content).__name__}",
             "pass the content as a string",
         )
-    reasoning = item.get("reasoning") or ""
+    reasoning = item.get("reasoning") or item.get("reasoning_content") or ""
     if not isinstance(reasoning, str):
         raise OptionError(
             f"the reasoning of message {number} must be a string, not {type(reasoning).__name__}",
@@ -103,8 +140,19 @@ def as_message(number: int, item: Message | Mapping[str, Any]) -> Message:
             "pass two strings, such as <think> and </think>, or leave the markers out",
         )
     if role == "assistant" and not reasoning and not any(markers):
-        return reply_message(content)
-    return Message(role, content, reasoning, (markers[0], markers[1]))
+        return replace(reply_message(content), tool_calls=calls)
+    call_id, name = (_text(number, item, key) if role == "tool" else "" for key in ("tool_call_id", "name"))
+    return Message(role, content, reasoning, (markers[0], markers[1]), calls, call_id, name)
+
+
+def _text(number: int, item: Mapping[str, Any], key: str) -> str:
+    value = item.get(key) or ""
+    if not isinstance(value, str):
+        raise OptionError(
+            f"the {key} of message {number} must be a string, not {type(value).__name__}",
+            "pass the value from the tool call",
+        )
+    return value
 
 
 def reply_message(text: str) -> Message:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Literal
@@ -14,7 +14,7 @@ from edgespec.backends.base import Progress, Vocabulary
 from edgespec.chat.escaping import ControlTokenEscaping, TextScanner, is_control, literal
 from edgespec.chat.message import Message
 from edgespec.chat.reasoning import opening_marker, split_at_markers
-from edgespec.chat.template import ChatTemplate
+from edgespec.chat.template import DEFAULT_SETTINGS, ChatTemplate, TemplateSettings
 from edgespec.chat.tokenizing import check_size, tokenize
 from edgespec.errors import ContextFullError, OptionError, TemplateError
 
@@ -82,20 +82,27 @@ class PromptBuilder:
         # needs the prompt alone.
         self._remembered: deque[RenderedPrompt] = deque(maxlen=2 * _REMEMBERED_CONVERSATIONS)
 
-    def build(self, messages: Sequence[Message], progress: Progress | None = None) -> RenderedPrompt:
+    def build(
+        self,
+        messages: Sequence[Message],
+        progress: Progress | None = None,
+        settings: TemplateSettings = DEFAULT_SETTINGS,
+    ) -> RenderedPrompt:
         """Return the prompt for the assistant's next reply.
 
         Args:
             messages: The conversation.
             progress: Called repeatedly. Returning False cancels the call.
+            settings: What the chat template renders besides the messages, such as tools.
 
         Raises:
             CancelledError: `progress` returned False.
             TemplateError: The chat template is broken or rejects the messages.
         """
-        escaping = ControlTokenEscaping(self._vocabulary, messages)
+        escaping = ControlTokenEscaping(self._vocabulary, messages, settings.tools)
         escaped = [escaping.escape(message, self._scanner, progress) for message in messages]
-        text = self.template.render(escaped, progress)
+        tools = escaping.escape_tools(settings.tools, self._scanner, progress)
+        text = self.template.render(escaped, progress, replace(settings, tools=tools))
         prefix = self._remembered_prefix(text) or self._cached_prefix(text)
         if prefix:
             if len(prefix.text) == len(text):
@@ -108,10 +115,15 @@ class PromptBuilder:
         start = not (self._vocabulary.bos_text and text.startswith(self._vocabulary.bos_text))
         return RenderedPrompt(text, self._tokenize(text, escaping, start, progress))
 
-    def count_tokens(self, messages: Sequence[Message], context_tokens: int) -> int:
+    def count_tokens(
+        self,
+        messages: Sequence[Message],
+        context_tokens: int,
+        settings: TemplateSettings = DEFAULT_SETTINGS,
+    ) -> int:
         """Return the number of tokens in the prompt. The number is approximate if it exceeds the context."""
         estimate = sum(self._estimated_tokens(message, context_tokens, None) for message in messages)
-        return estimate if estimate > context_tokens else len(self.build(messages).tokens)
+        return estimate if estimate > context_tokens else len(self.build(messages, None, settings).tokens)
 
     def build_continued(
         self,
@@ -120,6 +132,7 @@ class PromptBuilder:
         context_full: ContextFull,
         reply_start: str,
         progress: Progress | None = None,
+        settings: TemplateSettings = DEFAULT_SETTINGS,
     ) -> RenderedPrompt:
         """Return the prompt followed by the partial reply for the model to continue.
 
@@ -128,7 +141,8 @@ class PromptBuilder:
         """
         start_tokens = self._reply_tokens(reply_start)
         try:
-            prompt = self.build_fitting(messages, context_tokens - len(start_tokens), context_full, progress)
+            fitting_tokens = context_tokens - len(start_tokens)
+            prompt = self.build_fitting(messages, fitting_tokens, context_full, progress, settings)
         except ContextFullError as error:
             raise ContextFullError(
                 f"the reply cannot be continued: its {len(start_tokens)} tokens and the messages before"
@@ -177,6 +191,7 @@ class PromptBuilder:
         context_tokens: int,
         context_full: ContextFull,
         progress: Progress | None = None,
+        settings: TemplateSettings = DEFAULT_SETTINGS,
     ) -> RenderedPrompt:
         """Return the prompt, with the oldest messages dropped if they leave too little room for a reply.
 
@@ -188,6 +203,7 @@ class PromptBuilder:
             context_tokens: The context size.
             context_full: `slide` drops the oldest turns, `refuse` raises ContextFullError.
             progress: Called repeatedly. Returning False cancels the call.
+            settings: What the chat template renders besides the messages, such as tools.
 
         Raises:
             CancelledError: `progress` returned False.
@@ -199,12 +215,13 @@ class PromptBuilder:
         check_context_full(context_full)
         first_turn = 1 if messages[0].role == "system" else 0
         never_dropped = messages if context_full == "refuse" else [*messages[:first_turn], messages[-1]]
-        check_size(self._vocabulary, [message.content for message in never_dropped], context_tokens)
+        texts = [text for message in never_dropped for text in message.prompt_texts if text]
+        check_size(self._vocabulary, texts, context_tokens)
         limit_tokens = context_tokens - min(_REPLY_TOKENS, context_tokens // 4)
         estimates = [self._estimated_tokens(message, context_tokens, progress) for message in messages]
         prompt = None
         if context_full == "refuse" or sum(estimates) <= limit_tokens:
-            prompt = self.build(messages, progress)
+            prompt = self.build(messages, progress, settings)
             if context_full == "refuse" and len(prompt.tokens) > limit_tokens:
                 raise ContextFullError(
                     f"the chat has {len(prompt.tokens)} tokens, but the context holds only {context_tokens}",
@@ -215,7 +232,8 @@ class PromptBuilder:
                 )
         if prompt is None or len(prompt.tokens) > limit_tokens:
             step_tokens = max(1, context_tokens // 2)
-            prompt = self._build_shorter(messages, estimates, limit_tokens, step_tokens, progress)
+            build = partial(self.build, progress=progress, settings=settings)
+            prompt = _build_shorter(messages, estimates, limit_tokens, step_tokens, build)
         if len(prompt.tokens) >= context_tokens:
             raise ContextFullError(
                 f"the message has {len(prompt.tokens)} tokens, but the context holds only {context_tokens}",
@@ -225,42 +243,12 @@ class PromptBuilder:
             )
         return prompt
 
-    def _build_shorter(
-        self,
-        messages: Sequence[Message],
-        estimates: Sequence[int],
-        limit_tokens: int,
-        step_tokens: int,
-        progress: Progress | None,
-    ) -> RenderedPrompt:
-        """Drop the oldest turns until the prompt has at most `limit_tokens`, if possible.
-
-        Drops about `step_tokens` tokens at a time. As the conversation grows, most prompts therefore have the
-        same beginning as the previous one, and its KV cache can be reused.
-        """
-        system = [message for message in messages[:1] if message.role == "system"]
-        turns = messages[len(system) :]
-        starts = [place for place, message in enumerate(turns) if message.role == "user"]
-        tokens_before = [0, *accumulate(estimates[len(system) :])]
-        steps = max(1, -(-(sum(estimates) - limit_tokens) // step_tokens))
-        prompt = None
-        while prompt is None or len(prompt.tokens) > limit_tokens:
-            first = bisect_left(starts[:-1], steps * step_tokens, key=tokens_before.__getitem__)
-            start = starts[first]
-            if prompt is None or start != prompt.dropped_messages:
-                shorter = self.build([*system, *turns[start:]], progress)
-                prompt = RenderedPrompt(shorter.text, shorter.tokens, start)
-            if start == starts[-1]:
-                break
-            steps += 1
-        return prompt
-
     def _estimated_tokens(self, message: Message, context_tokens: int, progress: Progress | None) -> int:
         """Return the approximate number of tokens that a message adds to the prompt.
 
         Reasoning is not counted, because most templates drop it.
         """
-        content = message.content
+        content = "\n".join(filter(None, message.prompt_texts))
         # Do not tokenize a message that is certainly too long for the context.
         least = self._vocabulary.min_tokens(content) if len(content) > context_tokens else 0
         if least <= context_tokens:
@@ -347,3 +335,33 @@ class PromptBuilder:
         if at < len(text):
             tokens += plain(escaping.unescape(text[at:]))
         return tokens
+
+
+def _build_shorter(
+    messages: Sequence[Message],
+    estimates: Sequence[int],
+    limit_tokens: int,
+    step_tokens: int,
+    build: Callable[[Sequence[Message]], RenderedPrompt],
+) -> RenderedPrompt:
+    """Drop the oldest turns until the prompt has at most `limit_tokens`, if possible.
+
+    Drops about `step_tokens` tokens at a time. As the conversation grows, most prompts therefore have the
+    same beginning as the previous one, and its KV cache can be reused.
+    """
+    system = [message for message in messages[:1] if message.role == "system"]
+    turns = messages[len(system) :]
+    starts = [place for place, message in enumerate(turns) if message.role == "user"]
+    tokens_before = [0, *accumulate(estimates[len(system) :])]
+    steps = max(1, -(-(sum(estimates) - limit_tokens) // step_tokens))
+    prompt = None
+    while prompt is None or len(prompt.tokens) > limit_tokens:
+        first = bisect_left(starts[:-1], steps * step_tokens, key=tokens_before.__getitem__)
+        start = starts[first]
+        if prompt is None or start != prompt.dropped_messages:
+            shorter = build([*system, *turns[start:]])
+            prompt = RenderedPrompt(shorter.text, shorter.tokens, start)
+        if start == starts[-1]:
+            break
+        steps += 1
+    return prompt

@@ -57,13 +57,19 @@ _OPENED = re.compile(
 _PROMPT_END = 200
 
 
-def piece_with_markers(vocabulary: Vocabulary, token: int) -> bytes:
-    """Return the bytes that a token adds to a reply, including reasoning markers such as `<think>`."""
+def piece_with_markers(vocabulary: Vocabulary, token: int, others: frozenset[bytes] = frozenset()) -> bytes:
+    """Return the bytes that a token adds to a reply, including reasoning markers such as `<think>`.
+
+    Args:
+        vocabulary: The target's tokenizer.
+        token: The token.
+        others: The texts of other control tokens to include.
+    """
     piece = vocabulary.piece(token)
     if piece:
         return piece
     raw = vocabulary.raw_piece(token)
-    return raw if raw in _MARKER_TOKENS else b""
+    return raw if raw in _MARKER_TOKENS or raw in others else b""
 
 
 def opening_marker(prompt: str) -> str:
@@ -111,10 +117,12 @@ class ReasoningSplitter:
 
     Args:
         reply_start: Text at the end of the prompt that already belongs to the reply.
+        ends: Texts that end the reasoning in addition to its marker, and belong to the answer.
     """
 
-    def __init__(self, reply_start: str = "") -> None:
+    def __init__(self, reply_start: str = "", ends: tuple[str, ...] = ()) -> None:
         self._close = ""
+        self._ends = ends
         self._phase: Literal["start", "reasoning", "answer"] = "start"
         self._held = ""
         # Whether to drop leading whitespace of the reasoning or the answer.
@@ -158,12 +166,15 @@ class ReasoningSplitter:
         self._held = self._held[self._skipped :]
 
     def _read_reasoning(self) -> str:
-        end = self._held.find(self._close)
-        if end < 0:
-            undecided = _shared_length(self._held, self._close)
+        closes = (self._close, *self._ends)
+        found = [(at, close) for close in closes if (at := self._held.find(close)) >= 0]
+        if not found:
+            undecided = max(_shared_length(self._held, close) for close in closes)
             return self._read(len(self._held[: len(self._held) - undecided].rstrip()))
+        end, close = min(found)
         reasoning = self._read(len(self._held[:end].rstrip()))
-        self._held = self._held[self._held.index(self._close) + len(self._close) :]
+        after = self._held.index(close) + (len(close) if close == self._close else 0)
+        self._held = self._held[after:]
         self._phase, self._drops_space = "answer", True
         return reasoning
 

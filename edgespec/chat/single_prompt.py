@@ -5,7 +5,7 @@ from __future__ import annotations
 from edgespec.backends.base import Progress, Vocabulary
 from edgespec.chat.message import Message
 from edgespec.chat.prompt import PromptBuilder, RenderedPrompt
-from edgespec.chat.template import ChatTemplate
+from edgespec.chat.template import DEFAULT_SETTINGS, ChatTemplate, TemplateSettings
 from edgespec.chat.tokenizing import check_size, tokenize
 from edgespec.errors import OptionError, TemplateError
 
@@ -19,6 +19,7 @@ def build_single_prompt(
     system: str | None,
     context_tokens: int,
     progress: Progress | None = None,
+    settings: TemplateSettings = DEFAULT_SETTINGS,
 ) -> RenderedPrompt:
     """Build the prompt for a reply to a single user message.
 
@@ -29,6 +30,7 @@ def build_single_prompt(
         system: The system prompt, which requires a template.
         context_tokens: Size of the context.
         progress: Called while the prompt is tokenized. Returning False cancels this.
+        settings: What the chat template renders besides the message.
 
     Raises:
         ContextFullError: The message is too long for the context.
@@ -40,7 +42,7 @@ def build_single_prompt(
     if template is not None:
         messages = [*([Message("system", system)] if system else []), Message("user", message)]
         check_size(vocabulary, [each.content for each in messages], context_tokens)
-        return PromptBuilder(template, vocabulary).build(messages, progress)
+        return PromptBuilder(template, vocabulary).build(messages, progress, settings)
     if system:
         raise TemplateError(
             "a system prompt requires the model's chat template",

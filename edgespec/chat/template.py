@@ -2,16 +2,49 @@
 
 from __future__ import annotations
 
+import re
 import threading
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from typing import Any
 
 from edgespec.backends.base import Progress
 from edgespec.chat.message import Message
 from edgespec.chat.template_process import TemplateProcess
+from edgespec.chat.tool_calls.as_text import ToolSupport
+from edgespec.chat.tool_calls.formats import call_form
 from edgespec.errors import ClosedError, TemplateError
 
-__all__ = ["ChatTemplate"]
+__all__ = ["DEFAULT_SETTINGS", "ChatTemplate", "TemplateSettings"]
+
+
+@dataclass(frozen=True)
+class TemplateSettings:
+    """What a chat template renders besides the messages.
+
+    Attributes:
+        tools: The tools that the model may call, in the format of OpenAI's API.
+        thinking: Whether the model should reason: `auto` is the template's default, `on` or `off`.
+    """
+
+    tools: tuple[Mapping[str, Any], ...] = ()
+    thinking: str = "auto"
+
+    def variables(self) -> dict[str, object]:
+        """Return the variables of the template, under all names that published templates use."""
+        tools = list(self.tools) or None
+        variables: dict[str, object] = {"tools": tools, "xml_tools": tools}
+        if self.thinking != "auto":
+            enabled = self.thinking == "on"
+            variables |= {"enable_thinking": enabled, "thinking": enabled}
+        if self.thinking == "off":
+            # gpt-oss always reasons. `low` is its shortest reasoning.
+            variables["reasoning_effort"] = "low"
+        return variables
+
+
+DEFAULT_SETTINGS = TemplateSettings()
 
 
 class ChatTemplate:
@@ -26,10 +59,19 @@ class ChatTemplate:
         source: Source code of the template.
         bos_text: Text of the start token, which templates call `bos_token`.
         eos_text: Text of the end token, which templates call `eos_token`.
+
+    Attributes:
+        call_form: How the model writes tool calls.
     """
 
     def __init__(self, source: str, bos_text: str, eos_text: str) -> None:
+        self.call_form = call_form(source)
         self._source = source
+        self._tool_support = ToolSupport(source, self.call_form)
+        # Mistral's templates accept only ids of this length.
+        self._has_short_ids = bool(re.search(r"length\s*!=\s*9", source))
+        # DeepSeek R1's templates recognise tool calls by the missing content.
+        self._empty_content = None if re.search(r"content['\"]\]\s+is none", source) else ""
         self._tokens = {"bos_token": bos_text, "eos_token": eos_text}
         self._lock = threading.Lock()
         self._process: TemplateProcess | None = None
@@ -46,22 +88,33 @@ class ChatTemplate:
         with self._lock:
             self._started(progress)
 
-    def render(self, messages: Sequence[Message], progress: Progress | None = None) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        progress: Progress | None = None,
+        settings: TemplateSettings = DEFAULT_SETTINGS,
+    ) -> str:
         """Return the prompt for the assistant's next reply.
 
         Args:
             messages: The conversation.
             progress: Called every 50 ms. Returning False cancels the call.
+            settings: What to render besides the messages.
 
         Raises:
             CancelledError: `progress` returned False.
             ClosedError: The template was closed.
             TemplateError: The template is broken, rejects the messages, or exceeds a limit.
         """
+        return self._render(self._tool_support.rewrite(messages, settings.tools), progress, settings)
+
+    def _render(
+        self, messages: Sequence[Message], progress: Progress | None, settings: TemplateSettings
+    ) -> str:
         request: dict[str, object] = {
-            "messages": [message.for_template() for message in messages],
+            "messages": [self._for_template(message) for message in messages],
             "add_generation_prompt": True,
-            "tools": None,
+            **settings.variables(),
             **self._tokens,
         }
         with self._lock:
@@ -76,7 +129,15 @@ class ChatTemplate:
             )
         # Some templates, such as Gemma's, have no system role. Prepend the system prompt to the first message
         # instead.
-        return self.render(folded, progress)
+        return self._render(folded, progress, settings)
+
+    def _for_template(self, message: Message) -> dict[str, Any]:
+        if self._has_short_ids:
+            message = _with_short_ids(message)
+        rendered = message.for_template()
+        if message.tool_calls and not message.content:
+            rendered["content"] = self._empty_content
+        return rendered
 
     def _started(self, progress: Progress | None) -> TemplateProcess:
         """Return a running process that has compiled the template."""
@@ -110,6 +171,19 @@ class ChatTemplate:
         self._closed = True
         if self._process:
             self._process.close()
+
+
+def _with_short_ids(message: Message) -> Message:
+    """Return the message with ids of nine characters for its tool calls."""
+    return replace(
+        message,
+        tool_calls=tuple(replace(call, id=_short_id(call.id)) for call in message.tool_calls),
+        tool_call_id=_short_id(message.tool_call_id) if message.role == "tool" else "",
+    )
+
+
+def _short_id(call_id: str) -> str:
+    return call_id if len(call_id) == 9 else sha256(call_id.encode("utf-8", "replace")).hexdigest()[:9]
 
 
 def _without_system(messages: Sequence[Message]) -> list[Message] | None:

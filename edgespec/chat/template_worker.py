@@ -74,6 +74,30 @@ def encode(message: dict[str, Any]) -> bytes:
     return json.dumps(message, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
+class Arguments(dict[str, Any]):
+    """The arguments of a tool call, which print as JSON.
+
+    Some published templates expect an object and others expect text, which they print or concatenate.
+    """
+
+    def __str__(self) -> str:
+        return _to_json(self)
+
+    def __add__(self, text: str) -> str:
+        return str(self) + text
+
+    def __radd__(self, text: str) -> str:
+        return text + str(self)
+
+
+def _print_arguments_as_json(messages: list[dict[str, Any]]) -> None:
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            function = call["function"]
+            if isinstance(function["arguments"], dict):
+                function["arguments"] = Arguments(function["arguments"])
+
+
 def compile_template(source: str) -> Template:
     """Compile a template in a sandbox, with the functions that chat templates use."""
     from jinja2.ext import Extension
@@ -115,6 +139,7 @@ def main() -> None:
                 template = compile_template(request["source"])
                 data = encode({"text": ""})
             else:
+                _print_arguments_as_json(request["messages"])
                 data = encode({"text": template.render(**request)})
         except MemoryError:
             data = encode({"error": "memory"})

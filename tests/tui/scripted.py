@@ -164,7 +164,7 @@ class ScriptedStream:
             LIVE,
             self.stats,
             reasoning,
-            len(said) - len(answer),
+            answer,
         )
         self._on_end(self._reply)
 

@@ -1,0 +1,66 @@
+"""Split a reply into reasoning, answer and tool calls."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from edgespec.chat.reasoning import ReasoningSplitter, SplitText
+from edgespec.chat.tool_calls.calls import ToolCall, ToolCallDelta, collect_calls
+from edgespec.chat.tool_calls.parser import CallSyntax
+
+__all__ = ["ReplyParts", "ReplySplitter", "SplitReply", "split_reply"]
+
+
+class ReplyParts(NamedTuple):
+    """Newly generated text, split into reasoning, answer and parts of tool calls.
+
+    Attributes:
+        in_reasoning: Whether any of the new text belongs to the reasoning.
+    """
+
+    reasoning: str
+    answer: str
+    in_reasoning: bool
+    calls: tuple[ToolCallDelta, ...]
+
+
+class ReplySplitter:
+    """Splits a reply as its text arrives. Only the answer can contain tool calls, not the reasoning.
+
+    Args:
+        reply_start: Text at the end of the prompt that already belongs to the reply.
+        syntax: How the model writes tool calls. None if there are no tools.
+    """
+
+    def __init__(self, reply_start: str = "", syntax: CallSyntax | None = None) -> None:
+        ends = syntax.form.reasoning_ends if syntax else ()
+        self._reasoning = ReasoningSplitter(reply_start, ends)
+        self._calls = syntax.parser() if syntax else None
+
+    def feed(self, text: str) -> ReplyParts:
+        """Add text of the reply. Return the parts that are certain by now."""
+        return self._parts(self._reasoning.feed(text), is_end=False)
+
+    def finish(self, text: str = "") -> ReplyParts:
+        """Add the last text of the reply, and return all parts that `feed` has not returned."""
+        return self._parts(self._reasoning.finish(text), is_end=True)
+
+    def _parts(self, split: SplitText, is_end: bool) -> ReplyParts:
+        if self._calls is None:
+            return ReplyParts(*split, ())
+        parsed = self._calls.finish(split.answer) if is_end else self._calls.feed(split.answer)
+        return ReplyParts(split.reasoning, parsed.text, split.in_reasoning, parsed.calls)
+
+
+class SplitReply(NamedTuple):
+    """The parts of a finished reply."""
+
+    reasoning: str
+    answer: str
+    tool_calls: tuple[ToolCall, ...]
+
+
+def split_reply(text: str, reply_start: str = "", syntax: CallSyntax | None = None) -> SplitReply:
+    """Split a finished reply. See `ReplySplitter` for the other arguments."""
+    parts = ReplySplitter(reply_start, syntax).finish(text)
+    return SplitReply(parts.reasoning, parts.answer, collect_calls(parts.calls))

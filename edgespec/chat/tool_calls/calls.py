@@ -1,0 +1,111 @@
+"""The types of a tool call: a complete one, and a part of one that streams."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from edgespec.errors import OptionError
+
+__all__ = ["ToolCall", "ToolCallDelta", "as_tool_calls", "collect_calls"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of one of the tools, written by the model.
+
+    Attributes:
+        id: Identifies the call in the message with its result.
+        name: The tool's name, as the model wrote it. It may not be one of the tools.
+        arguments: The arguments as JSON text. It is incomplete if the reply ended within the call.
+    """
+
+    id: str
+    name: str
+    arguments: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the call in the format of OpenAI's API."""
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.name, "arguments": self.arguments},
+        }
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the call as chat templates expect it: the arguments are an object, if they are valid."""
+        parsed = parse_object(self.arguments)
+        arguments = self.arguments if parsed is None else parsed
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.name, "arguments": arguments},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """The next part of a tool call in a streamed reply.
+
+    Attributes:
+        index: The place of the call in `Reply.tool_calls`.
+        id: The call's id in its first part, and an empty string in later ones.
+        name: The tool's name in the first part, and an empty string in later ones.
+        arguments: The next part of the arguments' JSON text.
+    """
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+
+def collect_calls(deltas: Iterable[ToolCallDelta]) -> tuple[ToolCall, ...]:
+    """Join the parts of tool calls."""
+    calls: list[ToolCall] = []
+    for delta in deltas:
+        if delta.index == len(calls):
+            calls.append(ToolCall(delta.id, delta.name, delta.arguments))
+        else:
+            calls[-1] = replace(calls[-1], arguments=calls[-1].arguments + delta.arguments)
+    return tuple(calls)
+
+
+def parse_object(text: str) -> dict[str, Any] | None:
+    """Return the JSON object that a text describes, or None if it describes none."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def as_tool_calls(number: int, items: Any) -> tuple[ToolCall, ...]:
+    """Check the tool calls of the `number`-th message, in the format of OpenAI's API or as `ToolCall`.
+
+    Raises:
+        OptionError: A call is invalid.
+    """
+    if not isinstance(items, list | tuple):
+        raise OptionError(
+            f"the tool_calls of message {number} must be a list, not {type(items).__name__}",
+            "pass the tool calls of the reply",
+        )
+    return tuple(item if isinstance(item, ToolCall) else _as_tool_call(number, item) for item in items)
+
+
+def _as_tool_call(number: int, item: Any) -> ToolCall:
+    function = item.get("function") if isinstance(item, Mapping) else None
+    if isinstance(function, Mapping):
+        call_id, name, arguments = item.get("id") or "", function.get("name"), function.get("arguments", "{}")
+        if isinstance(arguments, Mapping):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        if isinstance(call_id, str) and isinstance(name, str) and isinstance(arguments, str):
+            return ToolCall(call_id, name, arguments)
+    raise OptionError(
+        f"message {number} has an invalid tool call: {item!r}"[:300],
+        'pass dictionaries such as {"id": "call_1", "type": "function",'
+        ' "function": {"name": "add", "arguments": "{}"}}',
+    )

@@ -1,0 +1,150 @@
+"""The interface between the parser of tool calls and the forms in which models write them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from edgespec.chat.tool_calls.calls import ToolCallDelta
+from edgespec.chat.tool_calls.reader import TextReader, Wait
+
+__all__ = [
+    "MAX_NAME_CHARACTERS",
+    "CallForm",
+    "CallWriter",
+    "ChoicePart",
+    "JsonPart",
+    "OptionalPart",
+    "Part",
+    "TextPart",
+    "read_closes",
+]
+
+MAX_NAME_CHARACTERS = 256
+# A call is reported once this many characters of its arguments are known to be valid JSON. Text such as
+# `{'city': ...}` therefore stays text.
+_FIRST_CHARACTERS = 2
+
+
+@dataclass(frozen=True)
+class JsonPart:
+    """The JSON text of a value with a schema."""
+
+    schema: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class TextPart:
+    """Any text up to the text `end`, which is included."""
+
+    end: str
+
+
+@dataclass(frozen=True)
+class ChoicePart:
+    """One of several texts."""
+
+    texts: Sequence[str]
+
+
+@dataclass(frozen=True)
+class OptionalPart:
+    """Parts that can be left out."""
+
+    parts: Sequence[Part]
+
+
+Part: TypeAlias = "str | JsonPart | TextPart | ChoicePart | OptionalPart"
+"""A part of a tool call. A string stands for itself."""
+
+
+class CallForm(Protocol):
+    """A way of writing tool calls. Forms hold no state of a reply, so they can be shared."""
+
+    @property
+    def opens(self) -> tuple[str, ...]:
+        """The texts that begin one or several calls. None of them begins with another."""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """The texts in calls that can be control tokens, which usually add no text to a reply."""
+
+    @property
+    def starts_bare(self) -> bool:
+        """Whether a `{` at the start of the answer begins a call as well."""
+
+    @property
+    def reasoning_ends(self) -> tuple[str, ...]:
+        """The texts that begin a call and also end the reasoning, besides the usual marker."""
+
+    def read(self, reader: TextReader, writer: CallWriter) -> Wait[bool]:
+        """Read calls from behind the text that begins them. Return False if the text is not as expected.
+
+        Calls that were reported by then remain calls.
+        """
+
+    def spell(self, name: str, parameters: Mapping[str, Any]) -> Sequence[Part]:
+        """Return the parts of a call of one tool, as the model was trained to write it."""
+
+
+class CallWriter:
+    """Reports the calls that a form reads.
+
+    Attributes:
+        used: The position behind the last text that certainly belongs to a call. 0 if there is none.
+    """
+
+    def __init__(
+        self,
+        reader: TextReader,
+        schemas: Mapping[str, Mapping[str, Any]],
+        new_id: Callable[[int], str],
+        report: Callable[[ToolCallDelta], None],
+    ) -> None:
+        self.used = 0
+        self._reader = reader
+        self._schemas = schemas
+        self._new_id = new_id
+        self._report = report
+        # The number of earlier calls, and the current call.
+        self._count = 0
+        self._name = ""
+        self._held = ""
+        self._reported = False
+
+    def parameter(self, name: str) -> Mapping[str, Any]:
+        """Return the schema of a parameter of the current call's tool. It is empty if it is unknown."""
+        properties = self._schemas.get(self._name, {}).get("properties")
+        schema = properties.get(name) if isinstance(properties, dict) else None
+        return schema if isinstance(schema, dict) else {}
+
+    def begin(self, name: str) -> bool:
+        """Begin a call. Return False if the name cannot be one."""
+        self._name, self._held, self._reported = name, "", False
+        return name.isprintable() and 0 < len(name) <= MAX_NAME_CHARACTERS
+
+    def write(self, arguments: str) -> None:
+        """Add text to the arguments of the call. The reader's position must be behind its source."""
+        if self._reported:
+            self._report(ToolCallDelta(self._count, "", "", arguments))
+            self.used = self._reader.at
+            return
+        self._held += arguments
+        if len("".join(self._held.split())) >= _FIRST_CHARACTERS:
+            self._reported = True
+            self._report(ToolCallDelta(self._count, self._new_id(self._count), self._name, self._held))
+            self.used = self._reader.at
+
+    def end(self) -> None:
+        """End the call, either because it is complete or because the text does not continue it."""
+        self._count += self._reported
+        self._reported = False
+        self.used = self._reader.at
+
+
+def read_closes(reader: TextReader, closes: tuple[str, ...]) -> Wait[None]:
+    """Read the markers after calls. They may be missing, because small models forget them."""
+    yield from reader.space()
+    while closes and (yield from reader.literal(*closes)):
+        yield from reader.space()

@@ -1,0 +1,162 @@
+"""Grammars that make a reply call a tool, or that make its calls match the schemas of the tools.
+
+They are in the Lark format of llguidance, which the reply option `grammar` accepts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from edgespec.backends.base import Vocabulary
+from edgespec.chat.escaping import is_control
+from edgespec.chat.tool_calls.form import CallForm, ChoicePart, JsonPart, Part, TextPart
+from edgespec.chat.tool_calls.tool_set import ToolSet
+
+__all__ = ["auto_grammar", "required_grammar", "tool_grammar"]
+
+# Keys of a schema next to which `additionalProperties` would have another meaning or none.
+_COMBINING_KEYS = {"additionalProperties", "allOf", "anyOf", "oneOf", "$ref", "patternProperties"}
+# Write JSON as chat templates do. Flexible whitespace would let a model write spaces without end.
+_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_ANY_TEXT = "(?s:.*)"
+
+
+def tool_grammar(form: CallForm, tools: ToolSet, vocabulary: Vocabulary) -> str | None:
+    """Return the grammar that a request with tools needs, or None if the model can write anything.
+
+    Args:
+        form: How the model writes calls.
+        tools: The tools of the request. If any of them is strict, the grammar covers all of them.
+        vocabulary: The target's tokenizer.
+    """
+
+    def control_token(text: str) -> int | None:
+        tokens = vocabulary.tokenize(text, special=True, start=False)
+        return tokens[0] if len(tokens) == 1 and is_control(vocabulary, tokens[0]) else None
+
+    if tools.required:
+        schemas = {name: tools.schemas[name] for name in tools.required}
+        return required_grammar(form, schemas, control_token)
+    # The text around the calls of gpt-oss contains control tokens, which this grammar does not describe.
+    if tools.strict and not form.reasoning_ends:
+        return auto_grammar(form, tools.schemas, control_token)
+    return None
+
+
+def required_grammar(
+    form: CallForm, schemas: Mapping[str, Mapping[str, Any]], control_token: Callable[[str], int | None]
+) -> str:
+    """Return a grammar of replies that consist of one call.
+
+    Args:
+        form: How the model writes calls.
+        schemas: The schemas of the parameters of the tools that may be called, by name.
+        control_token: Returns the id of a control token with the given text, or None if there is none.
+    """
+    grammar = _Grammar(form, control_token)
+    calls = [grammar.rule(form.spell(name, _closed(schema))) for name, schema in schemas.items()]
+    return grammar.text(" | ".join(calls))
+
+
+def auto_grammar(
+    form: CallForm, schemas: Mapping[str, Mapping[str, Any]], control_token: Callable[[str], int | None]
+) -> str:
+    """Return a grammar of replies in which every call is a valid call of one of the tools.
+
+    Takes the arguments of `required_grammar`. Other text can be before and after the calls.
+    """
+    grammar = _Grammar(form, control_token)
+    spelled = [form.spell(name, _closed(schema)) for name, schema in schemas.items()]
+    text = grammar.terminal(f"/{_ANY_TEXT}/")
+    calls = []
+    for opening in form.opens:
+        rests = [_after(opening, parts) for parts in spelled]
+        rules = [grammar.rule(rest) for rest in rests if rest is not None]
+        if not rules:
+            continue
+        if control_token(opening) is None:
+            begins = grammar.rule_of(f"{text} {_quote(opening)}", "[lazy]")
+        else:
+            begins = f"{text} {grammar.literal(opening)}"
+        calls.append(f"{begins} ({' | '.join(rules)})")
+    start = f"({' | '.join(calls)})* {text}"
+    if form.starts_bare:
+        bare = " | ".join(grammar.rule(parts) for parts in spelled)
+        no_call = grammar.terminal(rf"/([^\s{{]{_ANY_TEXT})?/")
+        start = f"({bare}) | {no_call}"
+    return grammar.text(start)
+
+
+class _Grammar:
+    """Collects the rules of a grammar."""
+
+    def __init__(self, form: CallForm, control_token: Callable[[str], int | None]) -> None:
+        tokens = {marker: control_token(marker) for marker in form.markers if marker}
+        self._tokens = {marker: token for marker, token in tokens.items() if token is not None}
+        self._rules: list[str] = []
+
+    def text(self, start: str) -> str:
+        """Return the grammar, whose replies match the expression `start`."""
+        return "\n".join(["%llguidance {}", f"start: {start}", *self._rules, ""])
+
+    def rule(self, parts: Iterable[Part]) -> str:
+        """Add a rule for a sequence of parts. Return its name."""
+        return self.rule_of(self._sequence(parts))
+
+    def rule_of(self, expression: str, attributes: str = "") -> str:
+        """Add a rule for an expression. Return its name."""
+        name = f"rule_{len(self._rules)}"
+        self._rules.append(f"{name}{attributes}: {expression}")
+        return name
+
+    def terminal(self, expression: str) -> str:
+        """Add a terminal, a rule that is matched as a whole. Return its name."""
+        name = f"TEXT_{len(self._rules)}"
+        self._rules.append(f"{name}: {expression}")
+        return name
+
+    def _sequence(self, parts: Iterable[Part]) -> str:
+        return " ".join(filter(None, map(self._expression, parts)))
+
+    def _expression(self, part: Part) -> str:
+        if isinstance(part, str):
+            return self.literal(part)
+        if isinstance(part, JsonPart):
+            return f"%json {json.dumps({**part.schema, 'x-guidance': _SPACING})}"
+        if isinstance(part, TextPart):
+            return self.rule_of(f"/{_ANY_TEXT}/", f"[suffix={_quote(part.end)}]")
+        if isinstance(part, ChoicePart):
+            return f"({' | '.join(map(_quote, part.texts))})"
+        return f"({self._sequence(part.parts)})?"
+
+    def literal(self, text: str) -> str:
+        """Return the expression for a text, in which the markers that are control tokens are such tokens."""
+        markers = sorted(self._tokens, key=len, reverse=True)
+        pieces = re.split(f"({'|'.join(map(re.escape, markers))})", text) if markers else [text]
+        return " ".join(
+            f"<[{self._tokens[piece]}]>" if piece in self._tokens else _quote(piece)
+            for piece in pieces
+            if piece
+        )
+
+
+def _after(opening: str, parts: Sequence[Part]) -> Sequence[Part] | None:
+    """Return what follows a marker in a call, or None if the call does not begin with it."""
+    first = parts[0]
+    assert isinstance(first, str)
+    _, found, rest = first.partition(opening)
+    return [rest, *parts[1:]] if found else None
+
+
+def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a tool's schema without arguments that it does not name, because no tool expects them."""
+    if schema and ("properties" not in schema or schema.keys() & _COMBINING_KEYS):
+        return schema
+    return {"type": "object", "properties": {}, "additionalProperties": False, **schema}
+
+
+def _quote(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

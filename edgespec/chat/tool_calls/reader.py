@@ -1,0 +1,203 @@
+"""Read text that arrives in parts, in functions that look as if all of it were there."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Generator
+from typing import TypeAlias, TypeVar
+
+__all__ = ["SPACE", "TextReader", "Wait"]
+
+_Result = TypeVar("_Result")
+Wait: TypeAlias = Generator[None, None, _Result]
+"""A generator that yields whenever it needs more text, and returns its result."""
+
+# The characters that JSON regards as whitespace.
+SPACE = " \t\r\n"
+_SPACE_RUN = re.compile(f"[{SPACE}]*")
+_STRING_RUN = re.compile(r'[^"\\\x00-\x1f]*')
+_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
+_SCALAR_RUN = re.compile(r"[-+.\w]*")
+_SCALAR = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?|true|false|null", re.ASCII)
+# The longest escape in a JSON string, such as \u00e9.
+_ESCAPE_CHARACTERS = 6
+_CLOSING = {"{": "}", "[": "]"}
+
+
+class TextReader:
+    """Text that arrives in parts, and a position in it.
+
+    The reading methods are generators to be used with `yield from`. They move the position behind what they
+    have read. If the text is not what they look for, they leave the position where it was, except for
+    `json_value` and `json_string`.
+    """
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.at = 0
+        self.ended = False
+
+    def drop_read_text(self) -> None:
+        """Forget the text before the position, which starts the remaining text."""
+        self.text, self.at = self.text[self.at :], 0
+
+    def peek(self) -> Wait[str]:
+        """Return the next character, or an empty string at the end of the text."""
+        while self.at == len(self.text) and not self.ended:
+            yield
+        return self.text[self.at : self.at + 1]
+
+    def space(self) -> Wait[str]:
+        """Read whitespace."""
+        start = self.at
+        while True:
+            self.at = self._end(_SPACE_RUN)
+            if self.at < len(self.text) or self.ended:
+                return self.text[start : self.at]
+            yield
+
+    def literal(self, *literals: str) -> Wait[str]:
+        """Read one of the literals, preferring the longest. Return it, or an empty string if none follows."""
+        while True:
+            matching = [each for each in literals if self.text.startswith(each, self.at)]
+            longest = max(matching, key=len, default="")
+            rest = self.text[self.at :]
+            undecided = any(len(rest) < len(each) and each.startswith(rest) for each in literals)
+            if self.ended or not undecided:
+                self.at += len(longest)
+                return longest
+            yield
+
+    def until(self, literals: tuple[str, ...], max_characters: int) -> Wait[str | None]:
+        """Read the text up to one of the literals, but not the literal.
+
+        Returns:
+            The text, or None if none of the literals follows within `max_characters`.
+        """
+        while True:
+            found = [at for at in (self.text.find(each, self.at) for each in literals) if at >= 0]
+            if found and min(found) - self.at <= max_characters:
+                start, self.at = self.at, min(found)
+                return self.text[start : self.at]
+            if self.ended or len(self.text) - self.at > max_characters + max(map(len, literals)):
+                return None
+            yield
+
+    def stream_until(self, literals: tuple[str, ...], write: Callable[[str], None]) -> Wait[bool]:
+        """Read the text up to one of the literals, passing it to `write` in parts.
+
+        Returns:
+            Whether one of the literals follows. If not, the text has ended.
+        """
+        while True:
+            found = [at for at in (self.text.find(each, self.at) for each in literals) if at >= 0]
+            write(self._take(min(found, default=len(self.text) - self.partial_length(literals))))
+            if found or self.ended:
+                return bool(found)
+            yield
+
+    def partial_length(self, literals: tuple[str, ...]) -> int:
+        """Return the length of the longest incomplete literal at the end of the text."""
+        longest = min(max(map(len, literals)) - 1, len(self.text) - self.at)
+        for size in range(longest, 0, -1):
+            if any(each.startswith(self.text[-size:]) for each in literals):
+                return size
+        return 0
+
+    def json_value(self, write: Callable[[str], None]) -> Wait[bool]:
+        """Read a JSON value, passing its text to `write` as soon as it is known to be valid.
+
+        Returns:
+            Whether the value is valid and complete. If not, the position is at the invalid character.
+        """
+        # Characters that close the open objects and arrays, and what may come next.
+        closing: list[str] = []
+        expected = "value"
+        while True:
+            space = yield from self.space()
+            if closing:
+                write(space)
+            character = yield from self.peek()
+            if closing and character == closing[-1] and expected in ("first", "next"):
+                write(self._take(self.at + 1))
+                closing.pop()
+                expected = "next"
+            elif expected == "next":
+                if character != ",":
+                    return False
+                write(self._take(self.at + 1))
+                expected = "key" if closing[-1] == "}" else "value"
+                continue
+            elif expected == "key" or (expected == "first" and closing[-1] == "}"):
+                if not (yield from self._json_key(write)):
+                    return False
+                expected = "value"
+                continue
+            elif character and character in _CLOSING:
+                write(self._take(self.at + 1))
+                closing.append(_CLOSING[character])
+                expected = "first"
+                continue
+            else:
+                read = self._json_string(write) if character == '"' else self._json_scalar(write)
+                if not (yield from read):
+                    return False
+                expected = "next"
+            if not closing:
+                return True
+
+    def json_string(self) -> Wait[str | None]:
+        """Read a JSON string and return its value, or None if it is invalid."""
+        parts: list[str] = []
+        valid = yield from self._json_string(parts.append)
+        return str(json.loads("".join(parts))) if valid else None
+
+    def _json_key(self, write: Callable[[str], None]) -> Wait[bool]:
+        if not (yield from self._json_string(write)):
+            return False
+        write((yield from self.space()))
+        if not (yield from self.literal(":")):
+            return False
+        write(":")
+        return True
+
+    def _json_string(self, write: Callable[[str], None]) -> Wait[bool]:
+        if not (yield from self.literal('"')):
+            return False
+        write('"')
+        while True:
+            write(self._take(self._end(_STRING_RUN)))
+            character = yield from self.peek()
+            if character == '"':
+                write(self._take(self.at + 1))
+                return True
+            if character == "\\":
+                while not self.ended and len(self.text) - self.at < _ESCAPE_CHARACTERS:
+                    if _ESCAPE.match(self.text, self.at):
+                        break
+                    yield
+                escape = _ESCAPE.match(self.text, self.at)
+                if not escape:
+                    return False
+                write(self._take(escape.end()))
+            elif character < " ":
+                return False
+
+    def _json_scalar(self, write: Callable[[str], None]) -> Wait[bool]:
+        while self._end(_SCALAR_RUN) == len(self.text) and not self.ended:
+            yield
+        end = self._end(_SCALAR_RUN)
+        if not _SCALAR.fullmatch(self.text, self.at, end):
+            return False
+        write(self._take(end))
+        return True
+
+    def _end(self, pattern: re.Pattern[str]) -> int:
+        """Return where a pattern that matches anywhere ends, if it starts at the position."""
+        found = pattern.match(self.text, self.at)
+        return found.end() if found else self.at
+
+    def _take(self, end: int) -> str:
+        start, self.at = self.at, end
+        return self.text[start:end]

@@ -1,0 +1,132 @@
+"""Grammars of tool calls: whatever they allow is parsed as valid calls."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import jsonschema
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from edgespec.chat.tool_calls.calls import ToolCall, collect_calls
+from edgespec.chat.tool_calls.form import CallForm
+from edgespec.chat.tool_calls.formats import call_form
+from edgespec.chat.tool_calls.grammar import auto_grammar, required_grammar
+from edgespec.chat.tool_calls.parser import ToolCallParser
+from tests.chat.tool_calls.replies import FAMILIES
+
+FORMS = {name: call_form(family.template) for name, family in FAMILIES.items()}
+SCHEMAS: Mapping[str, Mapping[str, Any]] = {
+    "add": {
+        "type": "object",
+        "properties": {
+            "a": {"type": "integer", "minimum": 0, "maximum": 99},
+            "unit": {"enum": ["kg", "m"]},
+            "note": {"type": "string", "maxLength": 12},
+            "flags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
+        },
+        "required": ["a", "unit"],
+    },
+    "now": {},
+}
+
+
+# The texts after plain values, which random bytes would never be.
+TEXT_ENDS = (b"\n</parameter>\n", b"</parameter>\n", b"</arg_value>\n")
+
+
+def no_control_tokens(text: str) -> None:
+    return None
+
+
+def matcher(grammar: str) -> LLMatcher:
+    made = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
+    assert not made.get_error(), f"{made.get_error()}\n{grammar}"
+    return made
+
+
+def parse(form: CallForm, reply: str) -> tuple[str, tuple[ToolCall, ...]]:
+    parsed = ToolCallParser(form, SCHEMAS, str).finish(reply)
+    return parsed.text, collect_calls(parsed.calls)
+
+
+def random_reply(grammar: str, seed: int) -> str:
+    """Return a random text that the grammar allows, which is rarely long."""
+    walk, choose = matcher(grammar), random.Random(seed)
+    reply = bytearray()
+    while not walk.is_stopped():
+        mask = walk.compute_bitmask()
+        allowed = [token for token in range(256) if mask[token // 8] >> (token % 8) & 1]
+        if not allowed or (walk.is_accepting() and choose.random() < 0.5):
+            break
+        # Prefer what ends texts and numbers.
+        ends = [end for end in TEXT_ENDS if walk.validate_tokens(list(end)) == len(end)]
+        token = choose.choice([token for token in allowed if token in b'"<\n,}'] or allowed)
+        text = (
+            choose.choice(ends or [bytes([token])])
+            if choose.random() < 0.4
+            else bytes([choose.choice(allowed)])
+        )
+        assert walk.try_consume_tokens(list(text)) == len(text)
+        reply += text
+        assert len(reply) < 5000
+    assert walk.is_accepting()
+    return reply.decode()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_required_call_is_always_parsed_and_valid(name: str) -> None:
+    grammar = required_grammar(FORMS[name], SCHEMAS, no_control_tokens)
+    names = set()
+    for seed in range(25):
+        text, calls = parse(FORMS[name], random_reply(grammar, seed))
+        assert text == ""
+        assert len(calls) == 1
+        names.add(calls[0].name)
+        arguments = json.loads(calls[0].arguments)
+        # Values in tags are plain text, whose length a grammar cannot limit.
+        if isinstance(arguments.get("note"), str):
+            arguments["note"] = arguments["note"][:12]
+        jsonschema.validate(arguments, {**SCHEMAS[calls[0].name], "additionalProperties": False})
+    assert names == set(SCHEMAS)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_required_call_looks_as_the_model_writes_it(name: str) -> None:
+    """The grammar allows what the chat templates of the family write for an earlier call."""
+    schemas: dict[str, Mapping[str, Any]] = {"get_weather": {"type": "object"}}
+    if name in ("qwen3-coder", "glm-4.5", "seed-oss", "minimax-m2"):
+        string, integer = {"type": "string"}, {"type": "integer"}
+        properties: dict[str, Any] = {"city": string, "days": integer, "units": {"type": "array"}, "deep": {}}
+        schemas = {"get_weather": {"properties": properties}}
+    call = FAMILIES[name].call.replace("[\n    {", "[{").replace("}\n]", "}]")
+    walk = matcher(required_grammar(FORMS[name], schemas, no_control_tokens))
+    assert walk.try_consume_tokens(list(call.encode())) == len(call.encode())
+    assert walk.is_accepting()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_text_or_valid_calls(name: str) -> None:
+    form = FORMS[name]
+    grammar = auto_grammar(form, SCHEMAS, no_control_tokens)
+    call = random_reply(required_grammar(form, SCHEMAS, no_control_tokens), seed=1)
+    replies = (
+        ["", "Hello!", call] if form.starts_bare else ["", "Hello!", call, f"Sure. {call}\n{call} Done."]
+    )
+    for reply in replies:
+        walk = matcher(grammar)
+        assert walk.try_consume_tokens(list(reply.encode())) == len(reply.encode()), reply
+        assert walk.is_accepting(), reply
+    for reply in (call.replace('"a"', '"b"').replace("add", "del").replace("now", "del"),):
+        walk = matcher(grammar)
+        assert walk.try_consume_tokens(list(reply.encode())) < len(reply.encode()), reply
+
+
+def test_markers_that_are_control_tokens() -> None:
+    tokens = {"[TOOL_CALLS]": 5, "[ARGS]": 32}
+    form = FORMS["mistral-small-3.2"]
+    assert '<[5]> "now" <[32]> %json' in required_grammar(form, {"now": {}}, tokens.get)
+    assert "<[5]> (rule_" in auto_grammar(form, {"now": {}}, tokens.get)
