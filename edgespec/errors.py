@@ -21,7 +21,14 @@ __all__ = [
     "OutOfMemoryError",
     "TemplateError",
     "VocabularyMismatchError",
+    "shorten",
 ]
+
+
+def shorten(text: object, max_characters: int = 120) -> str:
+    """Return a text for a message, cut after `max_characters`. Names in files can have any length."""
+    shown = str(text)
+    return shown if len(shown) <= max_characters else f"{shown[:max_characters]}..."
 
 
 class EdgespecError(Exception):
@@ -83,7 +90,25 @@ class OutOfMemoryError(MemoryBudgetError, BackendError):
 
 
 class ContextFullError(EdgespecError):
-    """Raised when tokens do not fit in the context. Use a larger context or a shorter prompt."""
+    """Raised when tokens do not fit in the context. Use a larger context or a shorter prompt.
+
+    Attributes:
+        prompt_tokens: Number of tokens in the prompt. At least this many if the exact number is unknown. None
+            if the error is not about a prompt.
+        context_tokens: Number of tokens that the context holds. None if the error is not about a prompt.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        next_step: str = "",
+        *,
+        prompt_tokens: int | None = None,
+        context_tokens: int | None = None,
+    ) -> None:
+        super().__init__(what, next_step)
+        self.prompt_tokens = prompt_tokens
+        self.context_tokens = context_tokens
 
 
 class TemplateError(EdgespecError):

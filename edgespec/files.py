@@ -13,7 +13,7 @@ import time
 import tomllib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from errno import EACCES, EDQUOT, EFBIG, EINVAL, ENOSPC, EPERM, EROFS
+from errno import EACCES, EDQUOT, EFBIG, EINVAL, EIO, ENOSPC, EPERM, EROFS
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ __all__ = [
     "delete_files",
     "delete_stale_temporaries",
     "error_reason",
+    "explain_write_errors",
     "file_state",
     "format_bytes",
     "free_bytes",
@@ -356,6 +357,25 @@ def append_error(path: Path) -> OSError | None:
     except OSError as error:
         return error
     return None
+
+
+@contextmanager
+def explain_write_errors(path: Path) -> Iterator[None]:
+    """Raise write errors of the block with their reason, which NumPy does not report.
+
+    Args:
+        path: The file that the block writes.
+
+    Raises:
+        OSError: The block raised an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        # Write to the file again to find out.
+        if error.errno is None:
+            raise append_error(path) or OSError(EIO, "only part of the file was written") from error
+        raise
 
 
 def _write_trial(handle: int) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from edgespec.checks import check_boolean, check_integer, check_number, check_path, check_text, parse_size
-from edgespec.engine.sampling_params import SamplingParams
+from edgespec.engine.sampling_params import SETTING_RANGES, SamplingParams
 from edgespec.errors import OptionError
 from edgespec.method_names import parse_method
 
@@ -64,6 +64,10 @@ class Kind:
     def check(self, name: str, value: Any, /) -> Any:
         """Check and normalise a value. Raises OptionError if it is invalid."""
         return check_text(name, value, "one text")
+
+    def json_schema(self, _name: str) -> dict[str, Any]:
+        """Return the limits of the value as keywords of JSON Schema, for the server's OpenAPI description."""
+        return {}
 
 
 def _converted(text: str, convert: Callable[[str], Any]) -> Any:
@@ -132,6 +136,9 @@ class Choice(Kind):
             raise OptionError(f"{name} must be one of {', '.join(self.values)}, not {value!r}")
         return str(value)
 
+    def json_schema(self, _name: str) -> dict[str, Any]:
+        return {"enum": [*self.values, None]}
+
 
 class Flag(Kind):
     """A value that is True or False."""
@@ -158,6 +165,9 @@ class Integer(Kind):
 
     def check(self, name: str, value: Any) -> int:
         return check_integer(name, value, self.low, self.high, self.hint)
+
+    def json_schema(self, _name: str) -> dict[str, Any]:
+        return {"minimum": self.low, "maximum": self.high}
 
 
 @dataclass(frozen=True)
@@ -376,6 +386,10 @@ class SamplingNumber(Kind):
         settings: dict[str, Any] = {name: value}
         SamplingParams(**settings)
         return value
+
+    def json_schema(self, name: str) -> dict[str, Any]:
+        limits = SETTING_RANGES.get(name)
+        return {"minimum": limits.low, "maximum": limits.high} if limits else {}
 
 
 class TokenBiases(SamplingNumber):

@@ -106,6 +106,8 @@ def build_request(
         raise ContextFullError(
             f"the prompt has {len(tokens)} tokens, but the context holds only {context_tokens}",
             f"shorten it or use --context {len(tokens) // 256 * 256 + 512}",
+            prompt_tokens=len(tokens),
+            context_tokens=context_tokens,
         )
     params, values = check_options(facts, options)
     _check_vocabulary("prompt", tokens, facts)

@@ -197,7 +197,9 @@ class Session:
         stats.prompt_tokens = len(tokens)
         try:
             if not is_cancelled():
-                self._target_cache.use_adapters(request.adapter_scales)
+                if self._target_cache.use_adapters(request.adapter_scales):
+                    # Heads cache what they computed from hidden states of the target with other scales.
+                    self.drafters.reset()
                 room = min(request.max_tokens, MIN_ROOM_TOKENS)
                 stats.cached_prompt_tokens = self._target_cache.prepare(tokens, room, stats, progress)
                 self.target.run_ahead(drafter is None)

@@ -67,7 +67,7 @@ def find_heads(
         if not target.file_format.head_formats:
             raise OptionError(
                 f"a head needs a GGUF model, but {target.name} is not one",
-                "omit --head, or use a GGUF version of the model",
+                "use --head none, or a GGUF version of the model",
             )
         if find_head is not None:
             return FoundHeads((named_head(find_head(drafting.head), target, metadata, convert=False),))
@@ -84,7 +84,8 @@ def find_heads(
     chosen = choose_heads(options, named, automatic=automatic)
     published = next((each for each in options if each.head is None and not each.problem), None)
     suggestion = f", or a head with --head {published.name} ({published.expectation})" if published else ""
-    why_none = f"no head was found in the files of {target.name} or beside them{suggestion}"
+    places = f"in the files of {target.name}, beside them or in the Hugging Face cache"
+    why_none = f"no head was found {places}{suggestion}"
     return FoundHeads(chosen, "" if chosen else why_none, describe_choice(chosen, options), suggestion)
 
 
@@ -96,7 +97,9 @@ def without_heads(found: FoundHeads, why: str) -> FoundHeads:
         why: Why the heads cannot be used.
     """
     if any(head.source == "named" for head in found.chosen):
-        raise OptionError(f"a head cannot be used: {why}", "omit --head, or the method layerskip")
+        raise OptionError(
+            f"a head cannot be used: {why}", "use --head none, or a method other than layerskip"
+        )
     return FoundHeads(why_none=why)
 
 

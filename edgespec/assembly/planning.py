@@ -201,8 +201,9 @@ def plan_pair(
         why = f"the draft model {pair.draft.name} does not fit in memory"
         pair = replace(pair, draft=None, why_no_draft=why)
     if choice.heads < len(pair.heads):
-        names = " and ".join(head.name for head in pair.heads[choice.heads :])
-        why = f"the head {names} does not fit in memory"
+        names = [head.name for head in pair.heads[choice.heads :]]
+        heads = f"heads {' and '.join(names)} do" if len(names) > 1 else f"head {names[0]} does"
+        why = f"the {heads} not fit in memory"
         pair = replace(pair, heads=pair.heads[: choice.heads], why_no_head=why, why_heads="")
     drafting = replace(
         drafting,

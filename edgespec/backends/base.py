@@ -77,10 +77,19 @@ class Head:
     Attributes:
         method: Name of the drafting method, one of `HEADS` in `method_names.py`.
         path: Path of the head's file or folder. None means the head in the target's own files.
+        converted_from: The folder that the file at `path` was converted from. None if it was not converted.
     """
 
     method: str
     path: Path | None = None
+    converted_from: Path | None = None
+
+    @property
+    def shown_path(self) -> Path:
+        """The path that the user knows, for messages. Heads in the target's own files have none."""
+        path = self.converted_from or self.path
+        assert path is not None
+        return path
 
 
 SelfDraft: TypeAlias = EarlyExit | LowBit | SkippedLayers | Head

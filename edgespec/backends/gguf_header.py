@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from edgespec.backends.gguf_files import describe_start
-from edgespec.errors import ModelFileError
+from edgespec.errors import ModelFileError, shorten
 
 __all__ = ["GgufHeader", "GgufTensor", "StringArray", "TruncatedHeader", "parse_header", "read_header"]
 
@@ -130,7 +130,9 @@ def read_header(path: Path) -> GgufHeader:
     except OSError as error:
         raise ModelFileError(f"{path} cannot be read: {error.strerror or error}", "check the path") from error
     except ValueError as error:
-        raise ModelFileError(f"{path} is not a complete GGUF file: {error}", "download it again") from error
+        raise ModelFileError(
+            f"{path} is not a complete GGUF file: {shorten(error)}", "download it again"
+        ) from error
 
 
 def parse_header(data: bytes) -> GgufHeader:
@@ -187,7 +189,8 @@ class _Reader:
         name, dimensions = self.text(), self.scalar(4)
         if dimensions > _MAX_DIMENSIONS:
             raise ValueError(
-                f"tensor {name} has {dimensions} dimensions, more than the maximum of {_MAX_DIMENSIONS}"
+                f"tensor {shorten(name)} has {dimensions} dimensions,"
+                f" more than the maximum of {_MAX_DIMENSIONS}"
             )
         shape = tuple(self.scalar(10) for _ in range(dimensions))
         return GgufTensor(name, shape, self.scalar(4), self.scalar(10))

@@ -8,7 +8,7 @@ from edgespec.backends.base import Head
 from edgespec.backends.mlx_metadata import read_head_info
 from edgespec.backends.model_info import ModelInfo
 from edgespec.backends.registry import format_at
-from edgespec.errors import ModelFileError
+from edgespec.errors import ModelFileError, shorten
 from edgespec.heads.residual_layout import residual_head_method
 
 __all__ = ["drafts_in_one_pass", "head_at", "head_info", "method_of", "why_not_made_for"]
@@ -50,7 +50,7 @@ def head_at(path: Path) -> Head:
         if method := method_of(name):
             return Head(method, path)
     raise ModelFileError(
-        f"{path} contains no head, but a model with the architecture {info.architecture!r}",
+        f"{path} contains no head, but a model with the architecture {shorten(info.architecture)!r}",
         "pass a head with --head, and draft models with --draft",
     )
 

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from edgespec.backends.base import Adapter
-from edgespec.errors import BackendMissingError, ModelFileError, OptionError
+from edgespec.errors import BackendMissingError, ModelFileError, OptionError, shorten
 from edgespec.files import read_regular_file, regular_file_bytes
+from edgespec.heads.residual_layout import residual_head_method
 from edgespec.installation import setup_command
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "StoredTensor",
     "check_mlx_adapters",
     "head_weights",
+    "is_complete_without_config",
     "is_weights",
     "missing_among",
     "missing_files",
@@ -122,8 +124,14 @@ def missing_among(names: Iterable[str]) -> list[str]:
 def missing_from_head(folder: Path) -> list[str]:
     """Return the names of the files that a head in the layout of Hugging Face lacks."""
     names = [path.name for path in folder.iterdir() if path.is_file()]
-    missing = [] if "config.json" in names else ["config.json"]
-    return missing if head_weights(names) else [*missing, "model.safetensors"]
+    weights = head_weights(names)
+    missing = [] if "config.json" in names or is_complete_without_config(weights) else ["config.json"]
+    return missing if weights else [*missing, "model.safetensors"]
+
+
+def is_complete_without_config(weights: Iterable[str]) -> bool:
+    """Return whether these are the weight files of a Medusa or Hydra head, whose shapes tell all sizes."""
+    return any(residual_head_method(Path(name)) for name in weights)
 
 
 def head_weights(names: Iterable[str]) -> list[str]:
@@ -162,7 +170,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
             f"{path} cannot be read: {error.strerror}", "download the model again"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise ModelFileError(f"{path} is not valid JSON: {error}", "download it again") from error
+        raise ModelFileError(f"{path} is not valid JSON: {shorten(error)}", "download it again") from error
     if not isinstance(value, dict):
         raise ModelFileError(f"{path} does not contain a JSON object", "download it again")
     return value
@@ -200,7 +208,9 @@ def read_tensors(file: Path) -> dict[str, StoredTensor]:
     except OSError as error:
         raise ModelFileError(f"{file} cannot be read: {error.strerror}", "download it again") from error
     except (ValueError, ArithmeticError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise ModelFileError(f"the header of {file} is damaged: {error}", "download it again") from error
+        raise ModelFileError(
+            f"the header of {file} is damaged: {shorten(error)}", "download it again"
+        ) from error
     if needed_bytes > size_bytes:
         raise ModelFileError(
             f"{file} is truncated: it has {size_bytes:,} of {needed_bytes:,} bytes", "download it again"

@@ -14,6 +14,7 @@ from edgespec.backends.mlx_files import (
     WEIGHTS,
     StoredTensor,
     head_weights,
+    is_complete_without_config,
     read_json_object,
     read_tensors,
 )
@@ -104,13 +105,15 @@ def read_head_info(folder: Path) -> ModelInfo:
     Raises:
         ModelFileError: The files are missing or damaged.
     """
-    whole = read_json_object(folder / "config.json")
-    config = language_config(whole)
     try:
-        weights = head_weights(file.name for file in folder.iterdir() if file.is_file())
+        names = [file.name for file in folder.iterdir() if file.is_file()]
+        weights = head_weights(names)
         size_bytes = sum((folder / name).stat().st_size for name in weights)
     except OSError as error:
         raise ModelFileError(f"{folder} cannot be read: {error.strerror}", "check the path") from error
+    needs_config = "config.json" in names or not is_complete_without_config(weights)
+    whole = read_json_object(folder / "config.json") if needs_config else {}
+    config = language_config(whole)
     # The weights of Medusa and Hydra heads are in files such as `medusa_lm_head.safetensors`.
     named = [label for name, label in _HEAD_NAMES.items() for file in weights if file.startswith(f"{name}_")]
     heads = tuple(_heads(whole, config, {}) or named[:1])

@@ -144,20 +144,22 @@ def named_head(
     if not kind:
         raise refused_model(found.name)
     path = None if found.path.resolve() == target.path.resolve() else found.path
+    converted_from = None
     mismatch = why_not_made_for(info, read_model_info(target, metadata)) if path else ""
     problem = mismatch or _why_not_yet(kind, target.file_format)
     if not problem and path and not _is_readable(kind, path, target):
         if not _is_convertible(kind, path, target):
             problem = _unreadable(target)
         elif convert:
-            path = convert_once(path, target.path)
+            converted_from, path = path, convert_once(path, target.path)
     if problem:
         made_for = "was made for another target" if mismatch else f"cannot draft for {target.name}"
         raise CapabilityError(
             f"the head {found.name} {made_for}: {problem}",
             f"choose another head (`edgespec models show {target.name}` lists them), or use --head none",
         )
-    return HeadOption(found.name, kind, Head(method_of(kind), path), "named", info.size_bytes if path else 0)
+    head = Head(method_of(kind), path, converted_from)
+    return HeadOption(found.name, kind, head, "named", info.size_bytes if path else 0)
 
 
 def _sidecars(target: Path) -> Iterator[Path]:
@@ -180,16 +182,16 @@ def _installed(
     kind = _kind(info)
     if not kind or why_not_made_for(info, target_info):
         return None
-    problem = _why_not_yet(kind, target.file_format)
+    head, problem = Head(method_of(kind), path), _why_not_yet(kind, target.file_format)
     if not problem and not _is_readable(kind, path, target):
         problem = _unreadable(target)
         if _is_convertible(kind, path, target):
             problem = f"it has not been converted to GGUF; --head {shlex.quote(reference)} converts it"
             with suppress(EdgespecError):
                 if (converted := converted_path(path, target.path)).exists():
-                    path, problem = converted, ""
+                    head, problem = Head(method_of(kind), converted, path), ""
     speedup = _speedup(kind, info.size_bytes, target_info.pass_bytes)
-    return HeadOption(reference, kind, Head(method_of(kind), path), source, info.size_bytes, speedup, problem)
+    return HeadOption(reference, kind, head, source, info.size_bytes, speedup, problem)
 
 
 def _published(entry: HeadEntry, target: Resolved, target_info: ModelInfo) -> HeadOption:

@@ -7,7 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from edgespec.backends.mlx_files import WEIGHTS, head_weights, is_weights, missing_among
+from edgespec.backends.mlx_files import (
+    WEIGHTS,
+    head_weights,
+    is_complete_without_config,
+    is_weights,
+    missing_among,
+)
 from edgespec.errors import ModelNotFoundError
 
 __all__ = [
@@ -185,7 +191,7 @@ def choose_head_files(repository: str, files: Sequence[HubFile], quantisation: s
     top_level = [file for file in files if "/" not in file.name]
     weights = head_weights(file.name for file in top_level)
     config = [file for file in top_level if file.name == "config.json"]
-    if config and weights and quantisation is None:
+    if weights and (config or is_complete_without_config(weights)) and quantisation is None:
         return [*config, *(file for file in top_level if file.name in weights)]
     if quantisation is not None:
         raise ModelNotFoundError(

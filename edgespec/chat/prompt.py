@@ -148,6 +148,8 @@ class PromptBuilder:
                 f"the reply cannot be continued: its {len(start_tokens)} tokens and the messages before"
                 f" it do not fit in the context of {context_tokens} tokens",
                 "start a new chat, or load the model with a larger --context",
+                prompt_tokens=(error.prompt_tokens or 0) + len(start_tokens),
+                context_tokens=context_tokens,
             ) from error
         opening = opening_marker(prompt.text)
         if opening and reply_start.startswith(opening):
@@ -225,6 +227,8 @@ class PromptBuilder:
                     f"the chat has {len(prompt.tokens)} tokens, but the context holds only {context_tokens}",
                     "start a new chat, use context_full='slide' to drop the oldest messages, or load the"
                     " model with a larger --context",
+                    prompt_tokens=len(prompt.tokens),
+                    context_tokens=context_tokens,
                 )
         if prompt is None or len(prompt.tokens) > limit_tokens:
             step_tokens = max(1, context_tokens // 2)
@@ -234,6 +238,8 @@ class PromptBuilder:
             raise ContextFullError(
                 f"the message has {len(prompt.tokens)} tokens, but the context holds only {context_tokens}",
                 f"shorten it or use --context {(len(prompt.tokens) + _REPLY_TOKENS) // 256 * 256 + 256}",
+                prompt_tokens=len(prompt.tokens),
+                context_tokens=context_tokens,
             )
         return prompt
 

@@ -50,4 +50,6 @@ def check_size(vocabulary: Vocabulary, texts: Sequence[str], context_tokens: int
             f"the prompt of {size} has at least {least:,} tokens, but the context holds only"
             f" {context_tokens:,}",
             "shorten it, or load a model with a larger --context",
+            prompt_tokens=least,
+            context_tokens=context_tokens,
         )

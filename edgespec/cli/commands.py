@@ -12,6 +12,7 @@ __all__ = ["COMMANDS", "MISSING_COMMANDS", "OLLAMA_COMMANDS", "load_command"]
 COMMANDS = (
     "chat",
     "generate",
+    "serve",
     "recommend",
     "plan",
     "verify",
@@ -39,7 +40,7 @@ OLLAMA_COMMANDS = {
 }
 # Ollama's commands that edgespec does not have, and why not.
 MISSING_COMMANDS = dict.fromkeys(
-    ("serve", "ps", "stop"), "edgespec has no server, and a model is loaded only while a command uses it"
+    ("ps", "stop"), "the server unloads unused models; to see the loaded ones, open /health of the server"
 )
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "REPLY_NAMES",
     "SAMPLING_NAMES",
     "KindType",
+    "OutputPath",
     "declared_options",
     "every_setting",
     "json_option",
@@ -76,6 +77,18 @@ class KindType(click.ParamType):  # type: ignore[type-arg]  # generic since clic
             if param is not None and not self.kind.repeatable:
                 _check(self.kind, param, value)
         return value
+
+
+class OutputPath(click.Path):
+    """The click parameter type for the path of a new file or folder.
+
+    An empty text, such as an unset shell variable, is refused. It would mean the current folder.
+    """
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail("the path is empty", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 def _check(kind: Kind, param: click.Parameter, value: Any) -> Any:

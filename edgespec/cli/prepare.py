@@ -10,7 +10,7 @@ import click
 
 from edgespec.cli.help import HelpfulGroup
 from edgespec.cli.interrupt import Stop, interruptible
-from edgespec.cli.options import json_option, model_reference
+from edgespec.cli.options import OutputPath, json_option, model_reference
 from edgespec.cli.screen import ProgressLine, note, print_json, print_table, printable
 from edgespec.errors import OptionError
 from edgespec.files import format_bytes
@@ -23,7 +23,7 @@ __all__ = ["command"]
 _to_option = click.option(
     "--to",
     metavar="DIR",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=OutputPath(path_type=Path, file_okay=False),
     help="Folder in which to save the result. [default: a folder in edgespec's cache]",
 )
 
@@ -133,7 +133,7 @@ def lowbit(reference: str, type_name: str | None, to: Path | None, as_json: bool
     "--to",
     metavar="FILE",
     required=True,
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=OutputPath(path_type=Path, dir_okay=False),
     help="GGUF file in which to save the head.",
 )
 @json_option

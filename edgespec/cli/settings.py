@@ -51,6 +51,7 @@ VARIABLES = {
     "EDGESPEC_CONFIG_DIR": "folder for the settings file and aliases",
     "EDGESPEC_DATA_DIR": "folder for chats and saved measurements",
     "EDGESPEC_CACHE_DIR": "folder for files that can be regenerated",
+    "EDGESPEC_API_KEY": "key that programs must send to `edgespec serve`",
     "EDGESPEC_DEBUG": "set to 1 to show a traceback with each error",
 }
 """Environment variables that are not settings, with what they are for."""

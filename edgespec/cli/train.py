@@ -12,7 +12,7 @@ import click
 from edgespec.cli.help import HelpfulGroup
 from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.measuring import duration_text, prompts_option
-from edgespec.cli.options import KindType, json_option, model_reference
+from edgespec.cli.options import KindType, OutputPath, json_option, model_reference
 from edgespec.cli.screen import ProgressLine, note, print_json, print_table, printable
 from edgespec.option_kinds import Integer
 
@@ -76,7 +76,7 @@ def _with_training_options(function: Callable[..., None]) -> Callable[..., None]
             "folder",
             metavar="DIR",
             required=True,
-            type=click.Path(path_type=Path, file_okay=False),
+            type=OutputPath(path_type=Path, file_okay=False),
             help="Folder in which to save the result. The result of an earlier training is replaced only by a"
             " better one.",
         ),

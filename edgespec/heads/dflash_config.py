@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from edgespec.heads.layer_config import LayerConfig, parse_layer_config
+from edgespec.heads.layer_config import LayerConfig, layer_settings
 
-__all__ = ["DFlashConfig", "is_dflash", "parse_dflash_config"]
+__all__ = ["MAX_BLOCK_TOKENS", "DFlashConfig", "is_dflash", "parse_dflash_config"]
 
+# Maximum block size in tokens. Published heads use 7 to 16. Larger blocks could exceed the maximum size of
+# llama.cpp's computation graph, which would end the process.
+MAX_BLOCK_TOKENS = 32
+# Maximum number of layers. Published heads have five.
+_MAX_LAYERS = 128
 _DEFAULT_BLOCK_TOKENS = 16
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
@@ -60,16 +65,18 @@ def parse_dflash_config(config: Mapping[str, Any]) -> DFlashConfig:
     Raises:
         ValueError, KeyError, TypeError, ArithmeticError: A setting is missing, invalid or not supported.
     """
-    size = int(config["hidden_size"])
+    size, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
+    if not 0 < layers <= _MAX_LAYERS:
+        raise ValueError(f"its num_hidden_layers is {layers:,}, but must be from 1 to {_MAX_LAYERS}")
     for name, supported in (("model_type", "qwen3"), ("hidden_act", "silu"), ("markov_head_type", "vanilla")):
         if (value := config.get(name) or supported) != supported:
             raise ValueError(f"its {name} {value!r} is not supported")
     markov_rank = int(config.get("markov_rank") or 0)
-    windows = _windows(config)
+    windows = _windows(config, layers)
     result = DFlashConfig(
         size=size,
-        layers=int(config["num_hidden_layers"]),
-        **asdict(parse_layer_config(config)),
+        layers=layers,
+        **layer_settings(config),
         states=_states(config),
         block_tokens=int(config.get("block_size") or _DEFAULT_BLOCK_TOKENS),
         mask_token=int(config["mask_token_id"]),
@@ -78,8 +85,11 @@ def parse_dflash_config(config: Mapping[str, Any]) -> DFlashConfig:
         windows=windows,
         markov_rank=markov_rank,
     )
-    if min(result.layers, result.block_tokens) <= 0:
-        raise ValueError("its num_hidden_layers or its block_size is not positive")
+    # A block of one token has no masks. MLX ends the process if it computes with an empty array.
+    if not 2 <= result.block_tokens <= MAX_BLOCK_TOKENS:
+        raise ValueError(
+            f"its block_size is {result.block_tokens:,}, but must be from 2 to {MAX_BLOCK_TOKENS}"
+        )
     if not 0 <= result.mask_token < result.vocab_size:
         raise ValueError(f"its mask token {result.mask_token} is not in its vocabulary")
     return result
@@ -92,10 +102,9 @@ def _states(config: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(int(layer) for layer in config["aux_hidden_state_layer_ids"])
 
 
-def _windows(config: Mapping[str, Any]) -> tuple[int, ...]:
-    count = int(config["num_hidden_layers"])
-    types = config.get("layer_types") or [_FULL] * count
-    if len(types) != count or not {*types} <= {_SLIDING, _FULL}:
+def _windows(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    types = config.get("layer_types") or [_FULL] * layers
+    if len(types) != layers or not {*types} <= {_SLIDING, _FULL}:
         raise ValueError(f"its layer_types {types!r} are not supported")
     return tuple(int(config["sliding_window"]) if kind == _SLIDING else 0 for kind in types)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.errors import ModelFileError
+from edgespec.errors import ModelFileError, shorten
 from edgespec.heads.dflash_config import DFlashConfig, parse_dflash_config
 from edgespec.heads.eagle_files import target_ids
 from edgespec.heads.layer_config import read_config
@@ -65,7 +65,7 @@ def read_dflash(folder: Path) -> DFlashFiles:
             tensors.pop("lm_head.weight", None)
         _check_tensors(config, tensors, ids)
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
-        what = f"it lacks the setting {error}" if isinstance(error, KeyError) else str(error)
+        what = f"it lacks the setting {error}" if isinstance(error, KeyError) else shorten(error)
         raise ModelFileError(
             f"{folder} is not a DFlash or DSpark head that edgespec supports: {what}",
             "choose a folder with the config.json and weights of a DFlash or DSpark head",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from edgespec.heads.layer_config import LayerConfig, parse_layer_config
+from edgespec.heads.layer_config import LayerConfig, layer_settings
 
 __all__ = ["EagleConfig", "parse_config"]
 
@@ -78,7 +78,7 @@ def parse_config(config: Mapping[str, Any], version: Literal[1, 3]) -> EagleConf
         version=version,
         hidden_size=size,
         target_size=int(config.get("target_hidden_size") or size),
-        **asdict(parse_layer_config(config)),
+        **layer_settings(config),
         layers=tuple(int(layer) for layer in layers) if layers else None,
         norm_before_residual=bool(config.get("norm_before_residual")),
         norm_before_fc=bool(config.get("norm_before_fc")),

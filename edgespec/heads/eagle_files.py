@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.errors import ModelFileError
+from edgespec.errors import ModelFileError, shorten
 from edgespec.heads.eagle_config import EagleConfig, parse_config
 from edgespec.heads.layer_config import read_config
 from edgespec.heads.stored_tensor import StoredTensor
@@ -83,7 +83,7 @@ def read_eagle(folder: Path) -> EagleFiles:
         ids = None if offsets is None else target_ids(offsets, config.vocab_size)
         _check_tensors(config, tensors, config.vocab_size if ids is None else len(ids))
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
-        what = f"it lacks the setting {error}" if isinstance(error, KeyError) else str(error)
+        what = f"it lacks the setting {error}" if isinstance(error, KeyError) else shorten(error)
         raise ModelFileError(
             f"{folder} is not an EAGLE head that edgespec supports: {what}",
             "choose a folder with the config.json and weights of an EAGLE head",

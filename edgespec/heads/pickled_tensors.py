@@ -18,7 +18,7 @@ from zipfile import ZIP_STORED, BadZipFile, ZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.errors import ModelFileError
+from edgespec.errors import ModelFileError, shorten
 from edgespec.files import error_reason, regular_file_bytes
 from edgespec.heads.stored_tensor import ITEM_BYTES, StoredTensor, decode_elements
 
@@ -92,7 +92,7 @@ def read_pickled_tensors(path: Path) -> dict[str, StoredTensor]:
 
 def _damaged(path: Path, error: Exception) -> ModelFileError:
     return ModelFileError(
-        f"{path} is damaged, or was not written by PyTorch 1.6 or later: {error}",
+        f"{path} is damaged, or was not written by PyTorch 1.6 or later: {shorten(error)}",
         "download it again, or use a version in safetensors format",
     )
 
@@ -204,7 +204,7 @@ class _Interpreter:
         if kind != "storage" or not isinstance(storage, _Global) or not isinstance(key, str):
             raise self._refused("a reference to something other than the data of a tensor")
         if storage.name not in _STORAGES:
-            raise self._refused(f"the type {storage.name.replace(' ', '.')}")
+            raise self._refused(f"the type {shorten(storage.name.replace(' ', '.'))}")
         dtype, entry = _STORAGES[storage.name], f"{self._root}data/{key}"
         if self._sizes[entry] != count * ITEM_BYTES[dtype]:
             raise ValueError(f"{entry} has {self._sizes[entry]:,} bytes instead of {count:,} elements")
@@ -221,7 +221,7 @@ class _Interpreter:
                 storage, offset, shape, strides, *_ = arguments
                 return self._tensor(storage, offset, tuple(shape), tuple(strides))
             case _Global(name):
-                raise self._refused(f"a call of {name.replace(' ', '.')}")
+                raise self._refused(f"a call of {shorten(name.replace(' ', '.'))}")
         raise self._refused("a call of an object")
 
     def _tensor(

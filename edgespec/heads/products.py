@@ -69,7 +69,7 @@ class WeightLoader:
         if not (np.isfinite(values.min()) and np.isfinite(values.max())):
             raise ModelFileError(
                 f"the head {self._file} is damaged: its weights are not finite numbers",
-                "download it again, or omit --head",
+                "download it again, or use --head none",
             )
         return values
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.errors import CapabilityError, ModelFileError, shorten
+from edgespec.files import error_reason
 from edgespec.heads.stored_tensor import StoredTensor
 from edgespec.heads.tensor_files import read_tensor_file
 
@@ -152,7 +153,7 @@ def read_residual_heads(path: Path) -> ResidualHeads:
     kind = config.get("hydra_head_arch", "mlp")
     if kind not in ("mlp", "prefix-mlp"):
         raise CapabilityError(
-            f"{path} contains Hydra heads of the kind {kind!r}, which edgespec cannot run",
+            f"{path} contains Hydra heads of the kind {shorten(repr(kind))}, which edgespec cannot run",
             "choose heads of the kind 'mlp' or 'prefix-mlp'",
         )
     tensors = _NamedTensors(file)
@@ -173,8 +174,10 @@ def _read_config(path: Path) -> Mapping[str, Any]:
             raise ValueError(f"hidden_state_offset is {offset!r}")
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelFileError(f"{path} is damaged: {error}", "download it again") from error
+    except OSError as error:
+        raise ModelFileError(f"{path} cannot be read: {error_reason(error)}", "download it again") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelFileError(f"{path} is damaged: {shorten(error)}", "download it again") from error
     return config
 
 

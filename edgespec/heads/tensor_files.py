@@ -9,7 +9,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from edgespec.errors import ModelFileError
+from edgespec.errors import ModelFileError, shorten
 from edgespec.files import error_reason, regular_file_bytes
 from edgespec.heads.pickled_tensors import read_pickled_tensors
 from edgespec.heads.stored_tensor import ITEM_BYTES, StoredTensor, decode_elements
@@ -54,7 +54,9 @@ def read_tensor_file(path: Path) -> dict[str, StoredTensor]:
     except OSError as error:
         raise ModelFileError(f"{path} cannot be read: {error_reason(error)}", "download it again") from error
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise ModelFileError(f"{path} is damaged or truncated: {error}", "download it again") from error
+        raise ModelFileError(
+            f"{path} is damaged or truncated: {shorten(error)}", "download it again"
+        ) from error
 
 
 def _stored(path: Path, tensor: Any, file_bytes: int) -> StoredTensor:
@@ -62,7 +64,7 @@ def _stored(path: Path, tensor: Any, file_bytes: int) -> StoredTensor:
     start, size_bytes = tensor.data_range.offset, tensor.data_range.size
     if tensor.dtype not in ITEM_BYTES:
         raise ModelFileError(
-            f"{path} contains tensors of the type {str(tensor.dtype)[:20]}, which edgespec cannot read",
+            f"{path} contains tensors of the type {shorten(tensor.dtype)}, which edgespec cannot read",
             "use a version of the head with 16-bit weights",
         )
     if not all(type(size) is int and size >= 0 for size in (start, size_bytes, *tensor.shape)):

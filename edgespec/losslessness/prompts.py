@@ -10,12 +10,14 @@ from typing import Any
 from edgespec.catalog.catalogue import models_folder
 from edgespec.chat.message import Message
 from edgespec.chat.prompt import PromptBuilder
-from edgespec.errors import OptionError
-from edgespec.files import error_reason
+from edgespec.errors import OptionError, shorten
+from edgespec.files import error_reason, format_bytes
 from edgespec.runtime import Runtime
 
 __all__ = ["Prompt", "prompt_tokens", "read_prompts"]
 
+# Maximum size of a file of prompts in bytes. Bounds the memory for a device or pipe that never ends.
+_MAX_BYTES = 1 << 28
 _ROLES = ("system", "user", "assistant")
 
 
@@ -42,10 +44,14 @@ def read_prompts(path: str | Path | None = None) -> list[Prompt]:
     """
     file = Path(path) if path is not None else models_folder() / "eval_prompts.jsonl"
     try:
-        text = file.read_text(encoding="utf-8")
+        with file.open("rb") as stream:
+            data = stream.read(_MAX_BYTES + 1)
+        text = data.decode("utf-8")
     except (OSError, ValueError) as error:
         reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error_reason(error)
         raise OptionError(f"cannot read prompts from {file}: {reason}", "check the path") from error
+    if len(data) > _MAX_BYTES:
+        raise OptionError(f"{file} has more than {format_bytes(_MAX_BYTES)} of prompts", "use fewer prompts")
     prompts = [_prompt(line, at, file) for at, line in enumerate(text.splitlines(), 1) if line.strip()]
     if not prompts:
         raise OptionError(f"{file} contains no prompts", 'write one per line, such as {"prompt": "Hello"}')
@@ -56,8 +62,9 @@ def _prompt(line: str, number: int, file: Path) -> Prompt:
     try:
         entry: Any = json.loads(line)
         messages = _messages(entry)
-    except ValueError as error:
-        reason = "the line is not JSON" if isinstance(error, json.JSONDecodeError) else error
+    except (ValueError, RecursionError) as error:
+        is_json = not isinstance(error, json.JSONDecodeError | RecursionError)
+        reason = shorten(error) if is_json else "the line is not JSON"
         raise OptionError(
             f"line {number} of {file} is not a valid prompt: {reason}",
             'write {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}',

@@ -40,8 +40,8 @@ class TargetCache:
         self._prefilled_tokens = 0
         self._adapter_scales = self._loaded_scales = tuple(adapter.scale for adapter in target.facts.adapters)
 
-    def use_adapters(self, scales: tuple[float, ...]) -> None:
-        """Set the scales of the target's adapters for the next reply.
+    def use_adapters(self, scales: tuple[float, ...]) -> bool:
+        """Set the scales of the target's adapters for the next reply, and return whether they changed.
 
         A KV cache is only valid for the scales that it was computed with. The prefix cache holds sequences
         for the scales that the target was loaded with, and is not used with others.
@@ -50,7 +50,7 @@ class TargetCache:
             CapabilityError: The scales of the target's adapters are fixed.
         """
         if scales == self._adapter_scales:
-            return
+            return False
         if self._cache and self._tokens:
             self._truncate_to_reusable()
             self._cache.add(self._tokens)
@@ -58,6 +58,7 @@ class TargetCache:
         self._target.truncate(0)
         self._target.set_adapter_scales(scales)
         self._adapter_scales = scales
+        return True
 
     @property
     def _cache(self) -> PrefixCache | None:

@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from errno import EIO
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -15,7 +14,7 @@ import gguf
 from edgespec.backends.base import Progress
 from edgespec.backends.llamacpp import layerskip_files
 from edgespec.errors import CancelledError, ModelFileError
-from edgespec.files import append_error
+from edgespec.files import explain_write_errors
 
 __all__ = ["GgufModel", "Metadata", "Tensors", "merged_file", "split_metadata", "write_gguf"]
 
@@ -159,19 +158,15 @@ def write_gguf(
         data = tensor.data
         writer.add_tensor_info(name, data.shape, data.dtype, data.nbytes, raw_dtype=tensor.tensor_type)
     try:
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        for tensor in () if header_only else tensors.values():
-            writer.write_tensor_data(tensor.data)
-            done_bytes += tensor.n_bytes
-            if progress and not progress(what, done_bytes / total_bytes):
-                raise CancelledError(f"{what} was cancelled")
-    except OSError as error:
-        # NumPy does not report why a write failed, so write to the file again to find out.
-        if error.errno is None:
-            raise append_error(path) or OSError(EIO, "only part of the file was written") from error
-        raise
+        with explain_write_errors(path):
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            for tensor in () if header_only else tensors.values():
+                writer.write_tensor_data(tensor.data)
+                done_bytes += tensor.n_bytes
+                if progress and not progress(what, done_bytes / total_bytes):
+                    raise CancelledError(f"{what} was cancelled")
     finally:
         writer.close()
     if header_only:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
+import time
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from edgespec.backends.head_files import head_at
 from edgespec.backends.registry import format_at
 from edgespec.errors import EdgespecError, ModelFileError, OptionError
-from edgespec.files import cache_folder, error_reason
+from edgespec.files import cache_folder, error_reason, write_advice
 
 __all__ = ["convert_once", "converted_path", "needs_conversion", "prepare_head"]
+
+# Start of the names of the folders in which heads are converted.
+_UNFINISHED = ".edgespec-"
+# Age of a folder that no running conversion can still be using.
+_STALE_SECONDS = 24 * 3600.0
 
 
 def converted_path(folder: Path, target: Path) -> Path:
@@ -41,18 +49,27 @@ def convert_once(folder: Path, target: Path) -> Path:
     """Return a head's GGUF version, converting it on first use. Raises the same errors as `prepare_head`."""
     path = converted_path(folder, target)
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        prepare_head(folder, target, path)
+        _delete_leftovers(path.parent)
+        prepare_head(folder, target, path, setting="EDGESPEC_CACHE_DIR")
     return path
 
 
-def prepare_head(folder: Path, target: Path, output: Path) -> int:
+def _delete_leftovers(folder: Path) -> None:
+    """Delete what conversions left behind that were killed."""
+    with suppress(OSError):
+        for leftover in folder.glob(f"{_UNFINISHED}*"):
+            if leftover.stat().st_mtime < time.time() - _STALE_SECONDS:
+                shutil.rmtree(leftover, ignore_errors=True)
+
+
+def prepare_head(folder: Path, target: Path, output: Path, *, setting: str = "--to") -> int:
     """Convert an EAGLE-3, DFlash or DSpark head to a GGUF file.
 
     Args:
         folder: Folder of the head, in the layout in which it was published on Hugging Face.
         target: The GGUF model that the head was trained for.
         output: The file to write. An existing file is replaced once the new one is complete.
+        setting: The option or environment variable that chose the output's folder, for error messages.
 
     Returns:
         The size of the new file in bytes.
@@ -73,7 +90,8 @@ def prepare_head(folder: Path, target: Path, output: Path) -> int:
         )
     layers = _layer_count(target)
     try:
-        with TemporaryDirectory(prefix=".edgespec-", dir=output.parent) as unfinished:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=_UNFINISHED, dir=output.parent) as unfinished:
             path = Path(unfinished) / "head.gguf"
             convert = convert_dflash_head if is_dflash(read_config(folder)) else convert_eagle_head
             convert(folder, layers, path)
@@ -82,7 +100,7 @@ def prepare_head(folder: Path, target: Path, output: Path) -> int:
     except OSError as error:
         raise EdgespecError(
             f"the head {folder} cannot be converted to {output}: {error_reason(error)}",
-            "check that the folder exists, and that there is room for the new file",
+            write_advice(error, output.parent, setting),
         ) from error
     return size_bytes
 

@@ -162,13 +162,26 @@ def _trainable(path: Path, name: str, weights: Path | None) -> Path:
             f"--weights {weights} is not a folder with an MLX or Hugging Face model",
             "pass a folder with config.json and model.safetensors",
         )
-    own, other = format_at(path).read_tokens(path), form.read_tokens(weights)
-    if own is not None and other is not None and not own.same_ids(other):
+    if difference := _difference(path, weights):
         raise OptionError(
-            f"--weights {weights} is not the same model as {name}: their vocabularies differ",
+            f"--weights {weights} is not the same model as {name}: {difference}",
             "pass the model from which the GGUF file was made",
         )
     return weights
+
+
+def _difference(path: Path, weights: Path) -> str:
+    """Return a difference between a GGUF model and what may be its other form, or an empty string."""
+    own, other = format_at(path).read_info(path), format_at(weights).read_info(weights)
+    # The layers of a GGUF model include those for multi-token prediction, which other forms do not count.
+    if not own.heads and 0 < own.layers != other.layers > 0:
+        return f"it has {other.layers:,} layers, not {own.layers:,}"
+    if 0 < own.hidden_size != other.hidden_size > 0:
+        return f"its hidden states have the size {other.hidden_size:,}, not {own.hidden_size:,}"
+    own_tokens, other_tokens = format_at(path).read_tokens(path), format_at(weights).read_tokens(weights)
+    if own_tokens is not None and other_tokens is not None and not own_tokens.same_ids(other_tokens):
+        return "their vocabularies differ"
+    return ""
 
 
 def _identity(folder: Path) -> str:

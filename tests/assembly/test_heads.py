@@ -130,7 +130,10 @@ class TestFinding:
             edgespec.load(str(target), "none", head=head, **OPTIONS)
 
     def test_a_method_that_lacks_its_head_says_so(self, target: Path) -> None:
-        with pytest.raises(OptionError, match="no head was found in the files of target.gguf or beside them"):
+        with pytest.raises(
+            OptionError,
+            match="no head was found in the files of target.gguf, beside them or in the Hugging Face",
+        ):
             edgespec.load(str(target), "none", method="eagle", **OPTIONS)
         with pytest.raises(OptionError, match="--head none was given"):
             edgespec.load(str(target), "none", method="eagle", head="none", **OPTIONS)
@@ -241,7 +244,9 @@ class TestPlanning:
         assert [option.reference for option in both.pair.heads] == [str(head)]
         assert both.pair.why_no_head == f"the head {other} does not fit in memory"
         assert [decision.what for decision in both.plan.decisions] == ["only 1 of 2 heads"]
-        assert planned(both.plan.total_bytes - 1).pair.heads == ()
+        neither = planned(both.plan.total_bytes - 1).pair
+        assert neither.heads == ()
+        assert neither.why_no_head == f"the heads {head} and {other} do not fit in memory"
 
     def test_plans_name_the_head(self, target: Path, head: Path) -> None:
         preview = edgespec.plan(str(target), "none", context=512)

@@ -20,7 +20,6 @@ from edgespec.assembly.loading import always_draft
 from edgespec.backends import llamacpp
 from edgespec.backends.base import Head, LanguageModel, LoadOptions
 from edgespec.backends.hidden_state_log import MAX_LOGGED_TOKENS
-from edgespec.backends.llamacpp.block_shape import MAX_BLOCK_TOKENS
 from edgespec.backends.llamacpp.dflash import DFlashHead, estimate_dflash_head
 from edgespec.backends.llamacpp.markov_head import MarkovHead
 from edgespec.backends.llamacpp.model import LlamaCppModel
@@ -32,6 +31,7 @@ from edgespec.engine.sampling import Sampler
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, EdgespecError, ModelFileError
+from edgespec.heads.dflash_config import MAX_BLOCK_TOKENS
 from tests.backends.dflash_reference import block_logits, markov_logits, published_tensors, tensors_of
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
 from tests.backends.tiny_models import WORDS, write_dflash, write_gemma3, write_jamba, write_lfm2, write_llama

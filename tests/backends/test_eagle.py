@@ -335,6 +335,8 @@ def test_a_published_head_is_converted(
         {"vocab_size": 50},
         {"eagle_aux_hidden_state_layer_ids": "abc"},
         {"rms_norm_eps": "x"},
+        {"rms_norm_eps": float("nan")},
+        {"rms_norm_eps": -1.0},
         {"head_dim": 15},
     ],
 )
@@ -398,18 +400,48 @@ def test_a_head_that_lists_layers_by_their_outputs_is_converted(files: Files, tm
     assert field.contents() == [2, 1, 2]
 
 
+@pytest.mark.filterwarnings("error")
 def test_what_llama_cpp_does_not_support_is_not_converted(files: Files, tmp_path: Path) -> None:
+    llama3 = {**_ROPES[0], "original_max_position_embeddings": 32}
     for number, (changes, message) in enumerate(
         [
             ({"rope_scaling": {"type": "longrope"}}, "rope_scaling of type 'longrope'"),
             ({"norm_output": True}, "norm_output"),
             ({"eagle_aux_hidden_state_layer_ids": [7, 8, 9]}, "layers"),
             ({"rope_scaling": {"type": "linear"}}, "factor"),
+            ({"rope_scaling": {"type": "linear", "factor": 0}}, "its factor is 0, but must be a positive"),
+            ({"rope_scaling": {"type": "yarn", "factor": float("nan")}}, "its factor is nan"),
+            ({"rope_scaling": llama3 | {"factor": 0.0}}, "its factor is 0.0"),
+            ({"rope_scaling": llama3 | {"low_freq_factor": 4.0}}, "and differ"),
+            ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "must be given"),
+            ({"rope_theta": -1.0}, "its rope_theta is -1.0"),
         ]
     ):
         folder = write_published(tmp_path / str(number), **changes)  # type: ignore[arg-type]
         with pytest.raises(ModelFileError, match=message):
             prepare_head(folder, files.target, tmp_path / "head.gguf")
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e6])
+def test_weights_that_float16_cannot_hold_are_not_converted(
+    files: Files, tmp_path: Path, value: float
+) -> None:
+    matrix = np.full((32, 64), value, np.float32)
+    folder = write_published(tmp_path / "published", changes={"layer.mlp.down_proj.weight": matrix})
+    with pytest.raises(ModelFileError, match="not finite numbers, or too large for float16") as caught:
+        prepare_head(folder, files.target, tmp_path / "head.gguf")
+    assert str(folder) in caught.value.what
+    assert [path.name for path in tmp_path.iterdir()] == ["published"]
+
+
+def test_errors_about_a_converted_head_name_its_folder(
+    files: Files, target: LlamaCppModel, tmp_path: Path
+) -> None:
+    folder = write_published(tmp_path / "published")
+    head = Head("eagle", damaged(write_eagle(tmp_path / "head.gguf", layers=(0, 1, 2)), np.nan), folder)
+    with pytest.raises(ModelFileError, match=f"the head {folder} is damaged: its logits are not finite"):
+        target.self_draft(head)
 
 
 @pytest.mark.parametrize(

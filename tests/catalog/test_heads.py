@@ -23,10 +23,11 @@ from edgespec.catalog.remote_header import resolve_head_metadata
 from edgespec.catalog.speedup_estimate import estimate_head_speedup
 from edgespec.errors import CancelledError, CapabilityError, EdgespecError, ModelFileError, ModelNotFoundError
 from edgespec.method_names import HEADS
-from tests.backends.published_heads import write_published
+from tests.backends.published_heads import VOCAB, write_published
 from tests.backends.tiny_models import write_eagle, write_llama
 from tests.catalog.fake_stores import add_to_hub
 from tests.catalog.stand_in_hub import REPOSITORY, StandInHub
+from tests.heads.residual_files import Layout, random_arrays, write_heads
 
 
 @pytest.fixture
@@ -88,6 +89,7 @@ class TestBesideTheTarget:
         assert converted.head.path is not None
         assert converted.head.path.suffix == ".gguf"
         assert options_in(folder)[0].head == converted.head
+        assert converted.head.shown_path == head
         # It is converted again after its files have changed.
         config = json.loads((head / "config.json").read_text())
         (head / "config.json").write_text(json.dumps(config | {"rope_theta": 5000.0}))
@@ -125,6 +127,16 @@ class TestNamedHeads:
     def test_a_published_head_for_another_target_is_not_converted(self, folder: Path, tmp_path: Path) -> None:
         head = write_published(tmp_path / "head", vocab_size=50)
         with pytest.raises(CapabilityError, match="made for another target"):
+            named(head, folder)
+
+    def test_medusa_heads_need_no_config(self, folder: Path, tmp_path: Path) -> None:
+        layout = Layout("medusa", config=False)
+        head = write_heads(tmp_path / "head", layout, random_arrays(layout, 32, VOCAB))
+        for reference in (head, head / "medusa_lm_head.safetensors"):
+            option = named(reference, folder)
+            assert (option.kind, option.head) == ("Medusa", Head("medusa", head))
+        (head / "config.json").write_text("{")
+        with pytest.raises(ModelFileError, match="not valid JSON"):
             named(head, folder)
 
     @pytest.mark.parametrize("reference", ["demo", "8b-q4", "hf:unsloth/Qwen3-8B-GGUF", "ollama:llama3.2"])
@@ -177,6 +189,12 @@ class TestDownloads:
         assert option.is_usable
         hub.stop()
         assert resolve_head(REPOSITORY, allow_download=False).path == found.path
+
+    def test_medusa_heads_without_config_are_downloaded(self, hub: StandInHub, tmp_path: Path) -> None:
+        layout = Layout("medusa", ".pt", config=False)
+        head = write_heads(tmp_path / "head", layout, random_arrays(layout, 32, VOCAB))
+        hub.files = {file.name: file.read_bytes() for file in head.iterdir()}
+        assert [file.name for file in resolve_head(REPOSITORY).path.iterdir()] == ["medusa_lm_head.pt"]
 
     @pytest.mark.usefixtures("published")
     def test_nothing_is_downloaded_without_being_asked(self, hub: StandInHub) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.backends.published_heads import write_published
 from tests.backends.tiny_models import write_llama
 from tests.cli.conftest import Run, one_line_error
 
@@ -162,3 +164,41 @@ def test_a_full_disk_of_the_store_is_not_confused_with_the_disk_of_the_result(
     store = small_disk / "prepared" / "layerskip"
     assert f"{to} is complete, but its path cannot be saved in {store}: the disk is full; free some" in line
     assert "set EDGESPEC_CACHE_DIR to a folder on another disk; then prepare the model again" in line
+
+
+@pytest.mark.parametrize("free_kib", [0, 4, 20])
+def test_a_head_on_a_disk_that_becomes_full(
+    run: Run, model: Path, small_disk: Path, tmp_path: Path, free_kib: int
+) -> None:
+    head = write_published(tmp_path / "head")
+    (small_disk / "other").write_bytes(bytes((1024 - free_kib) << 10))
+    to = small_disk / "head.gguf"
+    command = ("prepare", "head", str(head), str(model), "--to", str(to))
+    line = one_line_error(run(*command), 1)
+    assert f"{head} cannot be converted to {to}: the disk is full; free some space" in line
+    assert "or use --to with a folder on another disk" in line
+    assert [path.name for path in small_disk.iterdir()] == ["other"]
+    (small_disk / "other").unlink()
+    assert run(*command).exit_code == 0
+    assert [path.name for path in small_disk.iterdir()] == ["head.gguf"]
+
+
+def test_a_head_that_is_converted_when_it_is_used_on_a_full_disk(
+    run: Run, model: Path, small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(small_disk))
+    head = write_published(tmp_path / "head")
+    stale = small_disk / "heads" / ".edgespec-killed"
+    stale.mkdir(parents=True)
+    (stale / "head.gguf").write_bytes(bytes(100))
+    os.utime(stale, (0, 0))
+    (small_disk / "other").write_bytes(bytes((1024 - 12) << 10))
+    options = ("--target", str(model), "--head", str(head), "--method", "eagle", "--max-tokens", "2")
+    command = ("generate", *options, "--raw", "a")
+    line = one_line_error(run(*command), 1)
+    assert f"the head {head} cannot be converted to {small_disk}" in line
+    assert "the disk is full; free some space" in line
+    assert "set EDGESPEC_CACHE_DIR to a folder on another disk" in line
+    assert list((small_disk / "heads").iterdir()) == []
+    (small_disk / "other").unlink()
+    assert run(*command).exit_code == 0

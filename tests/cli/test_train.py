@@ -121,8 +121,14 @@ def test_a_gguf_model_needs_its_other_form(run: Run, tmp_path: Path) -> None:
 def test_weights_of_another_model_are_refused(run: Run, model: Path, tmp_path: Path) -> None:
     gguf = write_llama(tmp_path / "model.gguf", layers=6)
     to = ("--to", str(tmp_path / "head"))
-    error = one_line_error(run("train", "eagle3", str(gguf), "--weights", str(model), *to), 2)
-    assert "their vocabularies differ" in error
+    for config, expected in (
+        ({"num_hidden_layers": 5}, "it has 5 layers, not 6"),
+        ({"num_hidden_layers": 6}, "its hidden states have the size 64, not 32"),
+        ({"num_hidden_layers": 6, "hidden_size": 32}, "their vocabularies differ"),
+    ):
+        other = write_checkpoint(tmp_path / expected, "llama", config=config)
+        error = one_line_error(run("train", "eagle3", str(gguf), "--weights", str(other), *to), 2)
+        assert expected in error
     error = one_line_error(run("train", "eagle3", str(gguf), "--weights", str(tmp_path / "none"), *to), 2)
     assert "is not a folder with an MLX or Hugging Face model" in error
     error = one_line_error(run("train", "eagle3", str(model), "--weights", str(model), *to), 2)
@@ -134,6 +140,7 @@ def test_weights_of_another_model_are_refused(run: Run, model: Path, tmp_path: P
     [
         (("--tokens", "999"), "--tokens"),
         (("--prompts", "missing.jsonl"), "cannot read prompts from missing.jsonl"),
+        (("--to", ""), "the path is empty"),
         (("--chats",), "there are no saved chats to train with"),
     ],
 )

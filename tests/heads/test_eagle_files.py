@@ -46,7 +46,7 @@ def test_settings_are_found_where_each_publisher_writes_them(tmp_path: Path, lay
     assert config.norm_before_residual
     assert config.norm_before_fc
     assert config.norm_output
-    assert (config.target_size, config.rope_theta, config.rope_type) == (48, 5e5, "default")
+    assert (config.target_size, config.rope.theta, config.rope.kind) == (48, 5e5, "default")
     assert config.layers == (2, 4, 6)
 
 

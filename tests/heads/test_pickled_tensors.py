@@ -133,3 +133,11 @@ def test_damaged_files_give_an_error_or_tensors(tmp_path: Path, data: st.DataObj
             assert tensor.read().shape == tensor.shape
     except ModelFileError:
         pass
+
+
+@pytest.mark.parametrize("module", ["x" * 100_000, "torch"])
+def test_long_names_are_cut_in_messages(tmp_path: Path, module: str) -> None:
+    path = write_archive(tmp_path / "head.bin", call(module, "y" * 100_000))
+    with pytest.raises(ModelFileError, match="a call of") as caught:
+        read_pickled_tensors(path)
+    assert len(caught.value.what) < 400 + len(str(path))

@@ -8,7 +8,7 @@ import pytest
 
 from edgespec import Message
 from edgespec.errors import OptionError
-from edgespec.losslessness import Prompt, read_prompts
+from edgespec.losslessness import Prompt, prompts, read_prompts
 
 
 class TestPrompts:
@@ -34,6 +34,7 @@ class TestPrompts:
         [
             "Hello",
             "[]",
+            "[" * 100_000,
             "5",
             '{"text": "Hello"}',
             '{"prompt": ""}',
@@ -50,6 +51,11 @@ class TestPrompts:
         file.write_text('{"prompt": "Hello"}\n' + line, encoding="utf-8")
         with pytest.raises(OptionError, match=r"line 2 of .*prompts\.jsonl"):
             read_prompts(file)
+
+    def test_a_file_that_never_ends(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(prompts, "_MAX_BYTES", 1 << 20)
+        with pytest.raises(OptionError, match=r"/dev/zero has more than 1\.0 MiB of prompts"):
+            read_prompts("/dev/zero")
 
     def test_files_without_prompts(self, tmp_path: Path) -> None:
         (tmp_path / "empty.jsonl").touch()

@@ -10,12 +10,10 @@ import numpy as np
 
 from edgespec.backends.gguf_header import GgufHeader, read_header
 from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.heads.dflash_config import MAX_BLOCK_TOKENS
 
-__all__ = ["MAX_BLOCK_TOKENS", "BlockShape", "read_block_shape"]
+__all__ = ["BlockShape", "read_block_shape"]
 
-# Maximum block size in tokens. Published heads use 7 to 16. Larger blocks could exceed the maximum size of
-# llama.cpp's computation graph, which would end the process.
-MAX_BLOCK_TOKENS = 32
 # Block size that llama.cpp assumes if the metadata does not contain one.
 _DEFAULT_BLOCK_TOKENS = 16
 # Metadata keys for which llama.cpp expects a single value rather than one per layer.
@@ -82,7 +80,9 @@ def read_block_shape(path: Path, vocab_size: int) -> BlockShape:
     )
     problem = _block_problem(header, shape, vocab_size) or _attention_problem(header)
     if problem:
-        raise ModelFileError(f"the head {path} is damaged: {problem}", "download it again, or omit --head")
+        raise ModelFileError(
+            f"the head {path} is damaged: {problem}", "download it again, or use --head none"
+        )
     return shape
 
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import Capabilities, LoadOptions, Progress
+from edgespec.backends.base import Capabilities, Head, LoadOptions, Progress
 from edgespec.backends.base_model import in_batches
 from edgespec.backends.gguf_header import read_header
 from edgespec.backends.gguf_metadata import read_gguf_info
 from edgespec.backends.llamacpp.block_context import BlockContext
-from edgespec.backends.llamacpp.block_shape import MAX_BLOCK_TOKENS, BlockShape, read_block_shape
+from edgespec.backends.llamacpp.block_shape import BlockShape, read_block_shape
 from edgespec.backends.llamacpp.context_planning import plan_context
 from edgespec.backends.llamacpp.head import CachedHead
 from edgespec.backends.llamacpp.head_loading import estimate_head, load_head_file, target_layers
@@ -28,6 +28,7 @@ from edgespec.backends.memory_estimate import MemoryEstimate
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError
+from edgespec.heads.dflash_config import MAX_BLOCK_TOKENS
 from edgespec.heads.dflash_files import read_dflash
 
 if TYPE_CHECKING:
@@ -184,17 +185,18 @@ class DFlashHead(CachedHead):
         library().llama_model_free(self._weights)
 
 
-def load_dflash_head(target: LlamaCppModel, path: Path) -> DFlashHead:
+def load_dflash_head(target: LlamaCppModel, head: Head) -> DFlashHead:
     """Load a DFlash or DSpark head for a target. See `load_head_file`."""
 
     def make(weights: Any, options: LoadOptions, name: str) -> DFlashHead:
-        layers = target_layers(target, weights, path, library().llama_model_n_embd(weights))
-        shape = read_block_shape(path, target.facts.vocab_size)
+        assert head.path is not None
+        layers = target_layers(target, weights, head.shown_path, library().llama_model_n_embd(weights))
+        shape = read_block_shape(head.path, target.facts.vocab_size)
         # One sequence is enough, because a draft tree needs only one pass over a single block.
         options = replace(options, max_branches=1, batch_tokens=_BATCH_TOKENS, max_logit_rows=shape.tokens)
-        return DFlashHead(target, weights, str(path), options, name, layers, shape)
+        return DFlashHead(target, weights, str(head.path), options, name, layers, shape)
 
-    return load_head_file(target, path, "dflash", "a DFlash head", make)
+    return load_head_file(target, head, "dflash", "a DFlash head", make)
 
 
 def estimate_dflash_head(path: Path, context_tokens: int) -> MemoryEstimate:

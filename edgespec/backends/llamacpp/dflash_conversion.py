@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-import struct
+from functools import partial
 from pathlib import Path
 
 import gguf
-import numpy as np
 
-from edgespec.backends.llamacpp.block_shape import MAX_BLOCK_TOKENS
-from edgespec.backends.llamacpp.conversion_errors import invalid_settings
-from edgespec.backends.llamacpp.rope_conversion import ROPE_TYPES, add_rope
-from edgespec.errors import ModelFileError
+from edgespec.backends.llamacpp.head_conversion import ROPE_KINDS, write_head
+from edgespec.errors import ModelFileError, shorten
 from edgespec.heads.dflash_config import DFlashConfig
 from edgespec.heads.dflash_files import read_dflash
 
@@ -59,34 +56,16 @@ def convert_dflash_head(folder: Path, target_layers: int, output: Path) -> None:
             f"the head in {folder} cannot be converted: {problem}",
             "choose a DFlash or DSpark head for this target",
         )
-    writer = gguf.GGUFWriter(output, "dflash")
-    try:
-        _add_metadata(writer, head.config)
-        add_rope(writer, head.config)
-    except (KeyError, ValueError, TypeError, ArithmeticError, struct.error) as error:
-        raise invalid_settings(folder, error) from error
-    for name, tensor in head.tensors.items():
-        data = tensor.read()
-        writer.add_tensor(_gguf_name(name), data.astype(np.float16 if data.ndim > 1 else np.float32))
-    if head.target_ids is not None:
-        writer.add_tensor("d2t", head.target_ids)
-    try:
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-    except (struct.error, OverflowError) as error:
-        raise invalid_settings(folder, error) from error
-    finally:
-        writer.close()
+    tensors = ((_gguf_name(name), tensor.read()) for name, tensor in head.tensors.items())
+    add_settings = partial(_add_settings, config=head.config)
+    write_head(output, "dflash", folder, head.config, tensors, head.target_ids, add_settings)
 
 
 def _problem(config: DFlashConfig, target_layers: int) -> str:
     if not config.states or not all(0 <= state <= target_layers for state in config.states):
         return f"it reads the layers {list(config.states)}, but the target has {target_layers} layers"
-    if not 2 <= config.block_tokens <= MAX_BLOCK_TOKENS:
-        return f"its block_size is {config.block_tokens}, but must be from 2 to {MAX_BLOCK_TOKENS}"
-    if config.rope_type not in ROPE_TYPES:
-        return f"llama.cpp does not support its rope_scaling of type {config.rope_type!r}"
+    if config.rope.kind not in ROPE_KINDS:
+        return f"llama.cpp does not support its rope_scaling of type {shorten(config.rope.kind)!r}"
     if len({*config.windows} - {0}) > 1:
         return "its layers have sliding windows of different sizes"
     return ""
@@ -99,18 +78,9 @@ def _gguf_name(name: str) -> str:
     return f"{'' if layer is None else f'blk.{layer}.'}{_NAMES[part]}.weight"
 
 
-def _add_metadata(writer: gguf.GGUFWriter, config: DFlashConfig) -> None:
+def _add_settings(writer: gguf.GGUFWriter, config: DFlashConfig) -> None:
     writer.add_block_count(config.layers)
-    writer.add_context_length(config.context_tokens)
     writer.add_embedding_length(config.size)
-    writer.add_feed_forward_length(config.feed_forward_size)
-    writer.add_head_count(config.heads)
-    writer.add_head_count_kv(config.kv_heads)
-    writer.add_key_length(config.head_size)
-    writer.add_value_length(config.head_size)
-    writer.add_layer_norm_rms_eps(config.norm_eps)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("none")
     writer.add_mask_token_id(config.mask_token)
     writer.add_causal_attention(config.is_causal)
     if any(config.windows):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import LoadOptions
+from edgespec.backends.base import Head, LoadOptions
 from edgespec.backends.gguf_header import read_header
 from edgespec.backends.gguf_metadata import read_gguf_info
 from edgespec.backends.llamacpp.context_planning import plan_context
@@ -32,16 +32,16 @@ __all__ = ["EagleHead", "estimate_eagle_head", "estimate_unconverted_head", "loa
 _COMPUTE_BYTES_PER_LOGIT = 7
 
 
-def load_eagle_head(target: LlamaCppModel, path: Path) -> EagleHead:
+def load_eagle_head(target: LlamaCppModel, head: Head) -> EagleHead:
     """Load an EAGLE-3 head for a target. See `load_head_file`."""
 
     def make(weights: Any, options: LoadOptions, name: str) -> EagleHead:
         size = architecture_metadata(weights, "target_hidden_size") or library().llama_model_n_embd(weights)
-        layers = target_layers(target, weights, path, int(size))
-        _check_rotations(weights, path)
-        return EagleHead(target, weights, str(path), layers, options, name)
+        layers = target_layers(target, weights, head.shown_path, int(size))
+        _check_rotations(weights, head.shown_path)
+        return EagleHead(target, weights, str(head.path), layers, options, name)
 
-    return load_head_file(target, path, "eagle3", "an EAGLE-3 head", make)
+    return load_head_file(target, head, "eagle3", "an EAGLE-3 head", make)
 
 
 def estimate_eagle_head(path: Path, context_tokens: int) -> MemoryEstimate:
@@ -89,7 +89,7 @@ def _check_rotations(head: Any, path: Path) -> None:
         raise ModelFileError(
             f"the head {path} is damaged: its rope.dimension_count is {rotated:,}, but must be an even number"
             f" up to the key length of {key_length:,}",
-            "download it again, or omit --head",
+            "download it again, or use --head none",
         )
 
 

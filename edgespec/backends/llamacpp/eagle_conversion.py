@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import struct
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.llamacpp.conversion_errors import invalid_settings
-from edgespec.backends.llamacpp.rope_conversion import ROPE_TYPES, add_rope
-from edgespec.errors import ModelFileError
+from edgespec.backends.llamacpp.head_conversion import ROPE_KINDS, write_head
+from edgespec.errors import ModelFileError, shorten
 from edgespec.heads.eagle_config import EagleConfig
 from edgespec.heads.eagle_files import EagleFiles, read_eagle
+from edgespec.heads.stored_tensor import StoredTensor
 
 __all__ = ["convert_eagle_head"]
 
@@ -36,6 +35,8 @@ _NAMES = {
     "layer.mlp.up_proj.weight": "blk.0.ffn_up.weight",
     "layer.mlp.down_proj.weight": "blk.0.ffn_down.weight",
 }
+# Endings of the names of matrices that produce rotated vectors.
+_ROTATED = ("q_proj.weight", "k_proj.weight")
 # Number of the target's hidden states that llama.cpp's EAGLE-3 implementation reads.
 _STATES = 3
 
@@ -54,27 +55,15 @@ def convert_eagle_head(folder: Path, target_layers: int, output: Path) -> None:
     """
     head = read_eagle(folder)
     layers = _layers(folder, head, target_layers)
-    writer = gguf.GGUFWriter(output, "eagle3")
-    try:
-        _add_metadata(writer, head.config, layers)
-        add_rope(writer, head.config)
-    except (KeyError, ValueError, TypeError, ArithmeticError, struct.error) as error:
-        raise invalid_settings(folder, error) from error
-    for name, tensor in head.tensors.items():
-        data = tensor.read()
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
-            data = _interleaved(data, head.config.head_size)
-        writer.add_tensor(_NAMES[name], data.astype(np.float16 if data.ndim > 1 else np.float32))
-    if head.target_ids is not None:
-        writer.add_tensor("d2t", head.target_ids)
-    try:
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-    except (struct.error, OverflowError) as error:
-        raise invalid_settings(folder, error) from error
-    finally:
-        writer.close()
+    tensors = ((_NAMES[name], _values(name, tensor, head.config)) for name, tensor in head.tensors.items())
+    add_settings = partial(_add_settings, config=head.config, layers=layers)
+    write_head(output, "eagle3", folder, head.config, tensors, head.target_ids, add_settings)
+
+
+def _values(name: str, tensor: StoredTensor, config: EagleConfig) -> NDArray[Any]:
+    """Return a tensor's values in the order in which llama.cpp reads them."""
+    values = tensor.read()
+    return _interleaved(values, config.head_size) if name.endswith(_ROTATED) else values
 
 
 def _layers(folder: Path, head: EagleFiles, target_layers: int) -> tuple[int, ...]:
@@ -89,8 +78,8 @@ def _layers(folder: Path, head: EagleFiles, target_layers: int) -> tuple[int, ..
         problem = "it is an EAGLE-1 or EAGLE-2 head, which only MLX models can use"
     elif unknown:
         problem = f"llama.cpp does not support its {unknown[0]}"
-    elif config.norm_output or config.rope_type not in ROPE_TYPES:
-        what = "norm_output" if config.norm_output else f"rope_scaling of type {config.rope_type!r}"
+    elif config.norm_output or config.rope.kind not in ROPE_KINDS:
+        what = "norm_output" if config.norm_output else f"rope_scaling of type {shorten(config.rope.kind)!r}"
         problem = f"llama.cpp does not support its {what}"
     elif not choices or len(choices[0]) != _STATES or max(choices[0]) >= target_layers:
         problem = f"its layers {list(config.layers or ())} do not fit a target with {target_layers} layers"
@@ -107,18 +96,9 @@ def _interleaved(weights: NDArray[Any], head_size: int) -> NDArray[Any]:
     return heads.swapaxes(1, 2).reshape(weights.shape)
 
 
-def _add_metadata(writer: gguf.GGUFWriter, config: EagleConfig, layers: tuple[int, ...]) -> None:
+def _add_settings(writer: gguf.GGUFWriter, config: EagleConfig, layers: tuple[int, ...]) -> None:
     writer.add_block_count(1)
-    writer.add_context_length(config.context_tokens)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.feed_forward_size)
-    writer.add_head_count(config.heads)
-    writer.add_head_count_kv(config.kv_heads)
-    writer.add_key_length(config.head_size)
-    writer.add_value_length(config.head_size)
-    writer.add_layer_norm_rms_eps(config.norm_eps)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("none")
     writer.add_array("eagle3.target_layers", list(layers))
     writer.add_uint32("eagle3.target_hidden_size", config.target_size)
     writer.add_bool("eagle3.norm_before_residual", config.norm_before_residual)

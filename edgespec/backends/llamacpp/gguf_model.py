@@ -245,7 +245,7 @@ class GgufModel(BaseModel):
         raise CapabilityError(
             f"{self.facts.name} cannot use a head, because it was prepared for early exit, and its lower and"
             " upper layers run separately",
-            "load the original model file, or omit --head",
+            "load the original model file, or use --head none",
         )
 
     def export_cells(self, start: int, end: int) -> Sequence[bytes | memoryview]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from edgespec.backends.base import LoadOptions
+from edgespec.backends.base import Head, LoadOptions
 from edgespec.backends.gguf_header import read_header
 from edgespec.backends.hidden_state_log import MAX_LOGGED_TOKENS
 from edgespec.backends.llamacpp.loading import check_file, load_weights
@@ -19,7 +19,7 @@ from edgespec.backends.llamacpp.staging_api import target_layers_api
 from edgespec.backends.memory_check import check_weights_fit
 from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.errors import CapabilityError, ModelFileError, shorten
 
 if TYPE_CHECKING:
     from edgespec.backends.llamacpp.head import CachedHead
@@ -61,7 +61,7 @@ def head_options(target: LlamaCppModel) -> LoadOptions:
 
 def load_head_file(
     target: LlamaCppModel,
-    path: Path,
+    head: Head,
     architecture: str,
     kind: str,
     make: Callable[[Any, LoadOptions, str], H],
@@ -70,7 +70,7 @@ def load_head_file(
 
     Args:
         target: The target.
-        path: The head's file.
+        head: The head, which has a file of its own.
         architecture: The `general.architecture` that the file must have.
         kind: The kind of head for messages, with an article, such as `an EAGLE-3 head`.
         make: Checks the metadata and creates the head, given its llama_model handle, load options and name.
@@ -80,6 +80,8 @@ def load_head_file(
         ModelFileError: The file is damaged, or its logits are not finite.
         MemoryBudgetError: The head does not fit in memory.
     """
+    path, shown = head.path, head.shown_path
+    assert path is not None
     options, name = head_options(target), f"the head of {target.facts.name}"
     check_weights_fit(name, check_file(str(path)), options)
     weights = load_weights(str(path), name, options, None)
@@ -87,22 +89,22 @@ def load_head_file(
         found = metadata(weights, "general.architecture")
         if found != architecture:
             raise CapabilityError(
-                f"{path} is not {kind}, but a model with the architecture {found!r}",
+                f"{shown} is not {kind}, but a model with the architecture {shorten(found)!r}",
                 "pass a head with --head, and draft models with --draft",
             )
         own_size = vocabulary_size(target.weights[0])
-        check_sizes(target, path, [("a vocabulary", own_size, vocabulary_size(weights))])
+        check_sizes(target, shown, [("a vocabulary", own_size, vocabulary_size(weights))])
         _check_token_ids(path, own_size)
-        head = make(weights, options, name)
+        view = make(weights, options, name)
     except BaseException:
         library().llama_model_free(weights)
         raise
     try:
-        check_finite(head, path)
+        check_finite(view, shown)
     except BaseException:
-        head.close()
+        view.close()
         raise
-    return head
+    return view
 
 
 def _check_token_ids(path: Path, vocab_size: int) -> None:
@@ -177,7 +179,7 @@ def check_finite(head: CachedHead, path: Path) -> None:
     # Allow -inf, which is the logit of tokens outside the head's draft vocabulary.
     if np.isnan(logits).any() or not np.isfinite(logits).any():
         raise ModelFileError(
-            f"the head {path} is damaged: its logits are not finite", "download it again, or omit --head"
+            f"the head {path} is damaged: its logits are not finite", "download it again, or use --head none"
         )
 
 

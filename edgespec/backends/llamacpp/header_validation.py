@@ -16,7 +16,7 @@ import numpy as np
 
 from edgespec.backends.gguf_files import gguf_files
 from edgespec.backends.gguf_header import GgufHeader, StringArray, read_header
-from edgespec.errors import ModelFileError
+from edgespec.errors import ModelFileError, shorten
 
 __all__ = ["check_header"]
 
@@ -97,7 +97,7 @@ def _count_problem(header: GgufHeader) -> str:
             return f"its {key} is {value:,}, but must not exceed {max_value:,}"
     scaling = header.architecture_value("rope.scaling.type", "none")
     if isinstance(scaling, str) and scaling not in _ROPE_SCALINGS:
-        return f"its rope.scaling.type is {scaling[:40]!r}, which llama.cpp does not support"
+        return f"its rope.scaling.type is {shorten(scaling)!r}, which llama.cpp does not support"
     inner, size = header.architecture_value("ssm.inner_size"), header.architecture_value("embedding_length")
     has_sizes = isinstance(inner, int) and isinstance(size, int)
     if header.architecture in _DOUBLE_WIDTH_SSM and has_sizes and inner != 2 * size:
@@ -177,10 +177,10 @@ def _duplicate_count(tokens: StringArray) -> int:
 def _tensor_problem(header: GgufHeader) -> str:
     for tensor in header.tensors:
         if tensor.kind in _NOT_WEIGHT_TYPES and not tensor.name.endswith(_TABLES):
-            return f"its {tensor.name[:80]} has type {_NOT_WEIGHT_TYPES[tensor.kind]}, not a weight type"
+            return f"its {shorten(tensor.name)} has type {_NOT_WEIGHT_TYPES[tensor.kind]}, not a weight type"
         small = len(tensor.shape) == 1 and tensor.name.endswith(("norm.weight", ".bias"))
         if tensor.kind != _F32 and (small or tensor.name.endswith(_ALWAYS_F32)):
-            return f"its {tensor.name[:80]} must have type F32"
+            return f"its {shorten(tensor.name)} must have type F32"
     if header.tensors:
         begin = header.size_bytes + min(tensor.offset_bytes for tensor in header.tensors)
         if begin % _ALIGNMENT_BYTES:

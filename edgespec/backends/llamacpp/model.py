@@ -37,8 +37,8 @@ from edgespec.errors import BackendError, CapabilityError, ModelFileError
 
 __all__ = ["LlamaCppModel", "load"]
 
-# Maps each drafting method to the function that loads its heads, given the target and the head's path.
-_HEAD_LOADERS: dict[str, Callable[[LlamaCppModel, Path], SelfDraftView[Any]]] = {
+# Maps each drafting method to the function that loads its heads, given the target and the head.
+_HEAD_LOADERS: dict[str, Callable[[LlamaCppModel, Head], SelfDraftView[Any]]] = {
     "eagle": load_eagle_head,
     "dflash": load_dflash_head,
     "medusa": load_gguf_residual_heads,
@@ -202,8 +202,7 @@ class LlamaCppModel(GgufModel):
             )
         if method.method == "mtp":
             return load_mtp_head(self, method.path)
-        assert method.path is not None
-        return _HEAD_LOADERS[method.method](self, method.path)
+        return _HEAD_LOADERS[method.method](self, method)
 
     def checkpoint(self) -> StateCheckpoint:
         """Save the state after the committed tokens, and return a checkpoint for `rewind`."""

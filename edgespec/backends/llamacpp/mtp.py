@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgespec.backends.base import LoadOptions
+from edgespec.backends.base import Head, LoadOptions
 from edgespec.backends.llamacpp.head_loading import (
     check_finite,
     check_sizes,
@@ -55,7 +55,9 @@ def load_mtp_head(target: LlamaCppModel, path: Path | None) -> MtpHead:
         kind = ChainedMtpHead if layers.count > 1 else MtpHead
         return kind(target, weights, file, layers, options, name, owns_weights=True)
 
-    return load_head_file(target, path, target.facts.architecture, "a file with MTP layers", make)
+    return load_head_file(
+        target, Head("mtp", path), target.facts.architecture, "a file with MTP layers", make
+    )
 
 
 def _own_head(target: LlamaCppModel, path: Path, layers: MtpLayers) -> MtpHead:

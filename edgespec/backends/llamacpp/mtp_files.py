@@ -15,7 +15,7 @@ from edgespec.backends.gguf_files import gguf_files
 from edgespec.backends.gguf_header import GgufHeader, read_header
 from edgespec.backends.gguf_metadata import tensor_bytes
 from edgespec.backends.hidden_state_log import POST_NORM
-from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.errors import CapabilityError, ModelFileError, shorten
 
 __all__ = [
     "MTP_GRAPHS",
@@ -125,7 +125,7 @@ def read_mtp_layers(path: Path) -> MtpLayers:
     if graph is None or count > graph.max_layers:
         raise CapabilityError(
             f"llama.cpp cannot draft with the {count} MTP layer{'s' if count > 1 else ''} of"
-            f" {path.name}, whose architecture is {header.architecture!r}",
+            f" {path.name}, whose architecture is {shorten(header.architecture)!r}",
             "choose another method",
         )
     layers = range(blocks - count, blocks)

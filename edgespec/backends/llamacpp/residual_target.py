@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from edgespec.backends.base import Head
 from edgespec.backends.gguf_metadata import read_gguf_info
 from edgespec.backends.llamacpp.file_matrix import FileMatrix
 from edgespec.backends.llamacpp.metadata import architecture_metadata
@@ -24,9 +25,9 @@ __all__ = ["estimate_gguf_residual_heads", "load_gguf_residual_heads"]
 _EMBEDDINGS = "token_embd.weight"
 
 
-def load_gguf_residual_heads(model: LlamaCppModel, path: Path) -> ResidualHeadView:
-    """Load the Medusa or Hydra heads at a path for a GGUF target. See `load_residual_heads`."""
-    return load_residual_heads(_target(model), path)
+def load_gguf_residual_heads(model: LlamaCppModel, head: Head) -> ResidualHeadView:
+    """Load Medusa or Hydra heads for a GGUF target. See `load_residual_heads`."""
+    return load_residual_heads(_target(model), head.shown_path)
 
 
 def _target(model: LlamaCppModel) -> ResidualHeadTarget:

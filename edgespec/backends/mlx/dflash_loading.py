@@ -24,7 +24,7 @@ from edgespec.backends.mlx.head_loading import (
     weight_array,
 )
 from edgespec.backends.mlx.target_ends import TargetEmbedding, TargetLmHead
-from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.errors import CapabilityError, ModelFileError, shorten
 from edgespec.heads.dflash_files import DFlashFiles, read_dflash
 
 if TYPE_CHECKING:
@@ -115,6 +115,7 @@ def _network(files: DFlashFiles, weights: list[tuple[str, mx.array]], folder: Pa
         evaluate_constants(layer.self_attn.rope for layer in network.layers)
     except (ValueError, KeyError, TypeError, ArithmeticError, AssertionError) as error:
         raise ModelFileError(
-            f"the config.json of the head {folder} has invalid settings: {error}", "download it again"
+            f"the config.json of the head {folder} has invalid settings: {shorten(error)}",
+            "download it again",
         ) from error
     return network

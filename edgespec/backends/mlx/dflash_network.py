@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.activations import silu
@@ -85,9 +84,12 @@ class _Attention(Module):
         self.o_proj = Linear(config.heads * config.head_size, config.size, bias=False)
         self.q_norm = RMSNorm(config.head_size, config.norm_eps)
         self.k_norm = RMSNorm(config.head_size, config.norm_eps)
-        scaling: dict[str, Any] | None = dict(config.rope) if config.rope else None
         self.rope = initialize_rope(
-            config.head_size, config.rope_theta, False, scaling, config.context_tokens or None
+            config.head_size,
+            config.rope.theta,
+            False,
+            dict(config.rope.scaling) or None,
+            config.context_tokens or None,
         )
 
     def add(self, states: mx.array, cache: AttentionCache) -> tuple[mx.array, mx.array]:

@@ -26,7 +26,7 @@ from edgespec.backends.mlx.head_loading import (
 )
 from edgespec.backends.mlx.target_ends import TargetEmbedding, TargetLmHead
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.errors import CapabilityError, ModelFileError, shorten
 from edgespec.heads.eagle_files import EagleFiles, read_eagle
 
 if TYPE_CHECKING:
@@ -131,7 +131,8 @@ def _head(
         evaluate_constants([network.layer.self_attn.rope])
     except (ValueError, KeyError, TypeError, ArithmeticError, AssertionError) as error:
         raise ModelFileError(
-            f"the config.json of the head {folder} has invalid settings: {error}", "download it again"
+            f"the config.json of the head {folder} has invalid settings: {shorten(error)}",
+            "download it again",
         ) from error
     parameters = dict(weights)
     embed = (

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import mlx.core as mx
 from mlx.nn.layers.activations import silu
 from mlx.nn.layers.base import Module
@@ -109,9 +107,12 @@ class _Attention(Module):
             bias = f"layer.self_attn.{name}_proj.bias" in biases
             self[f"{name}_proj"] = Linear(inputs, heads * config.head_size, bias=bias)
         self.o_proj = Linear(config.heads * config.head_size, config.hidden_size, bias=False)
-        scaling: dict[str, Any] | None = dict(config.rope) if config.rope else None
         self.rope = initialize_rope(
-            config.head_size, config.rope_theta, False, scaling, config.context_tokens or None
+            config.head_size,
+            config.rope.theta,
+            False,
+            dict(config.rope.scaling) or None,
+            config.context_tokens or None,
         )
 
     def __call__(self, inputs: mx.array, cache: AttentionCache) -> mx.array:

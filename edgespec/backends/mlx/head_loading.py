@@ -100,7 +100,8 @@ def check_finite(head: LanguageModel, folder: Path) -> None:
     # Allow -inf, which is the logit of tokens outside the head's draft vocabulary.
     if np.isnan(logits).any() or not np.isfinite(logits).any():
         raise ModelFileError(
-            f"the head {folder} is damaged: its logits are not finite", "download it again, or omit --head"
+            f"the head {folder} is damaged: its logits are not finite",
+            "download it again, or use --head none",
         )
 
 

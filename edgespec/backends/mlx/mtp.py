@@ -30,7 +30,7 @@ from edgespec.backends.mlx.layers import Body, LayerList
 from edgespec.backends.mlx.target_ends import TargetEmbedding, TargetLmHead
 from edgespec.backends.mlx_files import read_json_object
 from edgespec.backends.mlx_metadata import language_config
-from edgespec.errors import ModelFileError
+from edgespec.errors import ModelFileError, shorten
 from edgespec.heads.mtp_files import QWEN_MODELS, read_mtp
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ def _head(target: MlxModel, net: Any, weights: Mapping[str, mx.array], state: in
         mx.eval(network.parameters())
     except (ValueError, KeyError, TypeError) as error:
         raise ModelFileError(
-            f"the MTP layer in {folder} does not fit the model: {error}", "download the model again"
+            f"the MTP layer in {folder} does not fit the model: {shorten(error)}", "download the model again"
         ) from error
     facts = head_facts(
         target,

@@ -183,6 +183,8 @@ def test_an_interrupt_stops_drafting(files: Files, target: MlxModel) -> None:
         ({"changes": {"norm.weight": np.full(SIZE, np.nan, np.float32)}}, "not finite"),
         ({"changes": {"norm.weight": None}}, "it lacks norm.weight"),
         ({"rope_scaling": {"rope_type": "mrope?"}}, "invalid settings"),
+        ({"block": 1}, "block_size is 1, but must be from 2"),
+        ({"num_hidden_layers": 10**9}, "must be from 1 to"),
     ],
 )
 def test_an_unsuitable_head_is_refused(

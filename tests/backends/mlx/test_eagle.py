@@ -349,6 +349,14 @@ def test_a_head_whose_logits_are_not_finite_is_refused(
         {"type": "linear"},
         {"type": "unknown"},
         {"type": "yarn", "factor": "x"},
+        {"type": "linear", "factor": 0},
+        {
+            "rope_type": "llama3",
+            "factor": 0,
+            "low_freq_factor": 1,
+            "high_freq_factor": 4,
+            "original_max_position_embeddings": 64,
+        },
         {"type": "longrope", "factor": 2},
     ],
 )
@@ -358,7 +366,7 @@ def test_an_invalid_rotary_embedding_is_refused(
     path = write_head(
         tmp_path / "head", size=SIZE, vocab=ROWS, rope_scaling=rope, eagle_aux_hidden_state_layer_ids=STATES
     )
-    with pytest.raises(ModelFileError, match="invalid settings"):
+    with pytest.raises(ModelFileError, match="invalid settings|its factor is"):
         target.self_draft(Head("eagle", path))
 
 

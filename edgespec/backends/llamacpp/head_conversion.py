@@ -1,0 +1,124 @@
+"""Write the GGUF file of a converted head: what EAGLE-3 and DFlash heads have in common."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.errors import ModelFileError, shorten
+from edgespec.files import explain_write_errors
+from edgespec.heads.dflash_config import DFlashConfig
+from edgespec.heads.eagle_config import EagleConfig
+from edgespec.heads.rope_settings import RopeSettings
+
+__all__ = ["ROPE_KINDS", "write_head"]
+
+# Kinds of RoPE scaling that can be converted.
+ROPE_KINDS = ("default", "llama3", "linear", "yarn")
+
+
+def write_head(
+    output: Path,
+    architecture: str,
+    folder: Path,
+    config: EagleConfig | DFlashConfig,
+    tensors: Iterable[tuple[str, NDArray[Any]]],
+    target_ids: NDArray[np.int64] | None,
+    add_settings: Callable[[gguf.GGUFWriter], None],
+) -> None:
+    """Write a head to a GGUF file, with matrices in float16.
+
+    Args:
+        output: The file to write.
+        architecture: The file's `general.architecture`.
+        folder: The head's folder, for error messages.
+        config: The head's configuration.
+        tensors: (GGUF name, values) pairs.
+        target_ids: Target token id for each draft token, or None if both vocabularies are equal.
+        add_settings: Adds the metadata that only this kind of head has.
+
+    Raises:
+        ModelFileError: A setting is missing, or a setting or a weight cannot be stored.
+        OSError: The file cannot be written.
+    """
+    writer = gguf.GGUFWriter(output, architecture)
+    try:
+        _add_shared_settings(writer, config)
+        add_settings(writer)
+        for name, values in tensors:
+            writer.add_tensor(name, _converted(values, f"the {name} of the head in {folder}"))
+        if target_ids is not None:
+            writer.add_tensor("d2t", target_ids)
+        with explain_write_errors(output):
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
+    except (KeyError, ValueError, TypeError, ArithmeticError, struct.error) as error:
+        raise ModelFileError(
+            f"the config.json of the head in {folder} has invalid settings: {shorten(error)}",
+            "download it again",
+        ) from error
+    finally:
+        writer.close()
+
+
+def _converted(values: NDArray[Any], name: str) -> NDArray[Any]:
+    """Return a tensor in the type that the GGUF file stores.
+
+    Raises ModelFileError if a value is not finite, or too large for the type.
+    """
+    with np.errstate(over="ignore"):
+        converted = values.astype(np.float16 if values.ndim > 1 else np.float32)
+    if not np.isfinite(converted).all():
+        raise ModelFileError(
+            f"{name} contains values that are not finite numbers, or too large for {converted.dtype}",
+            "download it again, or choose another head",
+        )
+    return converted
+
+
+def _add_shared_settings(writer: gguf.GGUFWriter, config: EagleConfig | DFlashConfig) -> None:
+    writer.add_context_length(config.context_tokens)
+    writer.add_feed_forward_length(config.feed_forward_size)
+    writer.add_head_count(config.heads)
+    writer.add_head_count_kv(config.kv_heads)
+    writer.add_key_length(config.head_size)
+    writer.add_value_length(config.head_size)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("none")
+    _add_rope(writer, config.rope, config.head_size)
+
+
+def _add_rope(writer: gguf.GGUFWriter, rope: RopeSettings, head_size: int) -> None:
+    writer.add_rope_dimension_count(head_size)
+    writer.add_rope_freq_base(rope.theta)
+    if rope.kind == "llama3":
+        writer.add_tensor("rope_freqs.weight", _llama3_divisors(rope, head_size))
+    elif rope.kind != "default":
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope.kind))
+        writer.add_rope_scaling_factor(float(rope.scaling["factor"]))
+        if original := rope.scaling.get("original_max_position_embeddings"):
+            writer.add_rope_scaling_orig_ctx_len(int(original))
+
+
+def _llama3_divisors(rope: RopeSettings, head_size: int) -> NDArray[np.float32]:
+    """Return the divisors [head_size / 2] that Llama 3 applies to the RoPE frequencies.
+
+    High frequencies are unchanged, low frequencies are divided by `factor`, and frequencies in between are
+    interpolated.
+    """
+    factor, low, high, original = (
+        float(rope.scaling[name])
+        for name in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    )
+    frequencies = rope.theta ** -(np.arange(0, head_size, 2) / head_size)
+    turns = original * frequencies / (2 * np.pi)
+    share = np.clip((turns - low) / (high - low), 0, 1)
+    return (1 / ((1 - share) / factor + share)).astype(np.float32)

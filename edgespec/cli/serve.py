@@ -1,0 +1,132 @@
+"""`edgespec serve`: let other programs use models over HTTP."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import click
+
+from edgespec.cli.failures import DONE
+from edgespec.cli.help import HelpfulCommand, SectionOption
+from edgespec.cli.interrupt import Stop, interruptible
+from edgespec.cli.options import LOAD_NAMES, SAMPLING_NAMES, declared_options, pick
+from edgespec.cli.screen import print_json, printable
+from edgespec.errors import CancelledError
+
+__all__ = ["command"]
+
+_REPLY_NAMES = ("max_tokens", *SAMPLING_NAMES)
+
+
+@click.command(
+    "serve",
+    cls=HelpfulCommand,
+    params=declared_options("target", "draft", *_REPLY_NAMES, *LOAD_NAMES),
+    short_help="Let editors, agents and scripts use models over HTTP.",
+    examples=(
+        "edgespec serve",
+        "edgespec serve --target 8b-q4",
+        "edgespec serve --target 70b-q4 --draft 8b-q4 --memory 48GiB --idle-unload 0",
+        "edgespec serve --host 0.0.0.0 --api-key my-secret",
+        "edgespec serve --port 8080 --allow-origin https://chat.example.com",
+    ),
+)
+@click.option(
+    "--host", default="127.0.0.1", metavar="ADDRESS", cls=SectionOption,
+    help="Address to listen on. Addresses that other machines can reach, such as 0.0.0.0, need an API key."
+    " [default: 127.0.0.1]",
+)  # fmt: skip
+@click.option(
+    "--port", default=11435, type=click.IntRange(0, 65535), metavar="PORT",
+    cls=SectionOption,
+    help="Port to listen on; 0 chooses a free one. [default: 11435]",
+)  # fmt: skip
+@click.option(
+    "--api-key", metavar="KEY", envvar="EDGESPEC_API_KEY", cls=SectionOption,
+    help="Key that programs must send. Other users of this machine can see options, so it is safer to set the"
+    " environment variable EDGESPEC_API_KEY.",
+)  # fmt: skip
+@click.option(
+    "--allow-origin", metavar="ORIGIN", multiple=True, cls=SectionOption,
+    help="Let web pages and apps with this origin use the server, such as http://localhost:3000. Can be"
+    " repeated.",
+)  # fmt: skip
+@click.option(
+    "--idle-unload", default=300.0, type=click.FloatRange(0.0), metavar="SECONDS",
+    cls=SectionOption,
+    help="Unload a model that was not used for this long; 0 keeps models loaded. [default: 300]",
+)  # fmt: skip
+@click.option(
+    "--max-waiting", default=16, type=click.IntRange(0, 1000), metavar="N",
+    cls=SectionOption,
+    help="Number of requests that may wait for each model. More get an error. [default: 16]",
+)  # fmt: skip
+@click.option(
+    "--json", "as_json", is_flag=True, cls=SectionOption,
+    help="Print the server's address as JSON when it is ready.",
+)  # fmt: skip
+def command(as_json: bool, **options: Any) -> int:
+    """Let editors, agents and scripts on this machine use models over HTTP.
+
+    Programs that can use OpenAI's API work with the address http://127.0.0.1:11435/v1 and any API key. A
+    request can name any model that `edgespec models list` shows on this machine. edgespec loads it, and
+    unloads others if memory is short. --target is the model for requests that name none.
+
+    Settings such as --temperature apply to requests that do not set them. Press Ctrl-C to stop.
+    """
+    interruptible(lambda stop: _serve(stop, as_json, options))
+    return DONE
+
+
+def _serve(stop: Stop, as_json: bool, options: dict[str, Any]) -> None:
+    from edgespec.server.http_server import HttpServer
+    from edgespec.server.settings import ServerSettings
+
+    settings = ServerSettings(
+        target=options["target"],
+        draft=options["draft"],
+        load_options=pick(options, [name for name in LOAD_NAMES if name not in ("target", "draft")]),
+        reply_options=pick(options, _REPLY_NAMES),
+        host=options["host"],
+        port=options["port"],
+        api_key=options["api_key"],
+        allowed_origins=options["allow_origin"],
+        idle_unload_seconds=options["idle_unload"],
+        max_waiting=options["max_waiting"],
+    )
+    server = HttpServer(settings)
+    stop.on_request(server.stop)
+    _log_to_stderr()
+
+    def on_ready() -> None:
+        if as_json:
+            print_json({"url": server.url, "openai_url": f"{server.url}/v1"})
+        else:
+            click.echo(f"edgespec serves {settings.target} at {server.url}")
+            click.echo(f"For programs that use OpenAI's API: {server.url}/v1")
+            click.echo("Press Ctrl-C to stop.")
+        sys.stdout.flush()
+
+    try:
+        server.run(on_ready)
+    except CancelledError:
+        # Stopping the server is not a failure, not even before it was ready.
+        return
+
+
+class _Printable(logging.Formatter):
+    """Formats log lines without control characters, which requests could contain."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
+def _log_to_stderr() -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Printable("%(asctime)s %(message)s", "%H:%M:%S"))
+    log = logging.getLogger("edgespec.server")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False

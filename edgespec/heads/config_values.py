@@ -1,0 +1,19 @@
+"""Check values in the configuration of a head, which can come from anywhere."""
+
+from __future__ import annotations
+
+import math
+
+__all__ = ["positive"]
+
+
+def positive(name: str, value: object) -> float:
+    """Return the value of a setting as a number.
+
+    Raises:
+        ValueError: It is not a positive, finite number.
+        OverflowError: It is too large.
+    """
+    if not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"its {name} is {value!r}, but must be a positive number")
+    return float(value)

@@ -1,0 +1,62 @@
+"""The ASGI application: the operations of all protocols behind the security checks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from edgespec.server.endpoint import PathEndpoint, error_response
+from edgespec.server.errors import ApiError
+from edgespec.server.openai import OPENAI
+from edgespec.server.openapi import describe
+from edgespec.server.protocol import Operation, Protocol
+from edgespec.server.security import Guard
+from edgespec.server.service import Service
+from edgespec.server.system import SYSTEM
+
+__all__ = ["PROTOCOLS", "create_app"]
+
+PROTOCOLS = (SYSTEM, OPENAI)
+"""The protocols that the server speaks."""
+
+
+def create_app(service: Service) -> ASGIApp:
+    """Return the application that serves all protocols."""
+    routes = [
+        Route(path, PathEndpoint(service, protocol, operations))
+        for protocol in PROTOCOLS
+        for path, operations in _by_path(protocol).items()
+    ]
+    routes.append(Route("/openapi.json", PathEndpoint(service, SYSTEM, {"GET": describe(PROTOCOLS)})))
+    public = {each.path for protocol in PROTOCOLS for each in protocol.operations if each.public}
+    router = Router(routes, redirect_slashes=False, default=_unknown_path)
+    app: ASGIApp = Guard(router, service.settings, _protocol_of, frozenset(public))
+    if service.settings.allowed_origins:
+        # Answers the requests with which browsers ask whether a page may use the server.
+        app = CORSMiddleware(
+            app, service.settings.allowed_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+        )
+    return app
+
+
+def _by_path(protocol: Protocol) -> Mapping[str, Mapping[str, Operation]]:
+    paths: dict[str, dict[str, Operation]] = {}
+    for operation in protocol.operations:
+        paths.setdefault(operation.path, {})[operation.method] = operation
+    return paths
+
+
+def _protocol_of(path: str) -> Protocol:
+    """Return the protocol with the longest prefix of the path."""
+    prefixes = {prefix: protocol for protocol in PROTOCOLS for prefix in protocol.prefixes}
+    return prefixes[max((prefix for prefix in prefixes if path.startswith(prefix)), key=len, default="/")]
+
+
+async def _unknown_path(scope: Scope, receive: Receive, send: Send) -> None:
+    path = scope["path"]
+    message = f"there is nothing at {path[:100]}; /openapi.json lists the paths"
+    error = ApiError(404, message, code="not_found")
+    await error_response(_protocol_of(path), error)(scope, receive, send)

@@ -1,0 +1,174 @@
+"""Turn an operation into an ASGI application: read and check the body, call the handler, report errors."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from edgespec.errors import BusyError, EdgespecError
+from edgespec.files import format_bytes
+from edgespec.server.errors import ApiError, api_error, validation_error
+from edgespec.server.protocol import Call, Operation, Protocol
+from edgespec.server.responses import SEND_SECONDS, json_response
+from edgespec.server.service import Service
+
+__all__ = ["PathEndpoint", "error_response"]
+
+# The largest body. Prompts of a million tokens are about 5 MB.
+MAX_BODY_BYTES = 8 * 2**20
+# The most bytes of unfinished bodies that the server holds. Clients could otherwise use up the memory.
+MAX_BUFFERED_BYTES = 16 * MAX_BODY_BYTES
+# Seconds in which a client must send the whole body.
+BODY_SECONDS = 60.0
+
+_log = logging.getLogger(__name__)
+
+
+class PathEndpoint:
+    """All operations with the same path.
+
+    Args:
+        service: The server's state.
+        protocol: The protocol of the operations.
+        operations: The operations by HTTP method.
+    """
+
+    def __init__(self, service: Service, protocol: Protocol, operations: Mapping[str, Operation]) -> None:
+        self._service, self._protocol, self._operations = service, protocol, operations
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request. If the client disconnects, cancel the handler."""
+        started = time.monotonic()
+        operation = self._operations.get("GET" if scope["method"] == "HEAD" else scope["method"])
+        path = operation.path if operation else next(iter(self._operations.values())).path
+        status = 499  # As in nginx, the client closed the connection before the response.
+
+        async def counting_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            body = await self._read(operation, scope, receive)
+            if isinstance(body, ApiError):
+                response = error_response(self._protocol, body)
+                async with asyncio.timeout(SEND_SECONDS):
+                    await response(scope, receive, counting_send)
+            elif operation:
+                await _unless_disconnected(
+                    self._respond(operation, body, scope, receive, counting_send), receive
+                )
+        except (ClientDisconnect, TimeoutError):
+            pass
+        finally:
+            self._service.metrics.count_request(path, status)
+            _log.info("%s %s %s %.2f s", scope["method"], path, status, time.monotonic() - started)
+
+    async def _read(
+        self, operation: Operation | None, scope: Scope, receive: Receive
+    ) -> BaseModel | ApiError | None:
+        """Return the validated body, or the error if it is invalid."""
+        if operation is None:
+            allowed = ", ".join(self._operations)
+            return ApiError(
+                405, f"{scope['method']} is not supported here; use {allowed}", headers={"Allow": allowed}
+            )
+        try:
+            data = await self._read_body(scope, receive)
+            return operation.body.model_validate_json(data) if operation.body else None
+        except (ApiError, BusyError) as error:
+            return api_error(error)
+        except ValidationError as error:
+            return validation_error(error, operation.body.known_fields() if operation.body else ())
+
+    async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
+        """Return the request's body.
+
+        Raises:
+            ApiError: The body is too large or takes too long.
+            ClientDisconnect: The client disconnected.
+        """
+        length = Headers(scope=scope).get("content-length", "0")
+        if length.isdigit() and int(length) > MAX_BODY_BYTES:
+            raise _too_large()
+        body = bytearray()
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientDisconnect
+                    part = message.get("body", b"")
+                    body += part
+                    self._service.buffered_bytes += len(part)
+                    if len(body) > MAX_BODY_BYTES:
+                        raise _too_large()
+                    if self._service.buffered_bytes > MAX_BUFFERED_BYTES:
+                        raise BusyError("too many large requests arrive at once", "try again later")
+                    if not message.get("more_body", False):
+                        return bytes(body)
+        except TimeoutError:
+            raise ApiError(
+                408,
+                f"the request body did not arrive within {BODY_SECONDS:.0f} seconds; send it again",
+                headers={"Connection": "close"},
+            ) from None
+        finally:
+            self._service.buffered_bytes -= len(body)
+
+    async def _respond(
+        self, operation: Operation, body: BaseModel | None, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        try:
+            call = Call(self._service, body, scope.get("path_params", {}), Headers(scope=scope))
+            response = await operation.handle(call)
+        except Exception as error:
+            if not isinstance(error, EdgespecError | ApiError):
+                # Do not log the message of the exception, because it may contain text of the prompt.
+                frames = "".join(traceback.format_tb(error.__traceback__))
+                _log.error("%s in %s:\n%s", type(error).__name__, operation.path, frames)
+            response = error_response(self._protocol, api_error(error))
+        await response(scope, receive, send)
+
+
+def error_response(protocol: Protocol, error: ApiError) -> Response:
+    """Return an error response in the format of the protocol."""
+    return json_response(protocol.error_body(error), error.status, error.headers)
+
+
+def _too_large() -> ApiError:
+    limit = format_bytes(MAX_BODY_BYTES)
+    return ApiError(
+        413, f"the request body is larger than {limit}; shorten the prompt", headers={"Connection": "close"}
+    )
+
+
+async def _unless_disconnected(work: Any, receive: Receive) -> None:
+    """Await `work`, but cancel it when the client disconnects."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+    if not task.cancelled():
+        task.result()
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

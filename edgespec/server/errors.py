@@ -1,0 +1,134 @@
+"""Errors that the server reports to clients, independent of the protocol."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+
+from edgespec.errors import (
+    BusyError,
+    CancelledError,
+    ClosedError,
+    ContextFullError,
+    EdgespecError,
+    MemoryBudgetError,
+    ModelNotFoundError,
+    OptionError,
+    TemplateError,
+)
+from edgespec.options import LOAD_OPTIONS
+from edgespec.spelling import nearest
+
+__all__ = ["ApiError", "api_error", "invalid_request", "validation_error"]
+
+# Seconds after which a client should retry if the server is busy or is stopping.
+_RETRY_SECONDS = 5
+_MAX_SHOWN_CHARACTERS = 100
+# Names of types, which pydantic adds to the place of a problem if a field allows several types.
+_TYPE = re.compile(r"\[|-|^(?:str|int|float|bool|dict|[A-Z]\w*)$")
+
+
+@dataclass(eq=False)
+class ApiError(Exception):
+    """An error to report to the client. Each protocol formats it in its own way.
+
+    Attributes:
+        status: The HTTP status.
+        message: What failed, with the value, and what to do.
+        kind: The kind of error in OpenAI's terms, such as `invalid_request_error`.
+        code: A more specific name for programs, such as `model_not_found`.
+        param: Name of the field of the request that caused the error.
+        details: More values for programs, such as the number of tokens in the prompt.
+        headers: HTTP headers of the response.
+    """
+
+    status: int
+    message: str
+    kind: str = "invalid_request_error"
+    code: str | None = None
+    param: str | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+def invalid_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """Return the error for a request that the server cannot fulfil as it is."""
+    return ApiError(400, message, code=code, param=param)
+
+
+def api_error(error: Exception) -> ApiError:
+    """Convert an exception raised while a request was handled to the error that the client receives."""
+    retry = {"Retry-After": str(_RETRY_SECONDS)}
+    match error:
+        case ApiError():
+            return error
+        case ContextFullError():
+            sizes = {"n_prompt_tokens": error.prompt_tokens, "n_ctx": error.context_tokens}
+            details = {name: value for name, value in sizes.items() if value is not None}
+            code = "context_length_exceeded"
+            return ApiError(400, str(error), "exceed_context_size_error", code, "messages", details)
+        case ModelNotFoundError():
+            return ApiError(404, str(error), code="model_not_found", param="model")
+        case MemoryBudgetError():
+            return ApiError(400, str(error), code="model_does_not_fit", param="model")
+        case OptionError() | TemplateError():
+            return invalid_request(_shortened(str(error)))
+        case BusyError():
+            return ApiError(429, str(error), "rate_limit_error", "queue_full", headers=retry)
+        case ClosedError() | CancelledError():
+            message = "the server is stopping or unloading this model; send the request again"
+            return ApiError(503, message, "server_error", "unavailable", headers=retry)
+        case EdgespecError():
+            return ApiError(500, str(error), "server_error")
+        case _:
+            message = "the server failed because of a bug; its log shows where"
+            return ApiError(500, message, "server_error")
+
+
+def validation_error(error: ValidationError, known: Sequence[str]) -> ApiError:
+    """Convert the first problem that pydantic found in a request body.
+
+    Args:
+        error: The exception.
+        known: Names of the fields that the operation supports, to suggest one for a misspelt name.
+    """
+    problems = error.errors(include_url=False)
+    problem, place = problems[0], _place(problems[0]["loc"])
+    if isinstance(wrong := problem.get("ctx", {}).get("error"), OptionError):
+        return invalid_request(_shortened(str(wrong)), place)
+    if problem["type"] == "json_invalid":
+        return invalid_request("the request body is not valid JSON; check its syntax")
+    if problem["type"] == "extra_forbidden":
+        near = nearest(place[:_MAX_SHOWN_CHARACTERS], known)
+        if place in LOAD_OPTIONS:
+            flag = f"--{place.replace('_', '-')}"
+            hint = f"it is set when a model is loaded, so start the server with {flag}"
+        else:
+            hint = f"did you mean {' or '.join(near)}?" if near else "leave it out"
+        return invalid_request(
+            f"unknown field {_shown(place)}; {hint}", place[:_MAX_SHOWN_CHARACTERS], "unknown_field"
+        )
+    if not place:
+        return invalid_request("the request body must be a JSON object; enclose its fields in braces")
+    # A field that allows several types has a problem for each of them.
+    messages = [each["msg"] for each in problems if _place(each["loc"]) == place]
+    message = ", or ".join(text[:1].lower() + text[1:] for text in dict.fromkeys(messages))
+    given = "" if problem["type"] == "missing" else f", not {_shown(problem['input'])}"
+    return invalid_request(f"{place}: {message}{given}", place)
+
+
+def _place(path: tuple[int | str, ...]) -> str:
+    """Return the place of a problem, such as `messages.0.content`, without the names of types."""
+    return ".".join(str(part) for part in path if not _TYPE.search(str(part)))
+
+
+def _shown(value: Any) -> str:
+    return _shortened(repr(value), _MAX_SHOWN_CHARACTERS)
+
+
+def _shortened(text: str, characters: int = 500) -> str:
+    return text if len(text) <= characters else f"{text[:characters]}..."

@@ -1,0 +1,140 @@
+"""Replies being generated for one HTTP request, as asynchronous events."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from edgespec import QueuedReply, Reply, RequestQueue, TextChunk
+from edgespec.errors import CancelledError
+from edgespec.server.models import LoadedModel
+
+__all__ = ["ChatPrompt", "Event", "Generation", "ReplyRequest", "TextPrompt"]
+
+Event: TypeAlias = tuple[int, TextChunk | Reply]
+"""A part of a reply, or the finished reply, and the index of the reply."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """Messages to reply to, as `Runtime.stream_messages` takes them.
+
+    Attributes:
+        messages: The whole conversation.
+        reply_start: Text with which the reply begins.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    reply_start: str = ""
+
+    def submit(self, queue: RequestQueue, **options: Any) -> QueuedReply:
+        """Queue the request for a reply."""
+        return queue.stream_messages(
+            self.messages, reply_start=self.reply_start, context_full="refuse", **options
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Text to continue verbatim, without the chat template."""
+
+    text: str
+
+    def submit(self, queue: RequestQueue, **options: Any) -> QueuedReply:
+        """Queue the request for a reply."""
+        return queue.stream(self.text, raw=True, **options)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyRequest:
+    """One reply to generate: its prompt, and its options as in `edgespec.ReplyArguments`."""
+
+    prompt: ChatPrompt | TextPrompt
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Generation:
+    """The replies to one HTTP request. Created by `Service.generate`, which cancels them at the end.
+
+    Used in the event loop. For each reply, a thread reads its `QueuedReply` and passes the chunks on.
+
+    Attributes:
+        model: The model that generates the replies.
+    """
+
+    def __init__(
+        self, model: LoadedModel, requests: Sequence[ReplyRequest], on_end: Callable[[Reply | None], None]
+    ) -> None:
+        self.model = model
+        self._loop = asyncio.get_running_loop()
+        self._requests, self._on_end = requests, on_end
+        self._received: asyncio.Queue[tuple[int, TextChunk | Reply | Exception]] = asyncio.Queue()
+        self._cancelled = threading.Event()
+        self._replies: list[QueuedReply] = []
+
+    async def start(self) -> None:
+        """Queue the requests. Raises the errors of `RequestQueue.stream_messages`.
+
+        This happens in a thread, because checking a constraint such as a JSON schema can take a while.
+        """
+        await asyncio.to_thread(self._submit)
+        for index, reply in enumerate(self._replies):
+            threading.Thread(
+                target=self._read, args=(index, reply), name="edgespec-server-reply", daemon=True
+            ).start()
+
+    def _submit(self) -> None:
+        for request in self._requests:
+            if self._cancelled.is_set():
+                break
+            reply = request.prompt.submit(
+                self.model.queue, progress=self._should_continue, on_end=self._on_end, **request.options
+            )
+            self._replies.append(reply)
+        if self._cancelled.is_set():
+            self.cancel()
+
+    async def events(self) -> AsyncIterator[Event]:
+        """Yield the chunks of all replies as they are generated, and each reply after its last chunk.
+
+        Raises:
+            EdgespecError: A reply failed or was cancelled.
+        """
+        unfinished = len(self._replies)
+        while unfinished:
+            index, event = await self._received.get()
+            if isinstance(event, Exception):
+                raise event
+            if isinstance(event, Reply) and event.finish_reason == "cancelled":
+                raise CancelledError("the server ended the reply")
+            unfinished -= isinstance(event, Reply)
+            yield index, event
+
+    async def replies(self) -> list[Reply]:
+        """Wait for all replies and return them in the order of their requests. Raises the same errors."""
+        ended = {index: event async for index, event in self.events() if isinstance(event, Reply)}
+        return [ended[index] for index in range(len(ended))]
+
+    def cancel(self) -> None:
+        """End all replies, also during prefill. Has no effect on finished ones."""
+        self._cancelled.set()
+        for reply in list(self._replies):
+            reply.cancel()
+
+    def _should_continue(self, _description: str, _fraction: float) -> bool:
+        return not self._cancelled.is_set()
+
+    def _read(self, index: int, queued: QueuedReply) -> None:
+        try:
+            for chunk in queued:
+                self._send(index, chunk)
+            self._send(index, queued.reply)
+        except Exception as error:
+            self._send(index, error)
+
+    def _send(self, index: int, event: TextChunk | Reply | Exception) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._received.put_nowait, (index, event))

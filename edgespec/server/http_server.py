@@ -1,0 +1,199 @@
+"""Run the server: bind the port, serve requests, and stop within a bounded time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+
+from edgespec.errors import CancelledError, EdgespecError
+from edgespec.files import error_reason
+from edgespec.server.app import create_app
+from edgespec.server.service import Service
+from edgespec.server.settings import ServerSettings
+
+__all__ = ["HttpServer"]
+
+# Seconds that a client may take for the headers of a request.
+_HEADER_SECONDS = 20.0
+# Seconds for which an unused connection stays open.
+_KEEP_ALIVE_SECONDS = 15
+_MAX_HEADER_BYTES = 64 * 1024
+# Maximum number of connections. More get an error with status 503.
+_MAX_CONNECTIONS = 512
+# Seconds for which replies may go on after a stop request.
+_GRACE_SECONDS = 5.0
+# Seconds after which a stopping server closes connections whose clients neither send nor read.
+_CLOSE_SECONDS = 10
+
+
+class HttpServer:
+    """Serves models over HTTP. The port is bound as soon as the server is created.
+
+    `run` blocks its thread. `stop` can be called from any thread and from signal handlers.
+
+    Args:
+        settings: What to serve, and to whom.
+
+    Attributes:
+        url: The address of the server.
+
+    Raises:
+        EdgespecError: The address or port cannot be used.
+    """
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._settings = settings
+        self._socket = _bind(settings.host, settings.port)
+        host, port = self._socket.getsockname()[:2]
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self._stop_requested = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopped: asyncio.Event
+
+    def run(self, on_ready: Callable[[], None] = lambda: None) -> None:
+        """Load the server's own model and serve requests until `stop` is called.
+
+        Args:
+            on_ready: Called when the model is loaded and requests are accepted.
+
+        Raises:
+            EdgespecError: The model cannot be loaded.
+            CancelledError: `stop` was called before the model was loaded.
+        """
+        asyncio.run(self._run(on_ready))
+
+    def stop(self) -> None:
+        """Stop accepting requests, give replies a few seconds to end, then end them."""
+        self._stop_requested = True
+        if self._loop:
+            # The loop is closed if the server has already stopped.
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._stopped.set)
+
+    async def _run(self, on_ready: Callable[[], None]) -> None:
+        self._stopped = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        if self._stop_requested:
+            self._stopped.set()
+        service = Service(self._settings)
+        server = uvicorn.Server(_configuration(create_app(service)))
+        unloading = asyncio.create_task(service.models.unload_idle())
+        try:
+            await self._load(service)
+            await self._serve(server, service, on_ready)
+        finally:
+            await service.models.close()
+            unloading.cancel()
+            self._socket.close()
+
+    async def _serve(self, server: uvicorn.Server, service: Service, on_ready: Callable[[], None]) -> None:
+        """Serve requests until a stop is requested, then end all replies."""
+        serving = asyncio.create_task(server.serve(sockets=[self._socket]))
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.01)
+        on_ready()
+        stopped = asyncio.create_task(self._stopped.wait())
+        await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        server.should_exit = True
+        await asyncio.wait({serving}, timeout=_GRACE_SECONDS)
+        await service.models.close()
+        stopped.cancel()
+        await serving
+
+    async def _load(self, service: Service) -> None:
+        """Load the server's own model, unless a stop is requested first."""
+
+        async def borrow() -> None:
+            async with service.models.borrow(None):
+                pass
+
+        loading, stopped = asyncio.create_task(borrow()), asyncio.create_task(self._stopped.wait())
+        await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if not loading.done():
+            await service.models.close()
+            await asyncio.wait({loading})
+        if self._stopped.is_set():
+            loading.exception()
+            raise CancelledError("the server was stopped before its model was loaded")
+        loading.result()
+
+
+class _TimedProtocol(H11Protocol):
+    """HTTP/1.1 with a time limit for the headers of each request, which uvicorn does not have."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._start_timer()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        cycle: RequestResponseCycle | None = self.cycle
+        if cycle and not cycle.response_complete:
+            self._stop_timer()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def _start_timer(self) -> None:
+        self._stop_timer()
+        self._deadline = self.loop.call_later(_HEADER_SECONDS, self.transport.close)
+
+    def _stop_timer(self) -> None:
+        if self._deadline:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+def _configuration(app: Any) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=_TimedProtocol,
+        ws="none",
+        loop="asyncio",
+        lifespan="off",
+        log_config=None,
+        log_level=logging.CRITICAL,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=_MAX_CONNECTIONS,
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=_CLOSE_SECONDS,
+        h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+    )
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise EdgespecError(
+            f"--host {host} is not an address of this machine: {error_reason(error)}", "use 127.0.0.1"
+        ) from error
+    try:
+        # Without this option, a restarted server cannot use its port for a minute.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise EdgespecError(
+            f"cannot listen on {host} port {port}: {error_reason(error)}",
+            "another server may be using the port; choose another one with --port",
+        ) from error
+    return bound

@@ -1,0 +1,292 @@
+"""Load the models that requests name, and unload them, within one memory budget."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import edgespec
+from edgespec import RequestQueue, Runtime
+from edgespec.catalog import ModelInfo, find_installed, resolve
+from edgespec.catalog.catalogue import user_aliases
+from edgespec.catalog.reference_parsing import PathReference, parse_reference
+from edgespec.errors import BusyError, ClosedError, EdgespecError, ModelNotFoundError
+from edgespec.options import LOAD_OPTIONS
+from edgespec.server.settings import ServerSettings
+
+__all__ = ["KnownModel", "LoadedModel", "ModelPool"]
+
+# How often to look for models that were not used for `idle_unload_seconds`.
+_IDLE_CHECK_SECONDS = 1.0
+# Options that name files of one model. They apply to the target that the user chose, not to other models.
+_SINGLE_MODEL_OPTIONS = {name for name, option in LOAD_OPTIONS.items() if option.per_run} | {"head"}
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """A model that requests can name.
+
+    Attributes:
+        name: The name.
+        created: Unix time in seconds at which its file was last changed, or 0 if unknown.
+        info: The metadata in its files, or None if they could not be read.
+        loaded: The model if it is loaded.
+    """
+
+    name: str
+    created: int
+    info: ModelInfo | None
+    loaded: LoadedModel | None
+
+
+class LoadedModel:
+    """A loaded model and the queue of its requests.
+
+    Attributes:
+        name: The reference with which the model was first requested.
+        runtime: The loaded model. Only the queue's threads may generate with it.
+        queue: Runs the model's requests.
+        loaded_at: Unix time at which the model was loaded, in seconds.
+    """
+
+    def __init__(self, name: str, runtime: Runtime, max_waiting: int) -> None:
+        self.name = name
+        self.runtime = runtime
+        self.queue = RequestQueue(runtime, max_waiting=max_waiting)
+        self.loaded_at = time.time()
+
+    @property
+    def memory_bytes(self) -> int:
+        """System memory that the model can grow to, without that of Python."""
+        plan = self.runtime.plan
+        if plan is None:
+            return 0
+        python = sum(item.bytes for item in plan.items if item.kind == "process")
+        return plan.planned_bytes("memory") - python + plan.prefix_cache_bytes
+
+    def close(self) -> None:
+        """Cancel all replies and free the model."""
+        self.queue.close()
+        self.runtime.close()
+
+
+class _Entry:
+    """A model from the first request for it until it is chosen for unloading.
+
+    Attributes:
+        users: Number of requests that wait for the model or use it.
+        unused: Set while there are no users.
+        ready: The task that loads the model.
+        last_used: Time of the last use in seconds (`time.monotonic`).
+    """
+
+    def __init__(self) -> None:
+        self.users = 0
+        self.unused = asyncio.Event()
+        self.ready: asyncio.Task[LoadedModel]
+        self.last_used = time.monotonic()
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Count a request as a user until the end of the `with` block."""
+        self.users += 1
+        self.unused.clear()
+        try:
+            yield
+        finally:
+            self.users -= 1
+            self.last_used = time.monotonic()
+            if not self.users:
+                self.unused.set()
+
+    @property
+    def loaded(self) -> LoadedModel | None:
+        """The model, or None if it is still loading or could not be loaded."""
+        if not self.ready.done() or self.ready.cancelled() or self.ready.exception():
+            return None
+        return self.ready.result()
+
+
+class ModelPool:
+    """Lends loaded models to requests. Used in the server's event loop only.
+
+    - Models are loaded and unloaded one at a time, in the order of the requests for them.
+    - A model is loaded beside others if it fits into the rest of the memory budget without reductions, such
+      as a shorter context. Otherwise, the models that were not used for the longest time are unloaded first.
+    - A model is unloaded only when no request uses it. Requests that arrive while it is leaving wait until it
+      is loaded again, so that a busy model cannot keep others from being loaded.
+    """
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._settings = settings
+        self._entries: dict[Path, _Entry] = {}
+        self._leaving: list[LoadedModel] = []
+        # Held while a model is loaded or unloaded. Waiting tasks get it in order.
+        self._turn = asyncio.Lock()
+        self._budget_bytes = 0
+        self._stopping = threading.Event()
+
+    @property
+    def loaded(self) -> list[LoadedModel]:
+        """The models that are loaded now."""
+        return [model for entry in self._entries.values() if (model := entry.loaded)]
+
+    @asynccontextmanager
+    async def borrow(self, name: str | None) -> AsyncIterator[LoadedModel]:
+        """Lend a model, after loading it if necessary.
+
+        Args:
+            name: A reference to a model on this machine, or None for the server's own model.
+
+        Raises:
+            BusyError: Too many requests wait for the model.
+            ClosedError: The server is stopping.
+            EdgespecError: The model cannot be found or loaded.
+        """
+        name = name or self._settings.target
+        path = await asyncio.to_thread(self._find, name)
+        if self._stopping.is_set():
+            raise ClosedError("the server is stopping", "start it again")
+        entry = self._entries.get(path)
+        if entry is None:
+            entry = self._entries[path] = _Entry()
+            entry.ready = asyncio.create_task(self._load(name, path, entry))
+            # Read the exception even if no request waits for the model any more, or asyncio logs it.
+            entry.ready.add_done_callback(lambda task: task.cancelled() or task.exception())
+        elif entry.loaded is None and entry.users > self._settings.max_waiting:
+            raise BusyError(f"{entry.users} requests are already waiting for {name}", "try again later")
+        with entry.in_use():
+            # Other requests may wait for the same task, so it continues if this request is cancelled.
+            yield await asyncio.shield(entry.ready)
+
+    async def known(self) -> list[KnownModel]:
+        """Return the models on this machine that requests can name, the server's own first."""
+        loaded = {path: model for path, entry in self._entries.items() if (model := entry.loaded)}
+        return await asyncio.to_thread(self._known, loaded)
+
+    def _known(self, loaded: Mapping[Path, LoadedModel]) -> list[KnownModel]:
+        installed = {each.reference: each for each in find_installed(include_embedded=True).models}
+        known: dict[Path, KnownModel] = {}
+        for name in (self._settings.target, *user_aliases(), *installed):
+            try:
+                path = installed[name].path if name in installed else self._find(name)
+                if name in installed:
+                    self._check_name(name)
+                created = int(path.stat().st_mtime)
+            except (EdgespecError, OSError):
+                continue
+            info = next((each.info for each in installed.values() if each.path == path), None)
+            known.setdefault(path, KnownModel(name, created, info, loaded.get(path)))
+        return list(known.values())
+
+    def _check_name(self, name: str) -> None:
+        """Raise ModelNotFoundError if requests must not name a model like this."""
+        if name != self._settings.target and isinstance(parse_reference(name), PathReference):
+            # Clients must not be able to open any file on this machine.
+            raise ModelNotFoundError(
+                f"{name[:100]} is the path of a file, but requests can only name models that `edgespec models"
+                " list` shows",
+                "name the model with `edgespec models alias NAME PATH`",
+            )
+
+    def _find(self, name: str) -> Path:
+        """Return the path of a model on this machine."""
+        self._check_name(name)
+        return resolve(name, allow_download=name == self._settings.target).path
+
+    async def _load(self, name: str, path: Path, entry: _Entry) -> LoadedModel:
+        try:
+            async with self._turn:
+                if self._stopping.is_set():
+                    raise ClosedError("the server is stopping", "start it again")
+                options = await self._make_room(self._options_for(name))
+                runtime = await asyncio.to_thread(self._load_runtime, options)
+                if len(self.loaded) == 0 and runtime.plan:
+                    self._budget_bytes = runtime.plan.budget.bytes
+                _log.info("loaded %s", runtime.target.name)
+                return LoadedModel(name, runtime, self._settings.max_waiting)
+        except BaseException:
+            if self._entries.get(path) is entry:
+                del self._entries[path]
+            raise
+
+    def _load_runtime(self, options: Mapping[str, Any]) -> Runtime:
+        return edgespec.load(**options, progress=lambda *_: not self._stopping.is_set())
+
+    def _options_for(self, name: str) -> dict[str, Any]:
+        # Any request may ask for the method `auto`, which needs measured costs.
+        options = {"target": name, **self._settings.load_options, "methods": ("auto",)}
+        if name == self._settings.target:
+            return {**options, "draft": self._settings.draft}
+        own = {key: value for key, value in options.items() if key not in _SINGLE_MODEL_OPTIONS}
+        return {**own, "draft": "none" if self._settings.draft in (None, "none") else "auto"}
+
+    async def _make_room(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Unload models until the next one fits. Return its load options, with a memory limit.
+
+        The limit is not set if no other model is loaded. The server's own budget then applies.
+        """
+        while others := self.loaded:
+            room = self._budget_bytes - sum(model.memory_bytes for model in others)
+            beside = {**options, "memory": room}
+            has_cards = any(model.runtime.plan and len(model.runtime.plan.pools) > 1 for model in others)
+            # A plan for graphics cards cannot be limited to a part of their memory.
+            if not has_cards and room > 0 and await asyncio.to_thread(_fits, beside):
+                return beside
+            await self._unload(min(self._entries, key=self._last_used))
+        return options
+
+    def _last_used(self, path: Path) -> tuple[bool, bool, float]:
+        """Sort key for unloading: models without users first, then those not used for the longest time."""
+        entry = self._entries[path]
+        return (entry.loaded is None, entry.users > 0, entry.last_used)
+
+    async def _unload(self, path: Path) -> None:
+        """Unload a model after its last request. The caller must hold `_turn`."""
+        entry = self._entries.pop(path)
+        model = await entry.ready
+        self._leaving.append(model)
+        await entry.unused.wait()
+        await asyncio.to_thread(model.close)
+        self._leaving.remove(model)
+        _log.info("unloaded %s", model.name)
+
+    async def unload_idle(self) -> None:
+        """Unload models that were not used for a while. Runs until it is cancelled."""
+        limit_seconds = self._settings.idle_unload_seconds
+        while limit_seconds:
+            await asyncio.sleep(min(_IDLE_CHECK_SECONDS, limit_seconds))
+            async with self._turn:
+                idle_since = time.monotonic() - limit_seconds
+                for path, entry in list(self._entries.items()):
+                    if entry.loaded and not entry.users and entry.last_used < idle_since:
+                        await self._unload(path)
+
+    async def close(self) -> None:
+        """Cancel loading and all replies, and free all models."""
+        self._stopping.set()
+        # Closing a queue ends its replies, so that a load that waits for them can end.
+        for model in [*self.loaded, *self._leaving]:
+            await asyncio.to_thread(model.queue.close)
+        async with self._turn:
+            for model in self.loaded:
+                await asyncio.to_thread(model.close)
+            self._entries.clear()
+
+
+def _fits(options: dict[str, Any]) -> bool:
+    """Return whether a model can be loaded with these options without reductions."""
+    try:
+        plan = edgespec.plan(**options).plan
+    except EdgespecError:
+        return False
+    return plan.fits and not plan.decisions

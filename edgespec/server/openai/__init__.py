@@ -1,0 +1,5 @@
+"""OpenAI's protocol: chat completions, completions and the list of models."""
+
+from edgespec.server.openai.protocol import OPENAI
+
+__all__ = ["OPENAI"]

@@ -1,0 +1,184 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any, NotRequired
+
+from pydantic import FailFast, Field
+from starlette.responses import Response
+from typing_extensions import TypedDict
+
+from edgespec import Reply
+from edgespec.reply import TokenLogprobs
+from edgespec.server.errors import invalid_request
+from edgespec.server.fields import Ignored
+from edgespec.server.generation import ReplyRequest
+from edgespec.server.openai.errors import error_event
+from edgespec.server.openai.fields import OpenAIFields, requests_options
+from edgespec.server.openai.logprobs import ChatLogprobs, chat_logprobs
+from edgespec.server.openai.messages import ChatMessage, chat_prompt
+from edgespec.server.openai.report import Report, Timings, Usage, report, timings, usage
+from edgespec.server.openai.response_format import ResponseFormat, answer_schema
+from edgespec.server.protocol import Call
+from edgespec.server.responses import json_response, open_stream, server_sent_event
+
+__all__ = ["ChatCompletion", "ChatRequest", "create_chat_completion"]
+
+
+class ChatRequest(OpenAIFields):
+    """The body of a chat completion request."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1), FailFast()]
+    response_format: ResponseFormat | None = None
+    tools: list[dict[str, Any]] | None = Field(default=None, description="Not supported yet.")
+    tool_choice: Ignored
+    logprobs: bool | None = Field(default=None, description="Return log-probabilities of the tokens.")
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
+        default=None, description="Number of the most likely tokens to return at each position."
+    )
+    max_completion_tokens: int | None = Field(default=None, description="Like max_tokens.")
+    parallel_tool_calls: Ignored
+    prediction: Ignored
+    reasoning_effort: Ignored
+    verbosity: Ignored
+
+
+class ReplyMessage(TypedDict):
+    """The message of a reply. `reasoning_content` is there if the model reasoned."""
+
+    role: str
+    content: str
+    reasoning_content: NotRequired[str]
+
+
+class ChatChoice(TypedDict):
+    """One of the replies."""
+
+    index: int
+    message: ReplyMessage
+    finish_reason: str
+    logprobs: ChatLogprobs | None
+    edgespec: Report
+
+
+class ChatCompletion(TypedDict):
+    """The response to a chat completion request."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    timings: Timings
+
+
+async def create_chat_completion(call: Call[ChatRequest]) -> Response:
+    """Reply to the messages of a request."""
+    if call.body.stream:
+        return await open_stream(_stream(call), error_event)
+    async with call.service.generate(call.body.model, _requests(call.body)) as generation:
+        replies: dict[int, Reply] = {}
+        logprobs: defaultdict[int, list[TokenLogprobs]] = defaultdict(list)
+        async for index, event in generation.events():
+            if isinstance(event, Reply):
+                replies[index] = event
+            elif not event.reasoning:
+                logprobs[index] += event.logprobs
+        ordered = [replies[index] for index in sorted(replies)]
+        completion: ChatCompletion = {
+            "id": _new_id(),
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": call.body.model or generation.model.name,
+            "choices": [
+                {
+                    "index": index,
+                    "message": _message(reply),
+                    "finish_reason": reply.finish_reason,
+                    "logprobs": chat_logprobs(logprobs[index]) if call.body.logprobs else None,
+                    "edgespec": report(reply, generation.model, call.body.ignored_fields()),
+                }
+                for index, reply in enumerate(ordered)
+            ],
+            "usage": usage(ordered, per_prompt=len(ordered)),
+            "timings": timings(ordered),
+        }
+        return json_response(completion)
+
+
+def _requests(body: ChatRequest) -> list[ReplyRequest]:
+    if body.tools:
+        raise invalid_request("tools are not supported yet; leave them out", "tools", "unsupported")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid_request("top_logprobs needs logprobs: true; set it, or leave both out", "top_logprobs")
+    more: dict[str, Any] = answer_schema(body.response_format)
+    more["logprobs"] = body.top_logprobs or 0 if body.logprobs else None
+    if body.max_completion_tokens not in (None, -1):
+        more["max_tokens"] = body.max_completion_tokens
+    prompt = chat_prompt(body.messages)
+    return [ReplyRequest(prompt, {**options, **more}) for options in requests_options(body)]
+
+
+def _new_id() -> str:
+    return f"chatcmpl-{secrets.token_hex(12)}"
+
+
+def _message(reply: Reply) -> ReplyMessage:
+    message: ReplyMessage = {"role": "assistant", "content": reply.answer}
+    if reply.reasoning:
+        message["reasoning_content"] = reply.reasoning
+    return message
+
+
+async def _stream(call: Call[ChatRequest]) -> AsyncGenerator[bytes, None]:
+    """Yield the events of a streamed reply.
+
+    The usage is in the last choice's last event. If the client asked for it, it has an event of its own,
+    which has no choices. Clients that did not ask for that often fail on it.
+    """
+    body = call.body
+    own_event = bool(body.stream_options and body.stream_options.include_usage)
+    async with call.service.generate(body.model, _requests(body)) as generation:
+        head = {
+            "id": _new_id(),
+            "object": "chat.completion.chunk",
+            "created": int(time.time()),
+            "model": body.model or generation.model.name,
+        }
+        started: set[int] = set()
+        replies: dict[int, Reply] = {}
+        async for index, event in generation.events():
+            if index not in started:
+                started.add(index)
+                yield _chunk(head, index, {"role": "assistant", "content": ""})
+            if not isinstance(event, Reply):
+                shown = chat_logprobs(event.logprobs) if body.logprobs and not event.reasoning else None
+                if event.text or (shown and shown["content"]):
+                    name = "reasoning_content" if event.reasoning else "content"
+                    yield _chunk(head, index, {name: event.text}, **({"logprobs": shown} if shown else {}))
+                continue
+            replies[index] = event
+            is_last = len(replies) == (body.n or 1)
+            ended = list(replies.values())
+            totals = {"usage": usage(ended, len(ended)), "timings": timings(ended)} if is_last else {}
+            yield _chunk(
+                {**head, **({} if own_event else totals)},
+                index,
+                {},
+                finish_reason=event.finish_reason,
+                edgespec=report(event, generation.model, body.ignored_fields()),
+            )
+            if is_last and own_event:
+                yield server_sent_event({**head, "choices": [], **totals})
+        yield server_sent_event("[DONE]")
+
+
+def _chunk(head: dict[str, Any], index: int, delta: dict[str, Any], **more: Any) -> bytes:
+    return server_sent_event(
+        {**head, "choices": [{"index": index, "delta": delta, "finish_reason": None, **more}]}
+    )

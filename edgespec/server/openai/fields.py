@@ -1,0 +1,56 @@
+"""Fields that OpenAI's operations share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from edgespec.server.errors import invalid_request
+from edgespec.server.fields import Ignored, ReplyFields, RequestFields, reply_options
+
+__all__ = ["MAX_CHOICES", "OpenAIFields", "StreamOptions", "requests_options"]
+
+# Maximum number of replies to one request. They wait in the queue like separate requests.
+MAX_CHOICES = 16
+
+
+class StreamOptions(RequestFields):
+    """Options of an event stream."""
+
+    include_usage: bool | None = Field(
+        default=None, description="Send the usage in an event of its own, as OpenAI does."
+    )
+    include_obfuscation: Ignored
+
+
+class OpenAIFields(ReplyFields):
+    """Fields of all requests that generate text."""
+
+    model: str | None = Field(default=None, description="The model. Defaults to the server's own model.")
+    stream: bool | None = Field(default=None, description="Send the reply as it is generated.")
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(
+        default=None, description="Number of replies."
+    )
+    cache_prompt: Ignored
+    id_slot: Ignored
+    metadata: Ignored
+    prompt_cache_key: Ignored
+    prompt_cache_retention: Ignored
+    safety_identifier: Ignored
+    service_tier: Ignored
+    store: Ignored
+    timings_per_token: Ignored
+    user: Ignored
+
+
+def requests_options(fields: OpenAIFields) -> list[dict[str, Any]]:
+    """Return the options of each of the `n` replies. With a seed, each reply has another one."""
+    if fields.stream_options and not fields.stream:
+        raise invalid_request(
+            "stream_options needs stream: true; leave it out, or set stream", "stream_options"
+        )
+    options = reply_options(fields)
+    seed = options.get("seed")
+    return [options if seed is None else {**options, "seed": seed + index} for index in range(fields.n or 1)]

@@ -1,0 +1,77 @@
+"""The messages of a chat completion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, FailFast
+from typing_extensions import TypeAliasType
+
+from edgespec.server.errors import invalid_request
+from edgespec.server.fields import Ignored, RequestFields
+from edgespec.server.generation import ChatPrompt
+
+__all__ = ["ChatMessage", "chat_prompt"]
+
+
+class ContentPart(RequestFields):
+    """A part of a message's content. Only texts are supported."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    text: str | None = None
+
+
+# Unlike an annotated type, an alias can be part of a union.
+_Parts = TypeAliasType("_Parts", Annotated[list[ContentPart], FailFast()])
+
+
+class ChatMessage(RequestFields):
+    """A message of the conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | _Parts | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    name: Ignored
+    refusal: Ignored
+    annotations: Ignored
+    audio: Ignored
+
+
+def chat_prompt(messages: Sequence[ChatMessage]) -> ChatPrompt:
+    """Convert the messages of a request. A last message of the assistant becomes the start of the reply.
+
+    Raises:
+        ApiError: A message contains an image or anything else that is not text.
+    """
+    converted = [_converted(index, message) for index, message in enumerate(messages)]
+    if converted and converted[-1]["role"] == "assistant":
+        return ChatPrompt(converted[:-1], reply_start=converted[-1]["content"])
+    return ChatPrompt(converted)
+
+
+def _converted(index: int, message: ChatMessage) -> dict[str, Any]:
+    return {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": _text(index, message),
+        "reasoning": message.reasoning_content or message.reasoning or "",
+    }
+
+
+def _text(index: int, message: ChatMessage) -> str:
+    if not isinstance(message.content, list):
+        return message.content or ""
+    texts = []
+    for number, part in enumerate(message.content):
+        if part.type != "text" or part.text is None:
+            raise invalid_request(
+                f"messages.{index}.content.{number} is of the type {part.type[:40]!r}, but edgespec's models"
+                " read only text; remove it, or describe it in words",
+                f"messages.{index}.content.{number}",
+                "unsupported_content",
+            )
+        texts.append(part.text)
+    return "\n".join(texts)

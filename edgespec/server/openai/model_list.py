@@ -1,0 +1,85 @@
+"""`GET /v1/models` and `GET /v1/models/{model}`."""
+
+from __future__ import annotations
+
+from starlette.responses import Response
+from typing_extensions import TypedDict
+
+from edgespec.server.errors import ApiError
+from edgespec.server.models import KnownModel
+from edgespec.server.protocol import Call
+from edgespec.server.responses import json_response
+
+__all__ = ["Model", "ModelList", "list_models", "retrieve_model"]
+
+
+class ModelMeta(TypedDict):
+    """Properties of a model, with the names of llama-server.
+
+    `n_ctx` is the maximum length of prompt and reply in tokens. It is known once the model is loaded.
+    """
+
+    n_ctx: int | None
+    n_ctx_train: int | None
+    n_params: int | None
+    n_vocab: int | None
+    size: int | None
+
+
+class Model(TypedDict):
+    """A model that requests can name."""
+
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    loaded: bool
+    meta: ModelMeta
+
+
+class ModelList(TypedDict):
+    """The models that requests can name."""
+
+    object: str
+    data: list[Model]
+
+
+async def list_models(call: Call[None]) -> Response:
+    """List the models on this machine, the server's own first."""
+    models: ModelList = {
+        "object": "list",
+        "data": [_model(known) for known in await call.service.models.known()],
+    }
+    return json_response(models)
+
+
+async def retrieve_model(call: Call[None]) -> Response:
+    """Return one of the models."""
+    name = call.path_values["model"]
+    for known in await call.service.models.known():
+        if known.name == name:
+            return json_response(_model(known))
+    raise ApiError(
+        404,
+        f"there is no model {name[:100]} on this machine; GET /v1/models lists the models",
+        code="model_not_found",
+        param="model",
+    )
+
+
+def _model(known: KnownModel) -> Model:
+    info = known.info
+    return {
+        "id": known.name,
+        "object": "model",
+        "created": known.created,
+        "owned_by": "edgespec",
+        "loaded": known.loaded is not None,
+        "meta": {
+            "n_ctx": known.loaded.runtime.context_tokens if known.loaded else None,
+            "n_ctx_train": info.context_tokens if info else None,
+            "n_params": info.parameters if info else None,
+            "n_vocab": info.vocab_size if info else None,
+            "size": info.size_bytes if info else None,
+        },
+    }

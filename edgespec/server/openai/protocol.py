@@ -1,0 +1,39 @@
+"""The record of OpenAI's protocol."""
+
+from __future__ import annotations
+
+from edgespec.server.openai.chat import ChatCompletion, ChatRequest, create_chat_completion
+from edgespec.server.openai.completions import Completion, CompletionRequest, create_completion
+from edgespec.server.openai.errors import error_body
+from edgespec.server.openai.model_list import Model, ModelList, list_models, retrieve_model
+from edgespec.server.protocol import Operation, Protocol
+
+__all__ = ["OPENAI"]
+
+OPENAI = Protocol(
+    "OpenAI",
+    ("/",),  # Unknown paths have OpenAI's error format, unless another protocol has a longer prefix.
+    (
+        Operation(
+            "POST",
+            "/v1/chat/completions",
+            "Reply to the messages of a conversation.",
+            create_chat_completion,
+            ChatRequest,
+            ChatCompletion,
+            streams=True,
+        ),
+        Operation(
+            "POST",
+            "/v1/completions",
+            "Continue a text.",
+            create_completion,
+            CompletionRequest,
+            Completion,
+            streams=True,
+        ),
+        Operation("GET", "/v1/models", "List the models on this machine.", list_models, response=ModelList),
+        Operation("GET", "/v1/models/{model:path}", "Describe a model.", retrieve_model, response=Model),
+    ),
+    error_body,
+)

@@ -1,0 +1,136 @@
+"""What edgespec's replies report in addition to OpenAI's: timings, and how the reply was sped up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from typing_extensions import TypedDict
+
+from edgespec import Reply
+from edgespec.server.models import LoadedModel
+
+__all__ = ["Report", "Timings", "Usage", "report", "timings", "usage"]
+
+
+class PromptDetails(TypedDict):
+    """Details about the prompt."""
+
+    cached_tokens: int
+
+
+class CompletionDetails(TypedDict):
+    """Details about the generated tokens. Rejected drafts are not part of `completion_tokens`."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
+class Usage(TypedDict):
+    """Numbers of tokens of a request, as in OpenAI's API."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
+
+
+class Timings(TypedDict):
+    """Counts and times of all replies of a request, with the names of llama-server."""
+
+    cache_n: int
+    prompt_n: int
+    prompt_ms: float
+    prompt_per_second: float | None
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_second: float | None
+    draft_n: int
+    draft_n_accepted: int
+
+
+class LossLimit(TypedDict):
+    """Bound on what drafting can cost a reply.
+
+    The reply takes at most `1 + share` times as long as with plain decoding, plus the time of `passes`
+    passes.
+    """
+
+    share: float
+    passes: float
+
+
+class Report(TypedDict):
+    """How a reply was generated.
+
+    `method` is a sentence with the drafting method, its speed-up and the reason for it. `ignored_fields` are
+    fields of the request that had no effect.
+    """
+
+    method: str
+    drafters: str
+    speed_up: float | None
+    loss_limit: LossLimit | None
+    note: str
+    seed: int
+    ignored_fields: list[str]
+
+
+def usage(replies: Sequence[Reply], per_prompt: int = 1) -> Usage:
+    """Return the numbers of tokens of a request.
+
+    Args:
+        replies: The replies, in the order of their prompts.
+        per_prompt: Number of replies to each prompt. The tokens of a prompt count once.
+    """
+    prompts = [reply.stats for reply in replies[::per_prompt]]
+    prompt_tokens = sum(stats.prompt_tokens for stats in prompts)
+    generated = sum(reply.stats.generated_tokens for reply in replies)
+    drafted = sum(reply.stats.drafted_tokens for reply in replies)
+    accepted = sum(reply.stats.accepted_tokens for reply in replies)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": generated,
+        "total_tokens": prompt_tokens + generated,
+        "prompt_tokens_details": {"cached_tokens": sum(s.cached_prompt_tokens for s in prompts)},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted - accepted,
+        },
+    }
+
+
+def timings(replies: Sequence[Reply]) -> Timings:
+    """Return the counts and times of all replies together."""
+    each = [reply.stats for reply in replies]
+    cached = sum(stats.cached_prompt_tokens for stats in each)
+    processed = sum(stats.prompt_tokens for stats in each) - cached
+    generated = sum(stats.generated_tokens for stats in each)
+    prefill_seconds = sum(stats.prefill_seconds for stats in each)
+    decode_seconds = sum(stats.decode_seconds for stats in each)
+    return {
+        "cache_n": cached,
+        "prompt_n": processed,
+        "prompt_ms": 1000 * prefill_seconds,
+        "prompt_per_second": processed / prefill_seconds if prefill_seconds else None,
+        "predicted_n": generated,
+        "predicted_ms": 1000 * decode_seconds,
+        "predicted_per_second": generated / decode_seconds if decode_seconds else None,
+        "draft_n": sum(stats.drafted_tokens for stats in each),
+        "draft_n_accepted": sum(stats.accepted_tokens for stats in each),
+    }
+
+
+def report(reply: Reply, model: LoadedModel, ignored_fields: list[str]) -> Report:
+    """Return how a reply was generated."""
+    method = reply.method
+    limits = model.runtime.loss_limits if reply.stats.worst_case_loss is not None else None
+    return {
+        "method": method.summary,
+        "drafters": method.effective,
+        "speed_up": None if method.gain is None else 1 + method.gain,
+        "loss_limit": {"share": limits[0], "passes": limits[1]} if limits else None,
+        "note": method.note,
+        "seed": reply.seed,
+        "ignored_fields": ignored_fields,
+    }

@@ -1,0 +1,42 @@
+"""The field `response_format` of chat completions, which makes the answer JSON."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from edgespec.server.errors import invalid_request
+from edgespec.server.fields import Ignored, RequestFields
+
+__all__ = ["ResponseFormat", "answer_schema"]
+
+
+class NamedSchema(RequestFields):
+    """A JSON schema and its name. The answer always satisfies the schema, with and without `strict`."""
+
+    schema_: dict[str, Any] = Field(alias="schema")
+    name: Ignored
+    description: Ignored
+    strict: Ignored
+
+
+class ResponseFormat(RequestFields):
+    """The format of the answer: any text, any JSON object, or JSON that satisfies a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+
+
+def answer_schema(wanted: ResponseFormat | None) -> dict[str, Any]:
+    """Return the reply option for a response format: a JSON schema, or none for any text."""
+    if wanted is None or wanted.type == "text":
+        return {}
+    if wanted.type == "json_object":
+        return {"schema": wanted.schema_ or {"type": "object"}}
+    if wanted.json_schema is None:
+        raise invalid_request(
+            "response_format has the type json_schema, but no json_schema; add it", "response_format"
+        )
+    return {"schema": wanted.json_schema.schema_}

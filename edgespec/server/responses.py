@@ -1,0 +1,121 @@
+"""HTTP responses: JSON, and streams of events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable, Mapping
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from edgespec.server.errors import ApiError, api_error
+
+__all__ = ["EventStream", "json_response", "open_stream", "server_sent_event"]
+
+# Seconds of silence after which a comment is sent, so that clients and proxies keep the connection open.
+_PING_SECONDS = 10.0
+# Seconds that a client may take to receive a part of the response.
+SEND_SECONDS = 60.0
+_PING = b": the reply is being prepared\n\n"
+
+
+def json_response(
+    value: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """Return a response with a JSON object."""
+    body = json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
+    return Response(body, status, headers, media_type="application/json")
+
+
+def server_sent_event(value: Mapping[str, Any] | str, event: str | None = None) -> bytes:
+    """Return a server-sent event, with JSON unless `value` is a string."""
+    data = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    name = f"event: {event}\n" if event else ""
+    return f"{name}data: {data}\n\n".encode("utf-8", "replace")
+
+
+class EventStream(Response):
+    """A response whose parts are sent as they are generated. Created by `open_stream`."""
+
+    def __init__(
+        self,
+        parts: AsyncGenerator[bytes, None],
+        first: asyncio.Future[bytes],
+        error_event: Callable[[ApiError], bytes],
+        media_type: str,
+    ) -> None:
+        super().__init__(media_type=media_type, headers={"Cache-Control": "no-store"})
+        del self.headers["content-length"]
+        self._parts, self._next, self._error_event = parts, first, error_event
+        self._pings = media_type == "text/event-stream"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        """Send the stream. An error after its start is sent as its last event."""
+        try:
+            await _send_within_limit(
+                send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+            )
+            while True:
+                done, _ = await asyncio.wait({self._next}, timeout=_PING_SECONDS)
+                if done:
+                    part = self._take()
+                    if part is None:
+                        break
+                elif self._pings:
+                    part = _PING
+                else:
+                    continue
+                await _send_within_limit(
+                    send, {"type": "http.response.body", "body": part, "more_body": True}
+                )
+            await _send_within_limit(send, {"type": "http.response.body", "body": b""})
+        finally:
+            self._next.cancel()
+            await asyncio.gather(self._next, return_exceptions=True)
+            await self._parts.aclose()
+
+    def _take(self) -> bytes | None:
+        """Return the part that is ready and start generating the next one. None at the end."""
+        try:
+            part = self._next.result()
+        except StopAsyncIteration:
+            return None
+        except Exception as error:
+            # After an exception, the generator has ended. Its next result is StopAsyncIteration.
+            part = self._error_event(api_error(error))
+        self._next = asyncio.ensure_future(anext(self._parts))
+        return part
+
+
+async def open_stream(
+    parts: AsyncGenerator[bytes, None],
+    error_event: Callable[[ApiError], bytes],
+    media_type: str = "text/event-stream",
+) -> EventStream:
+    """Return the response that sends `parts`.
+
+    Waits for the first part for a while, so that most errors become error responses.
+
+    Args:
+        parts: Generates the encoded events.
+        error_event: Returns the event for an error that occurs later.
+        media_type: The media type of the stream.
+    """
+    first: asyncio.Future[bytes] = asyncio.ensure_future(anext(parts))
+    try:
+        await asyncio.wait({first}, timeout=_PING_SECONDS)
+        if first.done() and (error := first.exception()):
+            raise error
+        return EventStream(parts, first, error_event, media_type)
+    except BaseException:
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await parts.aclose()
+        raise
+
+
+async def _send_within_limit(send: Send, message: dict[str, Any]) -> None:
+    async with asyncio.timeout(SEND_SECONDS):
+        await send(message)

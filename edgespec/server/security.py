@@ -1,0 +1,104 @@
+"""Check who may use the server, before anything else in a request is read."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Callable
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from edgespec.server.endpoint import error_response
+from edgespec.server.errors import ApiError
+from edgespec.server.protocol import Protocol
+from edgespec.server.settings import ServerSettings, is_loopback
+
+__all__ = ["Guard"]
+
+
+class Guard:
+    """Passes requests on to `app` if their Host, Origin and API key are acceptable.
+
+    - Without an API key, the Host header must name this machine. Otherwise, a web page could reach the server
+      by pointing its own host name at 127.0.0.1 (DNS rebinding).
+    - Requests from web pages, which have an Origin header, are rejected unless the user allowed the origin.
+      Browsers send some requests without asking the server first, and even those use up time.
+
+    Args:
+        app: The application to protect.
+        settings: The server's settings.
+        protocol_of: Returns the protocol of a path, for the format of errors.
+        public_paths: Paths that need no API key.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: ServerSettings,
+        protocol_of: Callable[[str], Protocol],
+        public_paths: frozenset[str],
+    ) -> None:
+        self._app, self._protocol_of, self._public_paths = app, protocol_of, public_paths
+        key = settings.api_key
+        self._key_digest = None if key is None else _digest(key.encode("utf-8", "surrogateescape"))
+        self._origins = frozenset(settings.allowed_origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request, or reject it with 401 or 403."""
+        if scope["type"] != "http":
+            raise RuntimeError(f"the server does not support {scope['type']}")
+        error = self._problem(scope["path"], Headers(scope=scope))
+        if error is None:
+            await self._app(scope, receive, send)
+        else:
+            await error_response(self._protocol_of(scope["path"]), error)(scope, receive, send)
+
+    def _problem(self, path: str, headers: Headers) -> ApiError | None:
+        origin = headers.get("origin")
+        if origin is not None and origin not in self._origins and "*" not in self._origins:
+            return ApiError(
+                403,
+                f"the web page or app {origin[:100]} may not use this server;"
+                f" to allow it, start the server with --allow-origin {origin[:100]}",
+                "permission_error",
+                "origin_not_allowed",
+            )
+        if self._key_digest is None:
+            host = headers.get("host", "")
+            if not is_loopback(_host_name(host)):
+                return ApiError(
+                    403,
+                    f"the host name {host[:100]} is not a name of this machine;"
+                    " use 127.0.0.1 or localhost, or start the server with an API key",
+                    "permission_error",
+                    "host_not_allowed",
+                )
+        elif path not in self._public_paths and not self._has_key(headers):
+            return ApiError(
+                401,
+                "the API key is missing or wrong; send the server's key as `Authorization: Bearer KEY`",
+                "authentication_error",
+                "invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        return None
+
+    def _has_key(self, headers: Headers) -> bool:
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        given = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        return self._key_digest is not None and hmac.compare_digest(
+            _digest(given.encode("latin-1")), self._key_digest
+        )
+
+
+def _digest(key: bytes) -> bytes:
+    """Return a hash of the key, so that comparing keys takes the same time for all lengths."""
+    return hashlib.sha256(key).digest()
+
+
+def _host_name(host: str) -> str:
+    """Return the host name in a Host header, without the port."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.rpartition(":")[0] if ":" in host else host

@@ -1,0 +1,55 @@
+"""What the handlers of all protocols share: the settings, the models and the metrics."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+from edgespec.server.generation import Generation, ReplyRequest
+from edgespec.server.metrics import Metrics
+from edgespec.server.models import ModelPool
+from edgespec.server.settings import ServerSettings
+
+__all__ = ["Service"]
+
+
+class Service:
+    """The server's state. Used in the event loop only.
+
+    Attributes:
+        settings: What to serve, and to whom.
+        models: The loaded models.
+        metrics: Counts requests and replies.
+        buffered_bytes: Size of all request bodies that are being received.
+    """
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.settings = settings
+        self.models = ModelPool(settings)
+        self.metrics = Metrics()
+        self.buffered_bytes = 0
+
+    @asynccontextmanager
+    async def generate(
+        self, model: str | None, requests: Sequence[ReplyRequest]
+    ) -> AsyncIterator[Generation]:
+        """Load a model if necessary and queue replies. Cancels unfinished replies at the end of the block.
+
+        Args:
+            model: Reference to the model, or None for the server's own model.
+            requests: The replies to generate. Their options take precedence over those of the settings.
+
+        Raises:
+            BusyError: Too many requests are waiting.
+            EdgespecError: The model cannot be loaded, or an option is invalid.
+        """
+        defaults = self.settings.reply_options
+        requests = [replace(each, options={**defaults, **each.options}) for each in requests]
+        async with self.models.borrow(model) as loaded:
+            generation = Generation(loaded, requests, self.metrics.count_reply)
+            try:
+                await generation.start()
+                yield generation
+            finally:
+                generation.cancel()

@@ -1,0 +1,39 @@
+"""`edgespec serve` as a process of its own."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+
+import httpx
+
+from tests.cli.conftest import Run, Start, one_line_error
+
+
+def test_serving_and_stopping(start: Start) -> None:
+    process = start("serve", "--port", "0", "--json", "--temperature", "0")
+    assert process.stdout
+    url = json.loads(process.stdout.readline())["openai_url"]
+    body = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+    replies = [httpx.post(f"{url}/chat/completions", json=body, timeout=60).json() for _ in range(2)]
+    texts = {reply["choices"][0]["message"]["content"] for reply in replies}
+    assert len(texts) == 1
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0
+
+
+def test_a_port_in_use(run: Run) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert "choose another one with --port" in one_line_error(run("serve", "--port", str(port)), 1)
+
+
+def test_other_machines_need_a_key(run: Run) -> None:
+    assert "there is no API key" in one_line_error(run("serve", "--host", "0.0.0.0", "--port", "0"), 2)
+
+
+def test_an_unknown_model_is_reported_before_serving(run: Run) -> None:
+    assert "nosuchmodel" in one_line_error(run("serve", "--target", "nosuchmodel", "--port", "0"), 1)

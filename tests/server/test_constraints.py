@@ -1,0 +1,142 @@
+"""JSON answers and log-probabilities, with OpenAI's own client."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import jsonschema
+import openai
+import pytest
+from pydantic import BaseModel
+
+import edgespec
+from tests.server.conftest import MESSAGES
+
+SCHEMA: Any = {
+    "type": "object",
+    "properties": {"command": {"type": "string", "maxLength": 12}, "safe": {"type": "boolean"}},
+    "required": ["command", "safe"],
+    "additionalProperties": False,
+}
+
+
+class Command(BaseModel):
+    """A command and whether it is safe."""
+
+    command: str
+    safe: bool
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_json_schemas(client: openai.OpenAI, temperature: float) -> None:
+    wanted: Any = {
+        "type": "json_schema",
+        "json_schema": {"name": "command", "schema": SCHEMA, "strict": True},
+    }
+    options: Any = {"temperature": temperature, "seed": 5, "max_tokens": 60}
+    reply = client.chat.completions.create(
+        model="demo", messages=MESSAGES, response_format=wanted, **options
+    ).choices[0]
+    with edgespec.load("demo", "none", method="none", context=1024) as plain:
+        expected = plain.reply(MESSAGES, schema=SCHEMA, **options)
+    assert reply.message.content == expected.answer
+    assert reply.finish_reason == expected.finish_reason
+    if reply.finish_reason == "stop":
+        jsonschema.validate(json.loads(expected.answer), SCHEMA)
+    chunks = client.chat.completions.create(
+        model="demo", messages=MESSAGES, response_format=wanted, stream=True, **options
+    )
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected.answer
+
+
+def test_the_clients_parse_helper(client: openai.OpenAI) -> None:
+    schema = Command.model_json_schema()
+    assert schema
+    parsed = client.chat.completions.parse(
+        model="demo", messages=MESSAGES, response_format=Command, max_tokens=200, temperature=0.8, seed=3
+    )
+    assert isinstance(parsed.choices[0].message.parsed, Command)
+
+
+def test_any_json_object(client: openai.OpenAI) -> None:
+    reply = client.chat.completions.create(
+        model="demo", messages=MESSAGES, response_format={"type": "json_object"}, max_tokens=300
+    ).choices[0]
+    if reply.finish_reason == "stop":
+        assert isinstance(json.loads(reply.message.content or ""), dict)
+    assert (reply.message.content or "").startswith("{")
+
+
+def test_edgespecs_own_constraints(client: openai.OpenAI) -> None:
+    def ask(**constraint: Any) -> str:
+        reply = client.chat.completions.create(model="demo", messages=MESSAGES, extra_body=constraint)
+        return reply.choices[0].message.content or ""
+
+    assert ask(choice=["ls -S", "du -a"]) in ("ls -S", "du -a")
+    assert ask(regex="[0-9]{3}").isdigit()
+    assert ask(grammar='start: "yes" | "no"') in ("yes", "no")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "add it"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"regex": "("}, "regex"),
+        ({"schema": {"type": 5}}, ""),
+        ({"schema": {"$ref": "http://example.com/x.json"}}, ""),
+        ({"schema": {}, "regex": "a"}, ""),
+        ({"top_logprobs": 3}, "top_logprobs needs logprobs"),
+    ],
+)
+def test_invalid_constraints(client: openai.OpenAI, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(openai.BadRequestError) as error:
+        client.chat.completions.create(model="demo", messages=MESSAGES, extra_body=change)
+    assert message in error.value.message
+
+
+def test_logprobs(client: openai.OpenAI) -> None:
+    options: Any = {"logprobs": True, "top_logprobs": 3, "max_tokens": 12}
+    choice = client.chat.completions.create(model="demo", messages=MESSAGES, **options).choices[0]
+    assert choice.logprobs
+    tokens = choice.logprobs.content or []
+    assert "".join(token.token for token in tokens) == choice.message.content
+    for token in tokens:
+        assert token.logprob <= 0.0
+        assert len(token.top_logprobs) == 3
+        assert token.top_logprobs[0].logprob >= token.logprob
+    streamed = [
+        token
+        for chunk in client.chat.completions.create(model="demo", messages=MESSAGES, stream=True, **options)
+        if chunk.choices[0].logprobs
+        for token in chunk.choices[0].logprobs.content or []
+    ]
+    assert [token.token for token in streamed] == [token.token for token in tokens]
+    assert [token.logprob for token in streamed] == pytest.approx(
+        [token.logprob for token in tokens], abs=0.05
+    )
+
+
+def test_logprobs_of_completions(client: openai.OpenAI) -> None:
+    choice = client.completions.create(
+        model="demo", prompt="One", max_tokens=6, logprobs=2, echo=True
+    ).choices[0]
+    logprobs = choice.logprobs
+    assert logprobs
+    assert logprobs.tokens
+    assert logprobs.text_offset
+    for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
+        assert choice.text[offset:].startswith(token)
+
+
+def test_hostile_schemas_do_not_stop_the_server(http: httpx.Client) -> None:
+    nested: Any = {"type": "string"}
+    for _ in range(200):
+        nested = {"type": "object", "properties": {"a": nested, "b": nested}}
+        if len(json.dumps(nested)) > 1_000_000:
+            break
+    reply = http.post("/v1/chat/completions", json={"messages": MESSAGES, "schema": nested, "max_tokens": 2})
+    assert reply.status_code in (200, 400)
+    assert http.get("/health").status_code == 200

@@ -1,0 +1,239 @@
+"""Hostile clients: damaged requests, slow clients, floods and disconnects must not harm the server.
+
+`test_hostile_clients` sends a few hundred requests. `HOSTILE_REQUESTS=10000` makes it a long proof.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from edgespec.server.http_server import HttpServer
+from tests.server.conftest import MESSAGES, running
+
+REQUESTS = int(os.environ.get("HOSTILE_REQUESTS", "300"))
+BODY = json.dumps({"messages": MESSAGES, "max_tokens": 8, "stream": True}).encode()
+# Memory that the server may use in addition after the first third of the requests.
+MAX_GROWTH_BYTES = 48 * 2**20
+
+
+@pytest.fixture(scope="module")
+def victim() -> Iterator[HttpServer]:
+    """A server whose time limits for slow clients are short."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("edgespec.server.http_server._HEADER_SECONDS", 0.5)
+        patch.setattr("edgespec.server.endpoint.BODY_SECONDS", 0.5)
+        with running(reply_options={"temperature": 0.0}, load_options={"context": 512}) as server:
+            yield server
+
+
+def connect(server: HttpServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=20)
+
+
+def request(body: bytes, length: int | None = None, path: bytes = b"/v1/chat/completions") -> bytes:
+    size = len(body) if length is None else length
+    return b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (path, size, body)
+
+
+def received(client: socket.socket) -> bytes:
+    """Everything that the server sends until it closes the connection."""
+    parts = []
+    while part := client.recv(65536):
+        parts.append(part)
+    return b"".join(parts)
+
+
+def test_slow_headers_are_cut_off(victim: HttpServer) -> None:
+    for start in (b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"):
+        with connect(victim) as client:
+            client.sendall(start)
+            assert received(client) == b""
+
+
+def test_slow_headers_of_a_second_request_are_cut_off(victim: HttpServer) -> None:
+    with connect(victim) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert client.recv(65536).startswith(b"HTTP/1.1 200")
+        client.sendall(b"GET /health HTTP/1.1\r\n")
+        assert received(client) in (b"", b'{"status": "ok", "loaded": ["demo"]}')
+
+
+def test_slow_bodies_are_refused(victim: HttpServer) -> None:
+    with connect(victim) as client:
+        client.sendall(request(BODY[:20], len(BODY)))
+        assert received(client).startswith(b"HTTP/1.1 408")
+
+
+def test_large_bodies_are_refused(victim: HttpServer) -> None:
+    with connect(victim) as client:
+        client.sendall(request(b"", 1 << 40))
+        assert received(client).startswith(b"HTTP/1.1 413")
+    with connect(victim) as client:
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
+        reply = b""
+        try:
+            for _ in range(40):
+                client.sendall(b"100000\r\n" + b" " * 0x100000 + b"\r\n")
+        except OSError:
+            pass  # The server has already closed the connection.
+        try:
+            reply = received(client)
+        except ConnectionResetError:
+            return
+        assert not reply or reply.startswith(b"HTTP/1.1 413")
+
+
+def test_large_headers_are_refused(victim: HttpServer) -> None:
+    with connect(victim) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 66_000)
+        assert received(client).startswith(b"HTTP/1.1 400")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b'"text"',
+        b"{",
+        b"\xff\xfe",
+        b'{"messages": ' + b"[" * 100_000,
+        b'{"a":' * 50_000,
+        b'{"messages": [{"role": "user", "content": "\\ud800"}], "max_tokens": 1}',
+        b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 1e400}',
+        b'{"messages": [{"role": "user", "content": "x"}], "seed": 123456789012345678901234567890}',
+        b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}',
+        b'{"messages": [{"role": "user", "content": "x"}], "stop": [""]}',
+        b'{"messages": [{"role": "user", "content": "x"}], "logit_bias": {"99999999": 1}}',
+        b'{"messages": [{"role": "user", "content": "x"}], "logit_bias": {"x": 1}}',
+        b'{"messages": [{"role": "user", "content": "x"}], "model": "\\u0000/../.."}',
+        b'{"messages": [{"role": "user", "content": "x"}], "model": "' + b"a" * 100_000 + b'"}',
+    ],
+)
+def test_damaged_bodies_are_refused(victim: HttpServer, body: bytes) -> None:
+    reply = httpx.post(f"{victim.url}/v1/chat/completions", content=body, timeout=20)
+    assert reply.status_code in (400, 404)
+    assert reply.json()["error"]["message"]
+    assert len(reply.content) < 2000
+
+
+def test_a_client_that_does_not_read_does_not_stop_others(
+    victim: HttpServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edgespec.server.responses.SEND_SECONDS", 0.5)
+    with connect(victim) as lazy:
+        lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        body = json.dumps({"messages": MESSAGES, "max_tokens": 400, "stream": True, "n": 16}).encode()
+        lazy.sendall(request(body))
+        time.sleep(0.2)
+        assert ask(victim, "Say one word.")
+
+
+def ask(server: HttpServer, text: str) -> str:
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 8}
+    for _ in range(200):
+        reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+        if reply.status_code == 200:
+            return str(reply.json()["choices"][0]["message"]["content"])
+        assert reply.status_code in (429, 503), reply.text
+        time.sleep(0.1)
+    raise AssertionError("the server stayed busy")
+
+
+def test_hostile_clients(victim: HttpServer) -> None:
+    questions = [f"How do I list {what}?" for what in ("files", "users", "processes", "ports")]
+    expected = {question: ask(victim, question) for question in questions}
+    process, third = psutil.Process(), REQUESTS // 3
+    stopped, wrong = threading.Event(), list[str]()
+
+    def ordinary_client() -> None:
+        while not stopped.is_set():
+            for question in questions:
+                if ask(victim, question) != expected[question]:
+                    wrong.append(question)
+
+    ordinary = threading.Thread(target=ordinary_client)
+    ordinary.start()
+    try:
+        asyncio.run(flood(victim, third, seed=1))
+        before = process.memory_info().rss
+        asyncio.run(flood(victim, REQUESTS - third, seed=2))
+    finally:
+        stopped.set()
+        ordinary.join(120)
+    assert not wrong
+    assert process.memory_info().rss - before < MAX_GROWTH_BYTES
+    deadline = time.monotonic() + 20
+    while running_threads():
+        assert time.monotonic() < deadline, running_threads()
+        time.sleep(0.1)
+    assert {question: ask(victim, question) for question in questions} == expected
+
+
+def running_threads() -> list[str]:
+    """Threads that read replies, which must end with their requests."""
+    return [thread.name for thread in threading.enumerate() if thread.name == "edgespec-server-reply"]
+
+
+async def flood(server: HttpServer, count: int, seed: int) -> None:
+    """Send many requests, 30 at a time."""
+    draw, free = random.Random(seed), asyncio.Semaphore(30)
+
+    async def one(kind: str, data: bytes, pause_seconds: float) -> None:
+        async with free:
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
+            try:
+                async with asyncio.timeout(60):
+                    writer.write(data)
+                    await writer.drain()
+                    if kind == "leave":
+                        await asyncio.sleep(pause_seconds)
+                    elif kind == "slow":
+                        await asyncio.sleep(pause_seconds)
+                        writer.write(b"x")
+                        await reader.read(100)
+                    else:
+                        await reader.read(4000)
+            except (ConnectionError, asyncio.IncompleteReadError):
+                pass
+            finally:
+                writer.close()
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(count):
+            kind = draw.choice(("fuzz", "leave", "leave", "slow", "whole", "whole"))
+            body = fuzzed(draw) if kind == "fuzz" else BODY
+            data = request(body)
+            if kind == "slow":
+                data = data[: draw.randrange(len(data))]
+            tasks.create_task(one(kind, data, draw.choice((0.0, 0.01, 0.1))))
+
+
+def fuzzed(draw: random.Random) -> bytes:
+    """Return a damaged body."""
+    if draw.random() < 0.5:
+        damaged = bytearray(BODY)
+        for _ in range(draw.randrange(1, 6)):
+            damaged[draw.randrange(len(damaged))] = draw.randrange(256)
+        return bytes(damaged)
+    odd: Any = draw.choice((None, -1, 1e308, "x" * 1000, [], {}, [[]], True, {"a": [None]}))
+    body = {"messages": MESSAGES, "max_tokens": 4}
+    name = draw.choice(
+        ("messages", "max_tokens", "stop", "n", "model", "logit_bias", "stream_options", "odd")
+    )
+    return json.dumps({**body, name: odd}).encode()

@@ -1,0 +1,159 @@
+"""Models are loaded on request, within one memory budget, and unloaded when they are not used."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgespec.catalog.catalogue import user_aliases_path
+from edgespec.errors import BusyError, CancelledError, ClosedError, ModelNotFoundError, OptionError
+from edgespec.server.models import ModelPool
+from edgespec.server.settings import ServerSettings
+
+# A demo model needs about 90 MiB with a context of 256 tokens, and Python 80 MiB.
+ROOM_FOR_ONE, ROOM_FOR_TWO = "200MiB", "300MiB"
+
+
+def pool_test(**settings: Any) -> Callable[[Callable[[ModelPool], Awaitable[None]]], None]:
+    """Run a coroutine function with a pool, and close the pool."""
+
+    def run(test: Callable[[ModelPool], Awaitable[None]]) -> None:
+        async def body() -> None:
+            options = {"context": 256, "memory": ROOM_FOR_TWO, "prefix_cache": "none", "measure_costs": False}
+            options |= settings.pop("load_options", {})
+            pool = ModelPool(ServerSettings(draft="none", load_options=options, **settings))
+            try:
+                async with asyncio.timeout(60):
+                    await test(pool)
+            finally:
+                await pool.close()
+
+        asyncio.run(body())
+
+    return run
+
+
+def names(pool: ModelPool) -> list[str]:
+    return [model.name for model in pool.loaded]
+
+
+async def use(pool: ModelPool, name: str | None) -> None:
+    async with pool.borrow(name) as model:
+        assert await asyncio.to_thread(lambda: model.queue.stream("Hello", max_tokens=2).wait().tokens)
+
+
+def test_models_that_fit_stay_loaded() -> None:
+    @pool_test()
+    async def test(pool: ModelPool) -> None:
+        await use(pool, None)
+        await use(pool, "demo-draft")
+        await use(pool, "demo")
+        assert names(pool) == ["demo", "demo-draft"]
+
+
+def test_models_that_do_not_fit_replace_others() -> None:
+    @pool_test(load_options={"memory": ROOM_FOR_ONE})
+    async def test(pool: ModelPool) -> None:
+        await use(pool, None)
+        await use(pool, "demo-draft")
+        assert names(pool) == ["demo-draft"]
+        await use(pool, "demo")
+        assert names(pool) == ["demo"]
+
+
+def test_a_model_in_use_is_unloaded_only_afterwards() -> None:
+    @pool_test(load_options={"memory": ROOM_FOR_ONE})
+    async def test(pool: ModelPool) -> None:
+        async with pool.borrow("demo") as model:
+            other = asyncio.create_task(use(pool, "demo-draft"))
+            while names(pool) == ["demo"]:
+                await asyncio.sleep(0.01)
+            # The model is leaving, so a new request waits for its turn instead of keeping it loaded.
+            again = asyncio.create_task(use(pool, "demo"))
+            await asyncio.sleep(0.3)
+            assert not other.done()
+            assert not again.done()
+            assert (await asyncio.to_thread(model.queue.stream("Hi", max_tokens=2).wait)).tokens
+        await other
+        await again
+        assert names(pool) == ["demo"]
+
+
+def test_a_cancelled_request_does_not_cancel_loading_for_others() -> None:
+    @pool_test()
+    async def test(pool: ModelPool) -> None:
+        first, second = (asyncio.create_task(use(pool, "demo")) for _ in range(2))
+        await asyncio.sleep(0.02)
+        first.cancel()
+        await second
+        assert names(pool) == ["demo"]
+
+
+def test_too_many_requests_for_a_model_that_is_loading() -> None:
+    @pool_test(max_waiting=2)
+    async def test(pool: ModelPool) -> None:
+        tasks = [asyncio.create_task(use(pool, "demo")) for _ in range(6)]
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(result) for result in results].count(BusyError) == 3
+
+
+def test_idle_models_are_unloaded() -> None:
+    @pool_test(idle_unload_seconds=0.2)
+    async def test(pool: ModelPool) -> None:
+        unloading = asyncio.create_task(pool.unload_idle())
+        async with pool.borrow("demo"):
+            await asyncio.sleep(0.6)
+            assert names(pool) == ["demo"]
+        while names(pool):
+            await asyncio.sleep(0.05)
+        await use(pool, "demo")
+        assert names(pool) == ["demo"]
+        unloading.cancel()
+
+
+def test_a_failed_load_is_reported_and_tried_again() -> None:
+    @pool_test(target="demo", load_options={"kv_type": "nonsense"})
+    async def test(pool: ModelPool) -> None:
+        for _ in range(2):
+            with pytest.raises(OptionError):
+                await use(pool, "demo")
+        assert names(pool) == []
+
+
+def test_closing_ends_waiting_requests() -> None:
+    @pool_test(load_options={"memory": ROOM_FOR_ONE})
+    async def test(pool: ModelPool) -> None:
+        async with pool.borrow("demo"):
+            waiting = asyncio.create_task(use(pool, "demo-draft"))
+            await asyncio.sleep(0.3)
+            closing = asyncio.create_task(pool.close())
+            await asyncio.sleep(0.1)
+        await closing
+        with pytest.raises((ClosedError, CancelledError)):
+            await waiting
+        with pytest.raises(ClosedError):
+            await use(pool, "demo")
+
+
+def test_which_models_requests_can_name(demo_draft: Path, tmp_path: Path) -> None:
+    link = tmp_path / "mine.gguf"
+    os.link(demo_draft, link)
+
+    @pool_test(target=str(link))
+    async def test(pool: ModelPool) -> None:
+        for path in (str(demo_draft), "../mine.gguf", "~/x.gguf", "/dev/zero"):
+            with pytest.raises(ModelNotFoundError, match="is the path of a file"):
+                await use(pool, path)
+        user_aliases_path().write_text(f'[aliases]\nnamed = "{demo_draft}"\n')
+        try:
+            await use(pool, "named")
+            known = [model.name for model in await pool.known()]
+        finally:
+            user_aliases_path().unlink()
+        assert known[:3] == [str(link), "named", "demo"]
+        assert "demo-draft" not in known  # It is the file that the user named.

@@ -1,0 +1,277 @@
+"""OpenAI's own client, unmodified, talks to the server."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+import edgespec
+from edgespec import Runtime
+from edgespec.server.http_server import HttpServer
+from tests.server.conftest import MESSAGES, QUESTION, running
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Runtime]:
+    """The demo model without drafting, for the expected replies."""
+    with edgespec.load("demo", "none", method="none", context=1024) as runtime:
+        yield runtime
+
+
+def text_of(chunks: openai.Stream[Any]) -> str:
+    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_replies_equal_plain_decoding(client: openai.OpenAI, plain: Runtime, temperature: float) -> None:
+    expected = plain.reply(MESSAGES, max_tokens=48, temperature=temperature, seed=7)
+    options: Any = {"max_tokens": 48, "temperature": temperature, "seed": 7}
+    reply = client.chat.completions.create(model="demo", messages=MESSAGES, **options)
+    assert reply.choices[0].message.content == expected.answer
+    assert reply.choices[0].finish_reason == expected.finish_reason
+    stream = client.chat.completions.create(model="demo", messages=MESSAGES, stream=True, **options)
+    assert text_of(stream) == expected.answer
+
+
+def test_completions_continue_the_text(client: openai.OpenAI, plain: Runtime) -> None:
+    expected = plain.generate("To list files", raw=True, max_tokens=16, temperature=0.0)
+    reply = client.completions.create(model="demo", prompt="To list files", max_tokens=16)
+    assert reply.choices[0].text == expected.text
+    chunks = client.completions.create(model="demo", prompt="To list files", max_tokens=16, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == expected.text
+    both = client.completions.create(model="demo", prompt=["To list", "One"], n=2, max_tokens=4, echo=True)
+    assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
+    assert [choice.text.split()[0] for choice in both.choices] == ["To", "To", "One", "One"]
+
+
+def test_usage_and_timings_are_always_sent(client: openai.OpenAI) -> None:
+    reply = client.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=24)
+    *_, last = client.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=24, stream=True)
+    for usage, timings in ((reply.usage, reply.timings), (last.usage, last.timings)):  # type: ignore[attr-defined]
+        assert usage is not None
+        assert usage.completion_tokens == 24 == timings["predicted_n"]
+        assert usage.total_tokens == usage.prompt_tokens + 24
+        assert timings["cache_n"] + timings["prompt_n"] == usage.prompt_tokens
+        assert timings["draft_n"] >= timings["draft_n_accepted"] > 0
+        assert timings["predicted_ms"] > 0
+
+
+def test_usage_has_its_own_event_if_asked_for(client: openai.OpenAI) -> None:
+    chunks = list(
+        client.chat.completions.create(
+            model="demo", messages=MESSAGES, max_tokens=4, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    assert [bool(chunk.usage) for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert chunks[-1].choices == []
+    assert chunks[-2].choices[0].finish_reason == "length"
+
+
+def test_the_method_and_ignored_fields_are_reported(client: openai.OpenAI) -> None:
+    reply = client.chat.completions.create(
+        model="demo",
+        messages=MESSAGES,
+        max_tokens=8,
+        user="someone",
+        store=False,
+        extra_body={"method": "auto"},
+    )
+    report = reply.choices[0].edgespec  # type: ignore[attr-defined]
+    assert report["ignored_fields"] == ["store", "user"]
+    assert report["loss_limit"] == {"share": 0.02, "passes": 2.0}
+    assert "auto" in report["method"]
+    fixed = client.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=8)
+    assert fixed.choices[0].edgespec["drafters"] == "model+suffix"  # type: ignore[attr-defined]
+
+
+def test_several_choices(client: openai.OpenAI, plain: Runtime) -> None:
+    expected = [plain.reply(MESSAGES, max_tokens=16, temperature=1.0, seed=seed).answer for seed in (3, 4, 5)]
+    options: Any = {"max_tokens": 16, "temperature": 1.0, "seed": 3, "n": 3}
+    reply = client.chat.completions.create(model="demo", messages=MESSAGES, **options)
+    assert [choice.message.content for choice in reply.choices] == expected
+    assert reply.usage
+    assert reply.usage.completion_tokens == 48
+    texts = ["", "", ""]
+    for chunk in client.chat.completions.create(model="demo", messages=MESSAGES, stream=True, **options):
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert texts == expected
+
+
+def test_stop_and_logit_bias(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=16)
+    text = whole.choices[0].message.content or ""
+    word = text.split()[3]
+    stopped = client.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=16, stop=[word])
+    assert stopped.choices[0].message.content == text[: text.index(word)]
+    assert stopped.choices[0].finish_reason == "stop"
+    biased = client.completions.create(model="demo", prompt="One", max_tokens=3, logit_bias={"300": 100})
+    assert len(set(biased.choices[0].text.split())) == 1
+
+
+def test_a_last_assistant_message_is_continued(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=16).choices[0].message
+    text = whole.content or ""
+    start = " ".join(text.split(" ")[:2])
+    messages: Any = [*MESSAGES, {"role": "assistant", "content": start}]
+    rest = client.chat.completions.create(model="demo", messages=messages, max_tokens=8).choices[0].message
+    assert text.startswith(start + (rest.content or "")[:10])
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "message"),
+    [
+        ({"temperatur": 1}, "temperatur", "unknown field 'temperatur'; did you mean temperature?"),
+        ({"temperature": "hot"}, "temperature", "temperature must be a number from 0 to 100, not 'hot'"),
+        ({"temperature": -1}, "temperature", "temperature must be a number from 0 to 100, not -1"),
+        ({"method": "modle"}, "method", "did you mean 'model'?"),
+        ({"method": "lookahead"}, None, "lookahead"),
+        ({"max_loss": 0.1}, "max_loss", "start the server with --max-loss"),
+        ({"tools": [{"type": "function"}]}, "tools", "tools are not supported yet"),
+        ({"n": 99}, "n", "n: input should be less than or equal to 16, not 99"),
+        ({"messages": []}, "messages", "messages: list should have at least 1 item"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role", "'robot'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages.0.content.0",
+            "edgespec's models read only text",
+        ),
+        ({"stream_options": {}, "stream": False}, "stream_options", "stream_options needs stream"),
+    ],
+)
+def test_invalid_requests_are_explained(
+    client: openai.OpenAI, change: dict[str, Any], param: str | None, message: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as error:
+        client.chat.completions.create(model="demo", messages=MESSAGES, extra_body=change)
+    assert message in error.value.message
+    assert error.value.param == param
+    assert error.value.type == "invalid_request_error"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_too_long_prompts_report_the_sizes(client: openai.OpenAI, stream: bool) -> None:
+    messages: Any = [{"role": "user", "content": "word " * 1500}]
+    with pytest.raises(openai.BadRequestError) as error:
+        client.chat.completions.create(model="demo", messages=messages, stream=stream)
+    assert error.value.type == "exceed_context_size_error"
+    body: Any = error.value.body
+    assert body["n_ctx"] == 1024
+    assert body["n_prompt_tokens"] > 1024
+
+
+def test_unknown_models_are_not_found(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as error:
+        client.chat.completions.create(model="gpt-77", messages=MESSAGES)
+    assert error.value.code == "model_not_found"
+    with pytest.raises(openai.NotFoundError, match="is the path of a file"):
+        client.chat.completions.create(model="/etc/passwd", messages=MESSAGES)
+
+
+def test_models_are_listed(client: openai.OpenAI) -> None:
+    models = {model.id: model for model in client.models.list()}
+    assert models["demo"].created > 0
+    assert models["demo"].meta["n_ctx"] == 1024  # type: ignore[attr-defined]
+    assert client.models.retrieve("demo").id == "demo"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("nothing")
+
+
+def test_concurrent_requests_get_their_own_replies(client: openai.OpenAI, plain: Runtime) -> None:
+    questions = [f"{QUESTION} Answer {number}." for number in range(6)]
+    expected = [
+        plain.reply([{"role": "user", "content": q}], max_tokens=24, temperature=0.0).answer
+        for q in questions
+    ]
+    replies: dict[str, str] = {}
+
+    def ask(question: str) -> None:
+        messages: Any = [{"role": "user", "content": question}]
+        stream = client.chat.completions.create(model="demo", messages=messages, max_tokens=24, stream=True)
+        replies[question] = text_of(stream)
+
+    threads = [threading.Thread(target=ask, args=(question,)) for question in questions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [replies[question] for question in questions] == expected
+
+
+def cancelled_replies(http: httpx.Client) -> int:
+    lines = http.get("/metrics").text.splitlines()
+    counts = [line for line in lines if line.startswith('edgespec_replies_total{reason="cancelled"}')]
+    return int(counts[0].split()[-1]) if counts else 0
+
+
+@pytest.fixture(scope="module")
+def endless(plain: Runtime) -> dict[str, Any]:
+    """Options of a reply that does not end before its 1000 tokens."""
+    vocabulary = plain.vocabulary
+    ends = [token for token in range(plain.target.vocab_size) if vocabulary.is_end(token)]
+    return {"max_tokens": 950, "logit_bias": {str(token): -100.0 for token in ends}, "method": "none"}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_disconnect_cancels_the_reply(
+    server: HttpServer, http: httpx.Client, endless: dict[str, Any], stream: bool
+) -> None:
+    before = cancelled_replies(http)
+    body = {"messages": MESSAGES, "stream": stream, **endless}
+    with httpx.Client(base_url=server.url, timeout=0.2) as impatient:
+        if stream:
+            with impatient.stream("POST", "/v1/chat/completions", json=body) as response:
+                next(response.iter_lines())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                impatient.post("/v1/chat/completions", json=body)
+    deadline = time.monotonic() + 10
+    while cancelled_replies(http) == before:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_waiting_request_is_cancelled(
+    server: HttpServer, http: httpx.Client, endless: dict[str, Any]
+) -> None:
+    body = {"messages": MESSAGES, **endless}
+    with http.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as response:
+        lines = response.iter_lines()
+        next(lines)
+        with httpx.Client(base_url=server.url) as impatient, pytest.raises(httpx.ReadTimeout):
+            impatient.post("/v1/chat/completions", json=body, timeout=0.1)
+        deadline = time.monotonic() + 10
+        while 'requests_waiting{model="demo"} 0' not in http.get("/metrics").text:
+            assert time.monotonic() < deadline
+        assert next(line for line in lines if line)
+
+
+def test_full_queue(endless: dict[str, Any]) -> None:
+    with running(max_waiting=1) as server, httpx.Client(base_url=server.url) as client:
+        body = {"messages": MESSAGES, "n": 2, "stream": True, **endless}
+        with client.stream("POST", "/v1/chat/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            refused = client.post("/v1/chat/completions", json={"messages": MESSAGES})
+            assert next(line for line in lines if line)
+    assert refused.status_code == 429
+    assert int(refused.headers["retry-after"]) > 0
+    assert refused.json()["error"]["code"] == "queue_full"
+
+
+def test_stopping_ends_replies(endless: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgespec.server.http_server._GRACE_SECONDS", 0.1)
+    with running() as server, httpx.Client(base_url=server.url) as client:
+        body = {"messages": MESSAGES, "n": 3, "stream": True, **endless}
+        with client.stream("POST", "/v1/chat/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.stop()
+            *_, last = (line for line in lines if line)
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "unavailable"

@@ -1,0 +1,70 @@
+"""The OpenAPI description is true: schemathesis sends requests derived from it and checks the responses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+    unsupported_method,
+)
+
+from edgespec.server.http_server import HttpServer
+from tests.server.conftest import running
+
+CHECKS = [
+    not_a_server_error,
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+    unsupported_method,
+]
+
+
+@pytest.fixture(scope="module")
+def described() -> Iterator[HttpServer]:
+    """A server whose replies are short."""
+    with running(load_options={"context": 256}, reply_options={"max_tokens": 2, "method": "none"}) as server:
+        yield server
+
+
+def test_responses_match_the_description(described: HttpServer) -> None:
+    schema = schemathesis.openapi.from_url(f"{described.url}/openapi.json")
+    operations: list[Any] = [result.ok() for result in schema.get_all_operations()]  # type: ignore[union-attr]
+    assert {operation.path for operation in operations} >= {"/v1/chat/completions", "/v1/models/{model}"}
+    for operation in operations:
+        # Requests without a body cannot be invalid.
+        modes = schemathesis.GenerationMode if operation.body else [schemathesis.GenerationMode.POSITIVE]
+        for mode in modes:
+
+            @given(case=operation.as_strategy(generation_mode=mode))
+            @settings(
+                max_examples=15,
+                deadline=None,
+                derandomize=True,
+                database=None,
+                phases=[Phase.generate],
+                suppress_health_check=list(HealthCheck),
+            )
+            def check(case: Any) -> None:
+                case.call_and_validate(checks=CHECKS, timeout=120)
+
+            check()
+
+
+def test_descriptions_name_the_limits(described: HttpServer) -> None:
+    document = httpx.get(f"{described.url}/openapi.json").json()
+    fields = document["components"]["schemas"]["ChatRequest"]["properties"]
+    assert (fields["temperature"]["minimum"], fields["temperature"]["maximum"]) == (0.0, 100.0)
+    assert fields["acceptance"]["enum"] == ["invariant", "rejection", None]
+    assert document["components"]["schemas"]["ChatRequest"]["additionalProperties"] is False

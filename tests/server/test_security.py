@@ -1,0 +1,106 @@
+"""Who may use the server."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from edgespec.errors import EdgespecError, OptionError
+from edgespec.server.http_server import HttpServer
+from edgespec.server.settings import ServerSettings
+from tests.server.conftest import MESSAGES, running
+
+BODY = {"messages": MESSAGES, "max_tokens": 1}
+PATHS = ("/v1/models", "/metrics", "/openapi.json", "/nothing")
+
+
+@contextmanager
+def client_of(**settings: Any) -> Iterator[httpx.Client]:
+    with running(**settings) as server, httpx.Client(base_url=server.url) as client:
+        yield client
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:11435", "127.0.0.1.evil.example", "0.0.0.0", ""]
+)
+def test_other_host_names_are_rejected(http: httpx.Client, host: str) -> None:
+    reply = http.get("/v1/models", headers={"Host": host})
+    assert reply.status_code == 403
+    assert reply.json()["error"]["code"] == "host_not_allowed"
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:1", "127.0.0.1:80", "[::1]:11435"])
+def test_names_of_this_machine_are_accepted(http: httpx.Client, host: str) -> None:
+    assert http.get("/health", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "http://localhost:3000", "null"])
+def test_web_pages_are_rejected(http: httpx.Client, origin: str) -> None:
+    reply = http.post("/v1/chat/completions", json=BODY, headers={"Origin": origin})
+    assert reply.status_code == 403
+    assert "access-control-allow-origin" not in reply.headers
+    preflight = http.options(
+        "/v1/chat/completions", headers={"Origin": origin, "Access-Control-Request-Method": "POST"}
+    )
+    assert preflight.status_code == 403
+
+
+def test_allowed_origins() -> None:
+    with client_of(allowed_origins=("https://good.example",)) as client:
+        good = client.post("/v1/chat/completions", json=BODY, headers={"Origin": "https://good.example"})
+        assert good.status_code == 200
+        assert good.headers["access-control-allow-origin"] == "https://good.example"
+        bad = client.post("/v1/chat/completions", json=BODY, headers={"Origin": "https://evil.example"})
+        assert bad.status_code == 403
+        assert "access-control-allow-origin" not in bad.headers
+
+
+def test_api_key() -> None:
+    with client_of(api_key="s3cret-ä") as client:
+        for path in PATHS:
+            for headers in (
+                {},
+                {"Authorization": "Bearer wrong"},
+                {"Authorization": "s3cret"},
+                {"x-api-key": ""},
+            ):
+                assert client.get(path, headers=headers).status_code == 401
+        key = "s3cret-ä".encode()
+        assert client.get("/v1/models", headers=[(b"Authorization", b"Bearer " + key)]).status_code == 200
+        assert client.get("/v1/models", headers=[(b"x-api-key", key)]).status_code == 200
+        assert client.get("/health").status_code == 200
+        # With a key, the server can have any name.
+        named = client.get("/v1/models", headers=[(b"x-api-key", key), (b"Host", b"box.local")])
+        assert named.status_code == 200
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "example.com"])
+def test_other_machines_need_a_key(host: str) -> None:
+    with pytest.raises(OptionError, match="there is no API key"):
+        ServerSettings(host=host)
+    ServerSettings(host=host, api_key="secret")
+    with pytest.raises(OptionError, match="the API key is empty"):
+        ServerSettings(host=host, api_key=" ")
+
+
+def test_a_port_in_use_is_reported(server: HttpServer) -> None:
+    port = int(server.url.rpartition(":")[2])
+    with pytest.raises(EdgespecError, match="choose another one with --port"):
+        HttpServer(ServerSettings(port=port))
+
+
+def test_logs_contain_no_prompt(http: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    secret = "xyzzy-plugh"
+    messages = [{"role": "user", "content": secret}]
+    http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 2})
+    http.post("/v1/chat/completions", json={"messages": messages, secret: 1})
+    http.post("/v1/chat/completions", json={"messages": messages, "model": secret})
+    http.post("/v1/completions", json={"prompt": secret * 2000})
+    assert "/v1/chat/completions" in caplog.text
+    assert secret not in caplog.text
