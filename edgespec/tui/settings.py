@@ -47,7 +47,7 @@ SETTINGS = {
     "max_tokens": Description("Maximum length", "maximum number of tokens in a reply"),
     "seed": Description("Seed", "the same seed gives the same reply"),
     "stop": Description("Stop strings", "strings that end the reply: a,b"),
-    "thinking": Description("Reasoning", "on, off, or auto: as the model prefers"),
+    "thinking": Description("Reasoning", "whether to reason: auto, on or off"),
     "method": Description("Speed-up method", "auto, none, or e.g. model+suffix"),
     "draft_length": Description("Draft length", "tokens to draft at a time, 1 to 64"),
     "acceptance": Description("Acceptance", "invariant or rejection; see --help"),

@@ -26,8 +26,8 @@ PARAMETERS: dict[str, Any] = {
     },
     "required": ["path", "depth", "hidden"],
 }
-LIST_FILES = {"type": "function", "function": {"name": "list_files", "parameters": PARAMETERS}}
-NOW = {"type": "function", "function": {"name": "now", "description": "The current time"}}
+LIST_FILES: dict[str, Any] = {"type": "function", "function": {"name": "list_files", "parameters": PARAMETERS}}
+NOW: dict[str, Any] = {"type": "function", "function": {"name": "now", "description": "The current time"}}
 TOOLS = (LIST_FILES, NOW)
 NAMED = {"type": "function", "function": {"name": "list_files"}}
 MESSAGES: tuple[dict[str, Any], ...] = (
@@ -56,8 +56,8 @@ def test_required_calls_are_valid_and_the_same_with_every_method(
     assert call.name == "list_files"
     jsonschema.validate(json.loads(call.arguments), PARAMETERS)
     for method in ("model", "grammar", "suffix", "auto"):
-        for branches in ({}, {"draft_length": 3}):
-            reply = runtime.reply(MESSAGES, method=method, **branches, **options)
+        for draft_length in (None, 3):
+            reply = runtime.reply(MESSAGES, method=method, draft_length=draft_length, **options)
             assert reply.tokens == plain.tokens
             assert [(each.name, each.arguments) for each in reply.tool_calls] == [(call.name, call.arguments)]
 
@@ -79,7 +79,7 @@ def test_calls_stream(runtime: Runtime, choice: Any) -> None:
 def test_a_conversation_with_results(runtime: Runtime) -> None:
     first = runtime.reply(MESSAGES, tools=TOOLS, tool_choice="required", seed=3)
     (call,) = first.tool_calls
-    messages = [
+    messages: list[dict[str, Any]] = [
         *MESSAGES,
         {"role": "assistant", "content": None, "tool_calls": [call.to_json()]},
         {"role": "tool", "tool_call_id": call.id, "content": "a.txt\nb.txt"},
