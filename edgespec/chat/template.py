@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from edgespec.backends.base import Progress
 from edgespec.chat.message import Message
 from edgespec.chat.template_process import TemplateProcess
 from edgespec.chat.tool_calls.as_text import ToolSupport
+from edgespec.chat.tool_calls.calls import ToolCall, parse_object
 from edgespec.chat.tool_calls.formats import call_form
 from edgespec.errors import ClosedError, TemplateError
 
@@ -121,15 +123,14 @@ class ChatTemplate:
             reply = self._ask(self._started(progress), request, progress)
         if "error" not in reply:
             return reply["text"]
-        folded = _without_system(messages)
-        if folded is None:
-            raise TemplateError(
-                f"the model's chat template rejects these messages: {reply['message']}",
-                "change or shorten the chat",
-            )
-        # Some templates, such as Gemma's, have no system role. Prepend the system prompt to the first message
-        # instead.
-        return self._render(folded, progress, settings)
+        # Some templates need valid arguments. Others, such as Gemma's, have no system role.
+        for change in (_with_valid_arguments, _without_system):
+            if changed := change(messages):
+                return self._render(changed, progress, settings)
+        raise TemplateError(
+            f"the model's chat template rejects these messages: {reply['message']}",
+            "change or shorten the chat",
+        )
 
     def _for_template(self, message: Message) -> dict[str, Any]:
         if self._has_short_ids:
@@ -184,6 +185,21 @@ def _with_short_ids(message: Message) -> Message:
 
 def _short_id(call_id: str) -> str:
     return call_id if len(call_id) == 9 else sha256(call_id.encode("utf-8", "replace")).hexdigest()[:9]
+
+
+def _with_valid_arguments(messages: Sequence[Message]) -> list[Message] | None:
+    """Put arguments that are not valid JSON into an object. Return None if all arguments are valid."""
+
+    def valid(call: ToolCall) -> ToolCall:
+        if parse_object(call.arguments) is not None:
+            return call
+        return replace(call, arguments=json.dumps({"arguments": call.arguments}, ensure_ascii=False))
+
+    changed = [
+        replace(message, tool_calls=tuple(map(valid, message.tool_calls))) if message.tool_calls else message
+        for message in messages
+    ]
+    return changed if changed != list(messages) else None
 
 
 def _without_system(messages: Sequence[Message]) -> list[Message] | None:

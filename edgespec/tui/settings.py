@@ -47,6 +47,7 @@ SETTINGS = {
     "max_tokens": Description("Maximum length", "maximum number of tokens in a reply"),
     "seed": Description("Seed", "the same seed gives the same reply"),
     "stop": Description("Stop strings", "strings that end the reply: a,b"),
+    "thinking": Description("Reasoning", "on, off, or auto: as the model prefers"),
     "method": Description("Speed-up method", "auto, none, or e.g. model+suffix"),
     "draft_length": Description("Draft length", "tokens to draft at a time, 1 to 64"),
     "acceptance": Description("Acceptance", "invariant or rejection; see --help"),
@@ -122,7 +123,7 @@ def default_text(name: str, runtime: Runtime, settings: Mapping[str, Setting]) -
     """Return the default value of a setting as text. It can depend on the model and on other settings."""
     if REPLY_OPTIONS[name].group == "sampling":
         return f"{REPLY_OPTIONS[name].default:g}"
-    fixed = {"seed": "random", "stop": "none", "method": runtime.method.requested}
+    fixed = {"seed": "random", "stop": "none", "thinking": "auto", "method": runtime.method.requested}
     if name in fixed:
         return fixed[name]
     method = settings.get("method")

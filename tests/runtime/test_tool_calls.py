@@ -1,4 +1,4 @@
-"""Tool calls of the demo model, which knows no tools. Prompts describe them, and grammars make it call them."""
+"""Tool calls of the demo model, which knows no tools. Prompts describe them, and grammars demand them."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from edgespec.backends.base import Vocabulary
 from edgespec.chat.escaping import is_control
@@ -22,6 +22,8 @@ _COMBINING_KEYS = {"additionalProperties", "allOf", "anyOf", "oneOf", "$ref", "p
 # Write JSON as chat templates do. Flexible whitespace would let a model write spaces without end.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ANY_TEXT = "(?s:.*)"
+
+ControlToken: TypeAlias = Callable[[str], int | None]
 
 
 def tool_grammar(form: CallForm, tools: ToolSet, vocabulary: Vocabulary) -> str | None:
@@ -38,38 +40,37 @@ def tool_grammar(form: CallForm, tools: ToolSet, vocabulary: Vocabulary) -> str 
         return tokens[0] if len(tokens) == 1 and is_control(vocabulary, tokens[0]) else None
 
     if tools.required:
-        schemas = {name: tools.schemas[name] for name in tools.required}
-        return required_grammar(form, schemas, control_token)
+        return required_grammar(form, tools, control_token)
     # The text around the calls of gpt-oss contains control tokens, which this grammar does not describe.
     if tools.strict and not form.reasoning_ends:
-        return auto_grammar(form, tools.schemas, control_token)
+        return auto_grammar(form, tools, control_token)
     return None
 
 
-def required_grammar(
-    form: CallForm, schemas: Mapping[str, Mapping[str, Any]], control_token: Callable[[str], int | None]
-) -> str:
-    """Return a grammar of replies that consist of one call.
+def required_grammar(form: CallForm, tools: ToolSet, control_token: ControlToken) -> str:
+    """Return a grammar of replies that consist of one call of a required tool.
 
     Args:
         form: How the model writes calls.
-        schemas: The schemas of the parameters of the tools that may be called, by name.
-        control_token: Returns the id of a control token with the given text, or None if there is none.
+        tools: The tools of the request.
+        control_token: Returns the id of the control token with a text, or None if there is none.
     """
-    grammar = _Grammar(form, control_token)
-    calls = [grammar.rule(form.spell(name, _closed(schema))) for name, schema in schemas.items()]
+    grammar = _Grammar(form, control_token, lenient=not tools.strict)
+    calls = [grammar.rule(form.spell(name, _closed(tools.schemas[name]))) for name in tools.required]
     return grammar.text(" | ".join(calls))
 
 
-def auto_grammar(
-    form: CallForm, schemas: Mapping[str, Mapping[str, Any]], control_token: Callable[[str], int | None]
-) -> str:
+def auto_grammar(form: CallForm, tools: ToolSet, control_token: ControlToken) -> str:
     """Return a grammar of replies in which every call is a valid call of one of the tools.
 
     Takes the arguments of `required_grammar`. Other text can be before and after the calls.
     """
-    grammar = _Grammar(form, control_token)
-    spelled = [form.spell(name, _closed(schema)) for name, schema in schemas.items()]
+    grammar = _Grammar(form, control_token, lenient=False)
+    spelled = [form.spell(name, _closed(schema)) for name, schema in tools.schemas.items()]
+    if form.starts_bare:
+        bare = " | ".join(grammar.rule(parts) for parts in spelled)
+        no_call = grammar.terminal(rf"/([^\s{{]{_ANY_TEXT})?/")
+        return grammar.text(f"({bare}) | {no_call}")
     text = grammar.terminal(f"/{_ANY_TEXT}/")
     calls = []
     for opening in form.opens:
@@ -82,18 +83,15 @@ def auto_grammar(
         else:
             begins = f"{text} {grammar.literal(opening)}"
         calls.append(f"{begins} ({' | '.join(rules)})")
-    start = f"({' | '.join(calls)})* {text}"
-    if form.starts_bare:
-        bare = " | ".join(grammar.rule(parts) for parts in spelled)
-        no_call = grammar.terminal(rf"/([^\s{{]{_ANY_TEXT})?/")
-        start = f"({bare}) | {no_call}"
-    return grammar.text(start)
+    return grammar.text(f"({' | '.join(calls)})* {text}")
 
 
 class _Grammar:
     """Collects the rules of a grammar."""
 
-    def __init__(self, form: CallForm, control_token: Callable[[str], int | None]) -> None:
+    def __init__(self, form: CallForm, control_token: ControlToken, *, lenient: bool) -> None:
+        # A lenient grammar ignores what it cannot enforce in a schema. Others are refused.
+        self._json_options = {**_SPACING, "lenient": lenient}
         tokens = {marker: control_token(marker) for marker in form.markers if marker}
         self._tokens = {marker: token for marker, token in tokens.items() if token is not None}
         self._rules: list[str] = []
@@ -125,7 +123,7 @@ class _Grammar:
         if isinstance(part, str):
             return self.literal(part)
         if isinstance(part, JsonPart):
-            return f"%json {json.dumps({**part.schema, 'x-guidance': _SPACING})}"
+            return f"%json {json.dumps({**part.schema, 'x-guidance': self._json_options})}"
         if isinstance(part, TextPart):
             return self.rule_of(f"/{_ANY_TEXT}/", f"[suffix={_quote(part.end)}]")
         if isinstance(part, ChoicePart):

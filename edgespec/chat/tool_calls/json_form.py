@@ -98,7 +98,7 @@ class JsonForm:
     def spell(self, name: str, parameters: Mapping[str, Any]) -> Sequence[Part]:
         before, after = self.around
         return (
-            f'{before}"{self.name_key}": {json.dumps(name)}, "{self.argument_key}": ',
+            f'{before}"{self.name_key}": {json.dumps(name, ensure_ascii=False)}, "{self.argument_key}": ',
             JsonPart(parameters),
             after,
         )

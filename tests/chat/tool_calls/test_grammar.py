@@ -16,10 +16,11 @@ from edgespec.chat.tool_calls.form import CallForm
 from edgespec.chat.tool_calls.formats import call_form
 from edgespec.chat.tool_calls.grammar import auto_grammar, required_grammar
 from edgespec.chat.tool_calls.parser import ToolCallParser
+from edgespec.chat.tool_calls.tool_set import ToolSet
 from tests.chat.tool_calls.replies import FAMILIES
 
 FORMS = {name: call_form(family.template) for name, family in FAMILIES.items()}
-SCHEMAS: Mapping[str, Mapping[str, Any]] = {
+SCHEMAS: dict[str, Mapping[str, Any]] = {
     "add": {
         "type": "object",
         "properties": {
@@ -34,6 +35,7 @@ SCHEMAS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+TOOLS = ToolSet((), SCHEMAS, tuple(SCHEMAS), strict=True)
 # The texts after plain values, which random bytes would never be.
 TEXT_ENDS = (b"\n</parameter>\n", b"</parameter>\n", b"</arg_value>\n")
 
@@ -79,7 +81,7 @@ def random_reply(grammar: str, seed: int) -> str:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_required_call_is_always_parsed_and_valid(name: str) -> None:
-    grammar = required_grammar(FORMS[name], SCHEMAS, no_control_tokens)
+    grammar = required_grammar(FORMS[name], TOOLS, no_control_tokens)
     names = set()
     for seed in range(25):
         text, calls = parse(FORMS[name], random_reply(grammar, seed))
@@ -103,7 +105,7 @@ def test_a_required_call_looks_as_the_model_writes_it(name: str) -> None:
         properties: dict[str, Any] = {"city": string, "days": integer, "units": {"type": "array"}, "deep": {}}
         schemas = {"get_weather": {"properties": properties}}
     call = FAMILIES[name].call.replace("[\n    {", "[{").replace("}\n]", "}]")
-    walk = matcher(required_grammar(FORMS[name], schemas, no_control_tokens))
+    walk = matcher(required_grammar(FORMS[name], ToolSet((), schemas, ("get_weather",)), no_control_tokens))
     assert walk.try_consume_tokens(list(call.encode())) == len(call.encode())
     assert walk.is_accepting()
 
@@ -111,8 +113,8 @@ def test_a_required_call_looks_as_the_model_writes_it(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_text_or_valid_calls(name: str) -> None:
     form = FORMS[name]
-    grammar = auto_grammar(form, SCHEMAS, no_control_tokens)
-    call = random_reply(required_grammar(form, SCHEMAS, no_control_tokens), seed=1)
+    grammar = auto_grammar(form, TOOLS, no_control_tokens)
+    call = random_reply(required_grammar(form, TOOLS, no_control_tokens), seed=1)
     replies = (
         ["", "Hello!", call] if form.starts_bare else ["", "Hello!", call, f"Sure. {call}\n{call} Done."]
     )
@@ -128,5 +130,14 @@ def test_text_or_valid_calls(name: str) -> None:
 def test_markers_that_are_control_tokens() -> None:
     tokens = {"[TOOL_CALLS]": 5, "[ARGS]": 32}
     form = FORMS["mistral-small-3.2"]
-    assert '<[5]> "now" <[32]> %json' in required_grammar(form, {"now": {}}, tokens.get)
-    assert "<[5]> (rule_" in auto_grammar(form, {"now": {}}, tokens.get)
+    tools = ToolSet((), {"now": {}}, ("now",))
+    assert '<[5]> "now" <[32]> %json' in required_grammar(form, tools, tokens.get)
+    assert "<[5]> (rule_" in auto_grammar(form, tools, tokens.get)
+
+
+def test_only_strict_tools_refuse_schemas_that_cannot_be_enforced() -> None:
+    schemas = {"f": {"properties": {"a": {"type": "array", "uniqueItems": True}}}}
+    lenient = required_grammar(FORMS["qwen3"], ToolSet((), schemas, ("f",)), no_control_tokens)
+    assert not LLMatcher(LLTokenizer("byte"), lenient, log_level=0).get_error()
+    strict = required_grammar(FORMS["qwen3"], ToolSet((), schemas, ("f",), strict=True), no_control_tokens)
+    assert "uniqueItems" in LLMatcher(LLTokenizer("byte"), strict, log_level=0).get_error()
