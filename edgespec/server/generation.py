@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from edgespec import QueuedReply, Reply, RequestQueue, TextChunk
+from edgespec.chat.tool_calls.tool_set import ToolChoice
 from edgespec.errors import CancelledError
 from edgespec.server.models import LoadedModel
 
@@ -25,15 +26,24 @@ class ChatPrompt:
     Attributes:
         messages: The whole conversation.
         reply_start: Text with which the reply begins.
+        tools: The tools that the model can call, as in OpenAI's API.
+        tool_choice: See `Runtime.stream_messages`.
     """
 
     messages: Sequence[Mapping[str, Any]]
     reply_start: str = ""
+    tools: Sequence[Mapping[str, Any]] = ()
+    tool_choice: ToolChoice = "auto"
 
     def submit(self, queue: RequestQueue, **options: Any) -> QueuedReply:
         """Queue the request for a reply."""
         return queue.stream_messages(
-            self.messages, reply_start=self.reply_start, context_full="refuse", **options
+            self.messages,
+            reply_start=self.reply_start,
+            context_full="refuse",
+            tools=self.tools,
+            tool_choice=self.tool_choice,
+            **options,
         )
 
 

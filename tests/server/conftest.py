@@ -37,7 +37,7 @@ def running(**settings: Any) -> Iterator[HttpServer]:
 @pytest.fixture(scope="module")
 def server() -> Iterator[HttpServer]:
     """A server with the demo model, which always drafts, at temperature 0 unless a request changes it."""
-    options = {"method": "model+suffix", "context": 1024}
+    options = {"method": "model", "context": 1024}
     with running(load_options=options, reply_options={"temperature": 0.0}) as server:
         yield server
 

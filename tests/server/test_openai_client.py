@@ -88,7 +88,7 @@ def test_the_method_and_ignored_fields_are_reported(client: openai.OpenAI) -> No
     assert report["loss_limit"] == {"share": 0.02, "passes": 2.0}
     assert "auto" in report["method"]
     fixed = client.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=8)
-    assert fixed.choices[0].edgespec["drafters"] == "model+suffix"  # type: ignore[attr-defined]
+    assert fixed.choices[0].edgespec["drafters"] == "model"  # type: ignore[attr-defined]
 
 
 def test_several_choices(client: openai.OpenAI, plain: Runtime) -> None:
@@ -133,7 +133,7 @@ def test_a_last_assistant_message_is_continued(client: openai.OpenAI) -> None:
         ({"method": "modle"}, "method", "did you mean 'model'?"),
         ({"method": "lookahead"}, None, "lookahead"),
         ({"max_loss": 0.1}, "max_loss", "start the server with --max-loss"),
-        ({"tools": [{"type": "function"}]}, "tools", "tools are not supported yet"),
+        ({"tools": [{"type": "function"}]}, None, "tool"),
         ({"n": 99}, "n", "n: input should be less than or equal to 16, not 99"),
         ({"messages": []}, "messages", "messages: list should have at least 1 item"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role", "'robot'"),

@@ -6,13 +6,14 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import FailFast, Field
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from edgespec import Reply
+from edgespec import Reply, TextChunk
+from edgespec.chat.tool_calls.calls import ToolCallDelta
 from edgespec.reply import TokenLogprobs
 from edgespec.server.errors import invalid_request
 from edgespec.server.fields import Ignored
@@ -34,8 +35,10 @@ class ChatRequest(OpenAIFields):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1), FailFast()]
     response_format: ResponseFormat | None = None
-    tools: list[dict[str, Any]] | None = Field(default=None, description="Not supported yet.")
-    tool_choice: Ignored
+    tools: list[dict[str, Any]] | None = Field(default=None, description="Functions that the model can call.")
+    tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = Field(
+        default=None, description="auto, none, required, or the function that the model must call."
+    )
     logprobs: bool | None = Field(default=None, description="Return log-probabilities of the tokens.")
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
         default=None, description="Number of the most likely tokens to return at each position."
@@ -48,11 +51,15 @@ class ChatRequest(OpenAIFields):
 
 
 class ReplyMessage(TypedDict):
-    """The message of a reply. `reasoning_content` is there if the model reasoned."""
+    """The message of a reply.
+
+    `reasoning_content` is there if the model reasoned, and `tool_calls` if it calls tools.
+    """
 
     role: str
-    content: str
+    content: str | None
     reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[dict[str, Any]]]
 
 
 class ChatChoice(TypedDict):
@@ -99,7 +106,7 @@ async def create_chat_completion(call: Call[ChatRequest]) -> Response:
                 {
                     "index": index,
                     "message": _message(reply),
-                    "finish_reason": reply.finish_reason,
+                    "finish_reason": _finish_reason(reply),
                     "logprobs": chat_logprobs(logprobs[index]) if call.body.logprobs else None,
                     "edgespec": report(reply, generation.model, call.body.ignored_fields()),
                 }
@@ -112,15 +119,13 @@ async def create_chat_completion(call: Call[ChatRequest]) -> Response:
 
 
 def _requests(body: ChatRequest) -> list[ReplyRequest]:
-    if body.tools:
-        raise invalid_request("tools are not supported yet; leave them out", "tools", "unsupported")
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid_request("top_logprobs needs logprobs: true; set it, or leave both out", "top_logprobs")
     more: dict[str, Any] = answer_schema(body.response_format)
     more["logprobs"] = body.top_logprobs or 0 if body.logprobs else None
     if body.max_completion_tokens not in (None, -1):
         more["max_tokens"] = body.max_completion_tokens
-    prompt = chat_prompt(body.messages)
+    prompt = chat_prompt(body.messages, body.tools or (), body.tool_choice or "auto")
     return [ReplyRequest(prompt, {**options, **more}) for options in requests_options(body)]
 
 
@@ -132,7 +137,22 @@ def _message(reply: Reply) -> ReplyMessage:
     message: ReplyMessage = {"role": "assistant", "content": reply.answer}
     if reply.reasoning:
         message["reasoning_content"] = reply.reasoning
+    if reply.tool_calls:
+        message["content"] = reply.answer or None
+        message["tool_calls"] = [call.to_json() for call in reply.tool_calls]
     return message
+
+
+def _finish_reason(reply: Reply) -> str:
+    return "tool_calls" if reply.tool_calls and reply.finish_reason == "stop" else reply.finish_reason
+
+
+def _call_delta(delta: ToolCallDelta) -> dict[str, Any]:
+    """Return a part of a tool call. Only the first part of a call has the id and the name."""
+    if not delta.id:
+        return {"index": delta.index, "function": {"arguments": delta.arguments}}
+    function = {"name": delta.name, "arguments": delta.arguments}
+    return {"index": delta.index, "id": delta.id, "type": "function", "function": function}
 
 
 async def _stream(call: Call[ChatRequest]) -> AsyncGenerator[bytes, None]:
@@ -156,6 +176,9 @@ async def _stream(call: Call[ChatRequest]) -> AsyncGenerator[bytes, None]:
             if index not in started:
                 started.add(index)
                 yield _chunk(head, index, {"role": "assistant", "content": ""})
+            if isinstance(event, TextChunk) and event.tool_call:
+                yield _chunk(head, index, {"tool_calls": [_call_delta(event.tool_call)]})
+                continue
             if not isinstance(event, Reply):
                 shown = chat_logprobs(event.logprobs) if body.logprobs and not event.reasoning else None
                 if event.text or (shown and shown["content"]):
@@ -170,7 +193,7 @@ async def _stream(call: Call[ChatRequest]) -> AsyncGenerator[bytes, None]:
                 {**head, **({} if own_event else totals)},
                 index,
                 {},
-                finish_reason=event.finish_reason,
+                finish_reason=_finish_reason(event),
                 edgespec=report(event, generation.model, body.ignored_fields()),
             )
             if is_last and own_event:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, FailFast
 from typing_extensions import TypeAliasType
 
+from edgespec.chat.tool_calls.tool_set import ToolChoice
 from edgespec.server.errors import invalid_request
 from edgespec.server.fields import Ignored, RequestFields
 from edgespec.server.generation import ChatPrompt
@@ -31,17 +32,21 @@ _Parts = TypeAliasType("_Parts", Annotated[list[ContentPart], FailFast()])
 class ChatMessage(RequestFields):
     """A message of the conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | _Parts | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
     name: Ignored
     refusal: Ignored
     annotations: Ignored
     audio: Ignored
 
 
-def chat_prompt(messages: Sequence[ChatMessage]) -> ChatPrompt:
+def chat_prompt(
+    messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = (), tool_choice: ToolChoice = "auto"
+) -> ChatPrompt:
     """Convert the messages of a request. A last message of the assistant becomes the start of the reply.
 
     Raises:
@@ -49,8 +54,8 @@ def chat_prompt(messages: Sequence[ChatMessage]) -> ChatPrompt:
     """
     converted = [_converted(index, message) for index, message in enumerate(messages)]
     if converted and converted[-1]["role"] == "assistant":
-        return ChatPrompt(converted[:-1], reply_start=converted[-1]["content"])
-    return ChatPrompt(converted)
+        return ChatPrompt(converted[:-1], converted[-1]["content"], tools, tool_choice)
+    return ChatPrompt(converted, "", tools, tool_choice)
 
 
 def _converted(index: int, message: ChatMessage) -> dict[str, Any]:
@@ -58,6 +63,8 @@ def _converted(index: int, message: ChatMessage) -> dict[str, Any]:
         "role": "system" if message.role == "developer" else message.role,
         "content": _text(index, message),
         "reasoning": message.reasoning_content or message.reasoning or "",
+        **({"tool_calls": message.tool_calls} if message.tool_calls else {}),
+        **({"tool_call_id": message.tool_call_id} if message.tool_call_id else {}),
     }
 
 
