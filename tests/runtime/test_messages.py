@@ -99,7 +99,7 @@ class TestFullContext:
         ([], "is empty"),
         ([{"role": "system", "content": "x"}], "ends with the role system"),
         ([user("x"), {"role": "assistant", "content": "y"}], "ends with the role assistant"),
-        ([{"role": "tool", "content": "x"}], "unknown role: 'tool'"),
+        ([{"role": "robot", "content": "x"}], "unknown role: 'robot'"),
         ([{"content": "x"}], "unknown role: None"),
         (
             [user("x"), {"role": "user", "content": None}],
