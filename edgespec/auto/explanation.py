@@ -76,8 +76,7 @@ class DraftingStatus:
         if not self.tokens:
             return _MEASURING
         if self.target_step_seconds < _FAST_TARGET_SECONDS and not self.is_faster:
-            milliseconds = f"{1000 * self.target_step_seconds:.2g} ms"
-            return f"this model needs only {milliseconds} a token, so drafting costs more time than it saves"
+            return "this model is so fast that drafting would cost more time than it saves"
         if self.unaffordable_rounds and self.draft_cost_steps > self.allowance_steps:
             if self.allowance_steps <= 0.0:
                 return "the time that drafting may cost this reply (--max-loss) is used up"

@@ -76,4 +76,4 @@ def test_a_failed_retry_is_reported_as_plain_decoding() -> None:
 @pytest.mark.parametrize(("plain_seconds", "small"), [(0.0005, True), (0.05, False)])
 def test_reason_names_targets_that_are_too_fast(plain_seconds: float, small: bool) -> None:
     account = Reply(2, wide=2.9, right=False, plain_seconds=plain_seconds).goes_on(60)
-    assert ("this model needs only 0.5 ms a token" in account.reason) == small
+    assert ("this model is so fast" in account.reason) == small

@@ -65,7 +65,7 @@ GUESSED = replace(START, is_drafting=True, has_drafted=True, asked_rounds=6, rou
         ),
         (
             replace(GUESSED, target_step_seconds=0.00061),
-            "this model needs only 0.61 ms a token, so drafting costs more time than it saves",
+            "this model is so fast that drafting would cost more time than it saves",
         ),
         (replace(GUESSED, target_step_seconds=0.00061, is_faster=True), "drafting saves time here"),
     ],
