@@ -91,9 +91,17 @@ def _answer(stop: Stop, prompt: str, raw: bool, as_json: bool, options: dict[str
                 "the reply ended while the model was still reasoning, so there is no answer; use a larger"
                 " --max-tokens or --context"
             )
+        if stream.reply.finish_reason == "length" and (stream.reply.answer or not stream.reply.reasoning):
+            note(_why_cut_off(stream.reply, settings["max_tokens"]))
         for line in (summary(stream.reply), stream.reply.method.note, stream.reply.method.summary):
             note(line)
         return stream.reply
+
+
+def _why_cut_off(reply: Reply, max_tokens: int | None) -> str:
+    if len(reply.tokens) == max_tokens:
+        return f"the reply was cut off after --max-tokens {max_tokens}"
+    return "the reply was cut off, because it reached its maximum length or the context is full"
 
 
 def _write(stream: ReplyStream, progress: ProgressLine, silent: bool) -> None:

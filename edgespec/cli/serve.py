@@ -12,7 +12,7 @@ from edgespec.cli.failures import DONE
 from edgespec.cli.help import HelpfulCommand, SectionOption
 from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.options import LOAD_NAMES, SAMPLING_NAMES, declared_options, pick
-from edgespec.cli.screen import print_json, printable
+from edgespec.cli.screen import note, print_json, printable
 from edgespec.errors import CancelledError
 
 __all__ = ["command"]
@@ -97,7 +97,12 @@ def _serve(stop: Stop, as_json: bool, options: dict[str, Any]) -> None:
         max_waiting=options["max_waiting"],
     )
     server = HttpServer(settings)
-    stop.on_request(server.stop)
+
+    def stop_server() -> None:
+        note("stopping; replies have a few seconds to finish (press Ctrl-C again to stop at once)")
+        server.stop()
+
+    stop.on_request(stop_server)
     _log_to_stderr()
 
     def on_ready() -> None:

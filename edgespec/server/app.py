@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 from starlette.middleware.cors import CORSMiddleware
@@ -18,6 +19,8 @@ from edgespec.server.service import Service
 from edgespec.server.system import SYSTEM
 
 __all__ = ["PROTOCOLS", "create_app"]
+
+_log = logging.getLogger(__name__)
 
 PROTOCOLS = (SYSTEM, OPENAI)
 """The protocols that the server speaks."""
@@ -57,6 +60,7 @@ def _protocol_of(path: str) -> Protocol:
 
 async def _unknown_path(scope: Scope, receive: Receive, send: Send) -> None:
     path = scope["path"]
+    _log.info("%s %s 404", scope["method"], path[:100])
     message = f"there is nothing at {path[:100]}; /openapi.json lists the paths"
     error = ApiError(404, message, code="not_found")
     await error_response(_protocol_of(path), error)(scope, receive, send)
