@@ -26,7 +26,8 @@ PARAMETERS: dict[str, Any] = {
     },
     "required": ["path", "depth", "hidden"],
 }
-LIST_FILES: dict[str, Any] = {"type": "function", "function": {"name": "list_files", "parameters": PARAMETERS}}
+FUNCTION = {"name": "list_files", "parameters": PARAMETERS}
+LIST_FILES: dict[str, Any] = {"type": "function", "function": FUNCTION}
 NOW: dict[str, Any] = {"type": "function", "function": {"name": "now", "description": "The current time"}}
 TOOLS = (LIST_FILES, NOW)
 NAMED = {"type": "function", "function": {"name": "list_files"}}
@@ -60,6 +61,25 @@ def test_required_calls_are_valid_and_the_same_with_every_method(
             reply = runtime.reply(MESSAGES, method=method, draft_length=draft_length, **options)
             assert reply.tokens == plain.tokens
             assert [(each.name, each.arguments) for each in reply.tool_calls] == [(call.name, call.arguments)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(("target", "draft"), [("demo", "demo-draft"), ("demo-mlx", "demo-mlx-draft")])
+def test_trees_give_the_calls_of_plain_decoding(target: str, draft: str, temperature: float) -> None:
+    if target == "demo-mlx":
+        pytest.importorskip("mlx.core")
+    with edgespec.load(target, draft, draft_branches=(3, 2), method="model", context=1024) as trees:
+        options: dict[str, Any] = {
+            "seed": 5,
+            "temperature": temperature,
+            "tools": TOOLS,
+            "tool_choice": NAMED,
+        }
+        plain = trees.reply(MESSAGES, method="none", **options)
+        reply = trees.reply(MESSAGES, **options)
+        assert reply.stats.drafted_tokens
+        assert reply.tokens == plain.tokens
+        assert [call.arguments for call in reply.tool_calls] == [call.arguments for call in plain.tool_calls]
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
