@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import FailFast, Field
 from starlette.responses import Response
-from typing_extensions import TypedDict
+from typing_extensions import TypeAliasType, TypedDict
 
 from edgespec.chat.tool_calls.calls import ToolCall, parse_object
 from edgespec.server.fields import RequestFields
@@ -30,10 +30,14 @@ class OllamaMessage(RequestFields):
     tool_name: str | None = None
 
 
+# Unlike an annotated type, an alias can be part of a union.
+_Messages = TypeAliasType("_Messages", Annotated[list[OllamaMessage], FailFast()])
+
+
 class OllamaChatRequest(OllamaFields):
     """The body of a chat request. Without messages, it loads the model."""
 
-    messages: Annotated[list[OllamaMessage], FailFast()] | None = None
+    messages: _Messages | None = None
     tools: list[dict[str, Any]] | None = Field(default=None, description="Functions that the model can call.")
 
 
