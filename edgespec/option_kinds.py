@@ -20,6 +20,7 @@ __all__ = [
     "Adapters",
     "Branches",
     "Choice",
+    "Choices",
     "Flag",
     "HeadName",
     "Integer",
@@ -325,6 +326,17 @@ class TextList(Kind):
         if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
             raise OptionError(f"{name} must be one or more non-empty strings, not {value!r}")
         return tuple(texts)
+
+
+class Choices(TextList):
+    """Texts to choose from. An empty tuple, the default, means that the option is not used."""
+
+    def check(self, name: str, value: Any) -> tuple[str, ...]:
+        if value == []:
+            raise OptionError(
+                f"{name} must be one or more non-empty strings, not []", "pass at least one text"
+            )
+        return super().check(name, value)
 
 
 class TextFile(Kind):

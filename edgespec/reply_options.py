@@ -10,6 +10,7 @@ from edgespec.option import ACCEPTANCE, DRAFT_LENGTH, METHOD, Option, declared_o
 from edgespec.option_kinds import (
     AdapterScales,
     Choice,
+    Choices,
     Integer,
     JsonSchema,
     SamplingNumber,
@@ -58,7 +59,7 @@ class ReplyArguments(TypedDict, total=False):
     grammar: Annotated[str | None, Option(TextFile(), "reply",
         "Make the answer satisfy the grammar in this file, which is in the Lark format of llguidance.",
         per_run=True)]
-    choice: Annotated[str | Sequence[str], Option(TextList(), "reply",
+    choice: Annotated[str | Sequence[str], Option(Choices(), "reply",
         "Make the answer this text. Can be repeated, so that the model chooses one of several texts.",
         default=(), per_run=True)]
     thinking: Annotated[str, Option(Choice(("auto", "on", "off")), "reply",

@@ -192,13 +192,13 @@ def _choose_chat(store: ChatStore, archive: Archive, choices: random.Random) -> 
 def _recorded_prompts(runtime: edgespec.Runtime) -> list[Sequence[int]]:
     """Return a list to which the prompt of every later reply is added."""
     prompts: list[Sequence[int]] = []
-    stream_tokens = runtime.stream_tokens
+    stream = runtime._stream
 
-    def recording(tokens: Sequence[int], **options: Any) -> edgespec.ReplyStream:
+    def recording(tokens: Sequence[int], *arguments: Any, **options: Any) -> edgespec.ReplyStream:
         prompts.append(tokens)
-        return stream_tokens(tokens, **options)
+        return stream(tokens, *arguments, **options)
 
-    runtime.stream_tokens = recording  # type: ignore[method-assign]
+    runtime._stream = recording  # type: ignore[method-assign]
     return prompts
 
 

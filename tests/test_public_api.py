@@ -59,8 +59,9 @@ def test_lazy_names_match_the_typed_imports() -> None:
 
 
 def test_every_error_is_one_line_with_a_next_step() -> None:
-    for name in errors.__all__:
-        kind = getattr(errors, name)
+    kinds = [kind for name in errors.__all__ if isinstance(kind := getattr(errors, name), type)]
+    assert errors.EdgespecError in kinds
+    for kind in kinds:
         assert issubclass(kind, errors.EdgespecError)
         error = kind("it\nfailed  badly", "try\nagain")
         assert str(error) == "it failed badly; try again"

@@ -109,7 +109,7 @@ def _serve(stop: Stop, as_json: bool, options: dict[str, Any]) -> None:
         if as_json:
             print_json({"url": server.url, "openai_url": f"{server.url}/v1"})
         else:
-            click.echo(f"edgespec serves {settings.target} at {server.url}")
+            click.echo(f"Serving {settings.target} at {server.url}")
             click.echo(f"For programs that use OpenAI's API: {server.url}/v1")
             click.echo("Press Ctrl-C to stop.")
         sys.stdout.flush()

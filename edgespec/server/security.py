@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edgespec.server.endpoint import error_response
-from edgespec.server.errors import ApiError
+from edgespec.server.errors import ApiError, invalid_request
 from edgespec.server.protocol import Protocol
 from edgespec.server.settings import ServerSettings, is_loopback
 
@@ -45,7 +45,7 @@ class Guard:
         self._origins = frozenset(settings.allowed_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle a request, or reject it with 401 or 403."""
+        """Handle a request, or reject it with 400, 401 or 403."""
         if scope["type"] != "http":
             raise RuntimeError(f"the server does not support {scope['type']}")
         error = self._problem(scope["path"], Headers(scope=scope))
@@ -55,6 +55,9 @@ class Guard:
             await error_response(self._protocol_of(scope["path"]), error)(scope, receive, send)
 
     def _problem(self, path: str, headers: Headers) -> ApiError | None:
+        if "transfer-encoding" in headers and "content-length" in headers:
+            # A proxy in front of the server could take another part of the data for the body.
+            return invalid_request("send either Content-Length or Transfer-Encoding, but not both")
         origin = headers.get("origin")
         if origin is not None and origin not in self._origins and "*" not in self._origins:
             return ApiError(

@@ -12,7 +12,7 @@ from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 from tests.backends.tiny_models import write_llama
 from tests.cli.conftest import Run, Start, json_of, one_line_error
 
-PROMPTS = "".join(json.dumps({"prompt": f"list {n} files", "category": "talk"}) + "\n" for n in range(12))
+PROMPTS = "".join(json.dumps({"prompt": f"list {n} files", "category": "talk"}) + "\n" for n in range(64))
 # Says when the training has begun, and waits, so that an interrupt arrives before the last step.
 SLOW_STEPS = """
 import sys, time

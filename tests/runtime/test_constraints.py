@@ -163,6 +163,7 @@ class TestOptions:
             ({"regex": 3}, "regex must be a string"),
             ({"regex": "("}, "unclosed group"),
             ({"choice": [1]}, "choice must be one or more non-empty strings"),
+            ({"choice": []}, "choice must be one or more non-empty strings"),
         ],
     )
     def test_what_is_refused(self, runtime: Runtime, options: dict[str, Any], message: str) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -104,3 +106,14 @@ def test_logs_contain_no_prompt(http: httpx.Client, caplog: pytest.LogCaptureFix
     http.post("/v1/completions", json={"prompt": secret * 2000})
     assert "/v1/chat/completions" in caplog.text
     assert secret not in caplog.text
+
+
+def test_a_body_with_two_lengths_is_rejected(server: HttpServer) -> None:
+    request = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+    )
+    address = urlsplit(server.url)
+    with socket.create_connection((address.hostname or "", address.port or 0), timeout=10) as connection:
+        connection.sendall(request)
+        assert connection.recv(4096).startswith(b"HTTP/1.1 400")

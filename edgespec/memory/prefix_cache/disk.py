@@ -289,7 +289,8 @@ def delete_cached_prefixes(folder: Path | None = None) -> int:
 
 
 def _checksums(data: bytes, heads: Mapping[str, bytes]) -> list[int]:
-    return [checksum for part in (data, *heads.values()) for checksum in block_checksums(part)]
+    names = (name.encode() for name in heads)
+    return [checksum for part in (data, *heads.values(), *names) for checksum in block_checksums(part)]
 
 
 def _lock(folder: Path, seconds: float) -> FileLock:

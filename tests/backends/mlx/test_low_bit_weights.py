@@ -12,7 +12,7 @@ import pytest
 from mlx.nn.layers.quantized import QuantizedEmbedding, QuantizedLinear
 
 from edgespec.backends import mlx
-from edgespec.backends.base import LoadOptions, LowBit
+from edgespec.backends.base import Adapter, LoadOptions, LowBit
 from edgespec.backends.mlx.low_bit_weights import SplitEmbedding, SplitLinear, merge_halves
 from edgespec.catalog.catalogue import models_folder
 from edgespec.engine.tree import TokenTree
@@ -140,8 +140,12 @@ def arrays(model: Any) -> list[mx.array]:
 @pytest.mark.parametrize("quantisation", [None, ("affine", 8, 32)])
 def test_an_adapter_still_applies(folder: Path, quantisation: Any) -> None:
     path = write_checkpoint(folder / f"adapted {quantisation}", "llama", quantisation=quantisation)
-    adapter = str(write_adapter(folder / f"adapter {quantisation}", path))
-    plain, ready, bare = load(path, adapter=adapter), load(path, adapter=adapter, low_bits=True), load(path)
+    adapters = (Adapter(str(write_adapter(folder / f"adapter {quantisation}", path))),)
+    plain, ready, bare = (
+        load(path, adapters=adapters),
+        load(path, adapters=adapters, low_bits=True),
+        load(path),
+    )
     np.testing.assert_allclose(logits(ready), logits(plain), rtol=0, atol=1e-3)
     assert np.abs(logits(bare) - logits(plain)).max() > 0.1
     before = logits(ready)

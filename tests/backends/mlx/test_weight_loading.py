@@ -18,7 +18,7 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from edgespec.backends.base import LoadOptions
+from edgespec.backends.base import Adapter, LoadOptions
 from edgespec.backends.mlx import model_skeleton
 from edgespec.backends.mlx.loading import LoadedModel, load_model
 from edgespec.errors import CancelledError, MemoryBudgetError, ModelFileError
@@ -187,7 +187,7 @@ def test_progress_returning_false_cancels(llama: Path, after: float) -> None:
 
 def test_an_adapter_changes_the_logits(llama: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter", llama)
-    plain, adapted = _open(llama), _open(llama, adapter=str(adapter))
+    plain, adapted = _open(llama), _open(llama, adapters=(Adapter(str(adapter)),))
     assert adapted.weight_bytes > plain.weight_bytes
     assert adapted.skeleton.file_bytes > plain.skeleton.file_bytes
     moved = np.abs(_logits(plain.skeleton.model) - _in_a_thread(lambda: _logits(adapted.skeleton.model)))
@@ -197,25 +197,25 @@ def test_an_adapter_changes_the_logits(llama: Path, tmp_path: Path) -> None:
 def test_an_adapter_of_another_model_is_rejected(tmp_path: Path, llama: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter", write_checkpoint(tmp_path / "lfm2", "lfm2"))
     with pytest.raises(ModelFileError, match="adapter could not be loaded"):
-        _open(llama, adapter=str(adapter))
+        _open(llama, adapters=(Adapter(str(adapter)),))
 
 
 def test_broken_adapters(tmp_path: Path, llama: Path) -> None:
     with pytest.raises(ModelFileError, match="nowhere has no adapter_config.json"):
-        _open(llama, adapter=str(tmp_path / "nowhere"))
+        _open(llama, adapters=(Adapter(str(tmp_path / "nowhere")),))
     adapter = write_adapter(tmp_path / "adapter", llama)
     weights = adapter / "adapters.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])
     with pytest.raises(ModelFileError, match="truncated"):
-        _open(llama, adapter=str(adapter))
+        _open(llama, adapters=(Adapter(str(adapter)),))
     weights.unlink()
     with pytest.raises(ModelFileError, match="has no adapters.safetensors"):
-        _open(llama, adapter=str(adapter))
+        _open(llama, adapters=(Adapter(str(adapter)),))
     (adapter / "adapter_model.safetensors").touch()
     with pytest.raises(ModelFileError, match="a PEFT adapter"):
-        _open(llama, adapter=str(adapter))
+        _open(llama, adapters=(Adapter(str(adapter)),))
     with pytest.raises(ModelFileError, match="has no adapter_config.json; use the folder that"):
-        _open(llama, adapter=str(llama))
+        _open(llama, adapters=(Adapter(str(llama)),))
 
 
 # Damaged model folders and the expected error messages.
