@@ -13,6 +13,7 @@ COMMANDS = (
     "chat",
     "generate",
     "serve",
+    "launch",
     "recommend",
     "plan",
     "verify",

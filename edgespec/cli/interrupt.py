@@ -11,7 +11,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from types import FrameType
 from typing import TypeVar
@@ -92,6 +91,8 @@ def interruptible(work: Callable[[Stop], _Result]) -> _Result:
     Returns:
         The result of `work`. Exceptions in `work` are raised in the caller's thread.
     """
+    from concurrent.futures import Future, wait
+
     from edgespec.heap import limit_malloc_arenas
 
     stop = Stop()

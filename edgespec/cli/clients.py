@@ -1,0 +1,205 @@
+"""The programs that `edgespec launch` can configure, and their configurations."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from edgespec.errors import ConfigurationError
+from edgespec.files import home_folder
+
+__all__ = ["CLIENTS", "DEFAULT_URL", "Client", "Server"]
+
+DEFAULT_URL = "http://127.0.0.1:11435"
+
+
+@dataclass(frozen=True)
+class Server:
+    """The server that a program should use.
+
+    Attributes:
+        url: Its address, without a path.
+        model: The model that the program should name.
+        key: The API key. Programs insist on one, so it is any text if the server needs none.
+    """
+
+    url: str
+    model: str
+    key: str
+
+
+@dataclass(frozen=True)
+class Client:
+    """A program that can use the server.
+
+    Attributes:
+        about: What the program is, for the list of programs.
+        configuration: Returns the text of the configuration.
+        use: What to do once the configuration is in place. `{path}` stands for its file.
+        path: Returns the file for the configuration. None if it is not a file, or one with the user's other
+            settings that only the user can edit.
+        shared: Whether the file is a list with the user's other entries, to which ours is added.
+    """
+
+    about: str
+    configuration: Callable[[Server], str]
+    use: str
+    path: Callable[[], Path] | None = None
+    shared: bool = False
+
+
+def _in_home(name: str, variable: str = "", default: str = "") -> Callable[[], Path]:
+    """Return a function that returns a file in the home folder, or in the folder that a variable names."""
+
+    def path() -> Path:
+        if variable and (folder := os.environ.get(variable)):
+            return Path(folder) / name
+        home = home_folder()
+        if home is None:
+            raise ConfigurationError("the home folder is unknown", "set the environment variable HOME")
+        return home / default / name
+
+    return path
+
+
+def _llm_path() -> Path:
+    folder = os.environ.get("LLM_USER_PATH") or click.get_app_dir("io.datasette.llm")
+    return Path(folder) / "extra-openai-models.yaml"
+
+
+def _exports(variables: Mapping[str, str]) -> str:
+    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
+def _yaml(values: Mapping[str, object]) -> str:
+    """Return lines of YAML. Every JSON value is also a YAML value."""
+    return "".join(f"{name}: {json.dumps(value, ensure_ascii=False)}\n" for name, value in values.items())
+
+
+def _openai(server: Server) -> str:
+    return _exports({"OPENAI_BASE_URL": f"{server.url}/v1", "OPENAI_API_KEY": server.key})
+
+
+def _aider(server: Server) -> str:
+    return _yaml(
+        {
+            "model": f"openai/{server.model}",
+            "openai-api-base": f"{server.url}/v1",
+            "openai-api-key": server.key,
+            "show-model-warnings": False,
+        }
+    )
+
+
+def _claude_code(server: Server) -> str:
+    # Claude Code uses a smaller model for some of its work. On one machine, loading a second one costs more.
+    sizes = ("ANTHROPIC_MODEL", *(f"ANTHROPIC_DEFAULT_{size}_MODEL" for size in ("OPUS", "SONNET", "HAIKU")))
+    environment = {
+        "ANTHROPIC_BASE_URL": server.url,
+        "ANTHROPIC_AUTH_TOKEN": server.key,
+        **dict.fromkeys(sizes, server.model),
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    }
+    return _json({"env": environment})
+
+
+def _codex(server: Server) -> str:
+    from edgespec.cli.settings_file import quoted
+
+    return (
+        f"model = {quoted(server.model)}\n"
+        'model_provider = "edgespec"\n\n'
+        "[model_providers.edgespec]\n"
+        'name = "edgespec"\n'
+        f"base_url = {quoted(f'{server.url}/v1')}\n"
+        'wire_api = "responses"\n'
+        f"experimental_bearer_token = {quoted(server.key)}\n"
+    )
+
+
+def _continue(server: Server) -> str:
+    model = {
+        "name": f"edgespec {server.model}",
+        "provider": "openai",
+        "model": server.model,
+        "apiBase": f"{server.url}/v1",
+        "apiKey": server.key,
+        "roles": ["chat", "edit", "apply"],
+        "capabilities": ["tool_use"],
+    }
+    return _yaml({"name": "edgespec", "version": "0.0.1", "schema": "v1", "models": [model]})
+
+
+def _llm(server: Server) -> str:
+    first, *others = _yaml(
+        {
+            "model_id": "edgespec",
+            "model_name": server.model,
+            "api_base": f"{server.url}/v1",
+            "headers": {"Authorization": f"Bearer {server.key}"},
+            "supports_schema": True,
+            "supports_tools": True,
+        }
+    ).splitlines()
+    return "\n".join([f"- {first}", *(f"  {line}" for line in others)]) + "\n"
+
+
+def _zed(server: Server) -> str:
+    return _json({"language_models": {"ollama": {"api_url": server.url}}})
+
+
+CLIENTS: Mapping[str, Client] = {
+    "openai": Client(
+        "programs with OpenAI's library, by environment variables",
+        _openai,
+        'run eval "$(edgespec launch openai)" in the shell from which you start the program',
+    ),
+    "llm": Client(
+        "Simon Willison's command line for language models",
+        _llm,
+        "run llm -m edgespec 'How do I list files by size?'",
+        _llm_path,
+        shared=True,
+    ),
+    "aider": Client(
+        "pair programming in the terminal",
+        _aider,
+        "run aider --config {path}",
+        _in_home(".aider.edgespec.yml"),
+    ),
+    "claude-code": Client(
+        "Anthropic's coding agent",
+        _claude_code,
+        "run claude --settings {path}",
+        _in_home("edgespec.json", "CLAUDE_CONFIG_DIR", ".claude"),
+    ),
+    "codex": Client(
+        "OpenAI's coding agent",
+        _codex,
+        "run codex --profile edgespec",
+        _in_home("edgespec.config.toml", "CODEX_HOME", ".codex"),
+    ),
+    "continue": Client(
+        "coding assistant in VS Code and JetBrains",
+        _continue,
+        "choose the model edgespec in Continue",
+        _in_home("models/edgespec.yaml", "CONTINUE_GLOBAL_DIR", ".continue"),
+    ),
+    "zed": Client(
+        "editor with an agent",
+        _zed,
+        "add this to Zed's settings (command palette: `zed: open settings`), which lists the server's models"
+        " under Ollama. If the server needs an API key, enter it in Zed's settings for Ollama",
+    ),
+}
+"""The programs, by name."""
