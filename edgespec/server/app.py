@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edgespec.server.endpoint import PathEndpoint, error_response
 from edgespec.server.errors import ApiError
+from edgespec.server.ollama import OLLAMA
 from edgespec.server.openai import OPENAI
 from edgespec.server.openapi import describe
 from edgespec.server.protocol import Operation, Protocol
@@ -22,7 +23,7 @@ __all__ = ["PROTOCOLS", "create_app"]
 
 _log = logging.getLogger(__name__)
 
-PROTOCOLS = (SYSTEM, OPENAI)
+PROTOCOLS = (SYSTEM, OPENAI, OLLAMA)
 """The protocols that the server speaks."""
 
 

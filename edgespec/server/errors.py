@@ -103,7 +103,7 @@ def validation_error(error: ValidationError, known: Sequence[str]) -> ApiError:
     if problem["type"] == "json_invalid":
         return invalid_request("the request body is not valid JSON; check its syntax")
     if problem["type"] == "extra_forbidden":
-        near = nearest(place[:_MAX_SHOWN_CHARACTERS], known)
+        near = _near(place[:_MAX_SHOWN_CHARACTERS], known)
         if place in LOAD_OPTIONS:
             flag = f"--{place.replace('_', '-')}"
             hint = f"it is set when a model is loaded, so start the server with {flag}"
@@ -119,6 +119,15 @@ def validation_error(error: ValidationError, known: Sequence[str]) -> ApiError:
     message = ", or ".join(text[:1].lower() + text[1:] for text in dict.fromkeys(messages))
     given = "" if problem["type"] == "missing" else f", not {_shown(problem['input'])}"
     return invalid_request(f"{place}: {message}{given}", place)
+
+
+def _near(place: str, known: Sequence[str]) -> list[str]:
+    """Return similar fields of the same object, and for a field at the top also those of nested objects."""
+    parent, _, name = place.rpartition(".")
+    fields = {
+        each.rpartition(".")[2]: each for each in known if each.startswith(f"{parent}." if parent else "")
+    }
+    return [fields[each] for each in nearest(name, fields)]
 
 
 def _place(path: tuple[int | str, ...]) -> str:

@@ -72,7 +72,7 @@ def _operation(protocol: Protocol, operation: Operation, schemas: dict[str, Any]
         schemas.update(schema.pop("$defs", {}))
         content["application/json"] = {"schema": schema}
     if operation.streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content[protocol.stream_media_type] = {"schema": {"type": "string"}}
     errors = {
         str(status): {"description": text, "content": {"application/json": {"schema": {"type": "object"}}}}
         for status, text in _ERRORS.items()

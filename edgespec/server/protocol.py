@@ -46,7 +46,7 @@ class Operation:
         handle: Handles a call. Raises ApiError or any other exception, which `api_error` converts.
         body: The pydantic model of the request body, or None if there is no body.
         response: The `TypedDict` of the JSON response, or str for a text.
-        streams: Whether the response can be an event stream.
+        streams: Whether the response can be a stream.
         public: Whether clients need no API key.
     """
 
@@ -70,9 +70,11 @@ class Protocol:
             The longest matching prefix of all protocols wins.
         operations: Its operations.
         error_body: Returns the body of an error response.
+        stream_media_type: The media type of streams.
     """
 
     name: str
     prefixes: tuple[str, ...]
     operations: tuple[Operation, ...]
     error_body: Callable[[ApiError], Mapping[str, Any]]
+    stream_media_type: str = "text/event-stream"

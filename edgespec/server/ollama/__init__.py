@@ -1,0 +1,5 @@
+"""Ollama's protocol, for programs that can use Ollama but no other server."""
+
+from edgespec.server.ollama.protocol import OLLAMA
+
+__all__ = ["OLLAMA"]

@@ -1,0 +1,97 @@
+"""`POST /api/chat`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import FailFast, Field
+from starlette.responses import Response
+from typing_extensions import TypeAliasType, TypedDict
+
+from edgespec.chat.tool_calls.calls import ToolCall, parse_object
+from edgespec.server.fields import RequestFields
+from edgespec.server.generation import ChatPrompt, ReplyRequest
+from edgespec.server.ollama.fields import OllamaFields, options_of, refuse_images
+from edgespec.server.ollama.replying import OllamaReply, Part, load_model, respond
+from edgespec.server.protocol import Call
+
+__all__ = ["OllamaChat", "OllamaChatRequest", "chat"]
+
+
+class OllamaMessage(RequestFields):
+    """A message of the conversation."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    images: list[str] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    tool_name: str | None = None
+
+
+# Unlike an annotated type, an alias can be part of a union.
+_Messages = TypeAliasType("_Messages", Annotated[list[OllamaMessage], FailFast()])
+
+
+class OllamaChatRequest(OllamaFields):
+    """The body of a chat request. Without messages, it loads the model."""
+
+    messages: _Messages | None = None
+    tools: list[dict[str, Any]] | None = Field(default=None, description="Functions that the model can call.")
+
+
+class OllamaReplyMessage(TypedDict):
+    """The message of a reply, or a part of it."""
+
+    role: str
+    content: str
+    thinking: NotRequired[str]
+    tool_calls: NotRequired[list[dict[str, Any]]]
+
+
+class OllamaChat(OllamaReply):
+    """The response to a chat request."""
+
+    message: OllamaReplyMessage
+
+
+async def chat(call: Call[OllamaChatRequest]) -> Response:
+    """Reply to the messages of a request."""
+    body = call.body
+    if not body.messages:
+        return await load_model(call, _formatted)
+    messages = [_converted(index, message) for index, message in enumerate(body.messages)]
+    # As with Ollama, a last message of the assistant is the start of the reply.
+    start = messages.pop()["content"] if messages[-1]["role"] == "assistant" else ""
+    prompt = ChatPrompt(messages, start, body.tools or ())
+    return await respond(call, ReplyRequest(prompt, options_of(body)), _formatted)
+
+
+def _converted(index: int, message: OllamaMessage) -> dict[str, Any]:
+    refuse_images(message.images, f"messages.{index}.images")
+    return {
+        "role": message.role,
+        "content": message.content or "",
+        "reasoning": message.thinking or "",
+        "tool_calls": message.tool_calls or (),
+        "tool_call_id": message.tool_call_id or "",
+        "name": message.tool_name or "",
+    }
+
+
+def _formatted(part: Part) -> dict[str, Any]:
+    message: OllamaReplyMessage = {"role": "assistant", "content": part.text}
+    if part.thinking:
+        message["thinking"] = part.thinking
+    if calls := [call for index, each in enumerate(part.tool_calls) if (call := _call(index, each))]:
+        message["tool_calls"] = calls
+    return {"message": message}
+
+
+def _call(index: int, call: ToolCall) -> dict[str, Any] | None:
+    """Return a tool call, or None if the reply ended within it: Ollama's clients expect an object."""
+    arguments = parse_object(call.arguments)
+    if arguments is None:
+        return None
+    return {"id": call.id, "function": {"index": index, "name": call.name, "arguments": arguments}}

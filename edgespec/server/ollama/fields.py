@@ -1,0 +1,104 @@
+"""Fields that Ollama's operations share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from edgespec.server.errors import invalid_request
+from edgespec.server.fields import Ignored, ReplyFields, RequestFields, reply_options
+
+__all__ = ["OllamaFields", "OllamaOptions", "ignored_fields", "options_of", "refuse_images"]
+
+# Ollama's options that edgespec has under another name.
+_RENAMED = {
+    "num_predict": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+    "repeat_last_n": "penalty_window",
+}
+
+
+class OllamaOptions(ReplyFields):
+    """The field `options`: Ollama's names and edgespec's own.
+
+    The ignored options only choose how a model is loaded, which `edgespec serve` has already decided. A
+    prompt that does not fit the loaded model's context is an error, so `num_ctx` cannot shorten it unnoticed.
+    """
+
+    num_predict: Annotated[int, Field(ge=-2)] | None = Field(
+        default=None, description="Like max_tokens. -1 and -2 mean the default."
+    )
+    repeat_penalty: float | None = Field(default=None, description="Like repetition_penalty.")
+    repeat_last_n: int | None = Field(default=None, description="Like penalty_window.")
+    f16_kv: Ignored
+    low_vram: Ignored
+    main_gpu: Ignored
+    num_batch: Ignored
+    num_ctx: Ignored
+    num_gpu: Ignored
+    num_keep: Ignored
+    num_thread: Ignored
+    numa: Ignored
+    use_mlock: Ignored
+    use_mmap: Ignored
+
+
+class OllamaFields(RequestFields):
+    """Fields of the requests that generate text."""
+
+    model: str | None = Field(default=None, description="The model. Defaults to the server's own model.")
+    stream: bool | None = Field(default=None, description="false returns the whole reply at once.")
+    format: Literal["", "json"] | dict[str, Any] | None = Field(
+        default=None, description="Make the answer JSON, or JSON that satisfies this schema."
+    )
+    options: OllamaOptions | None = None
+    think: bool | Literal["low", "medium", "high", "max"] | None = Field(
+        default=None, description="Whether the model should reason. All levels mean true."
+    )
+    logprobs: bool | None = Field(default=None, description="Return log-probabilities of the tokens.")
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
+        default=None, description="Number of the most likely tokens to return at each position."
+    )
+    keep_alive: Ignored
+    shift: Ignored
+    truncate: Ignored
+
+    @classmethod
+    def known_fields(cls) -> list[str]:
+        """Return the names of all fields, also of those in `options`."""
+        return [*super().known_fields(), *(f"options.{name}" for name in OllamaOptions.known_fields())]
+
+
+def ignored_fields(fields: OllamaFields) -> list[str]:
+    """Return the names of the fields that have a value and are ignored, also of those in `options`."""
+    inner = fields.options.ignored_fields() if fields.options else []
+    return [*fields.ignored_fields(), *(f"options.{name}" for name in inner)]
+
+
+def options_of(fields: OllamaFields) -> dict[str, Any]:
+    """Return the options of the reply that a request sets, with edgespec's names."""
+    options = reply_options(fields.options) if fields.options else {}
+    for theirs, ours in _RENAMED.items():
+        value = getattr(fields.options, theirs, None)
+        # A negative number of tokens means no limit.
+        if value is not None and (theirs != "num_predict" or value >= 0):
+            options[ours] = value
+    if fields.think is not None:
+        options["thinking"] = "on" if fields.think else "off"
+    if fields.format:
+        options["schema"] = {"type": "object"} if fields.format == "json" else fields.format
+    if fields.logprobs:
+        options["logprobs"] = fields.top_logprobs or 0
+    return options
+
+
+def refuse_images(images: list[str] | None, place: str) -> None:
+    """Raise ApiError if there are images."""
+    if images:
+        raise invalid_request(
+            f"{place} has {len(images)} images, but edgespec's models read only text; remove them, or"
+            " describe them in words",
+            place,
+            "unsupported_content",
+        )

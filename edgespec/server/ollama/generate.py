@@ -1,0 +1,70 @@
+"""`POST /api/generate`."""
+
+from __future__ import annotations
+
+from typing import Any, NotRequired
+
+from pydantic import Field
+from starlette.responses import Response
+
+from edgespec.server.errors import invalid_request
+from edgespec.server.generation import ChatPrompt, ReplyRequest, TextPrompt
+from edgespec.server.ollama.fields import OllamaFields, options_of, refuse_images
+from edgespec.server.ollama.replying import OllamaReply, Part, load_model, respond
+from edgespec.server.protocol import Call
+
+__all__ = ["OllamaGenerateRequest", "OllamaGeneration", "generate"]
+
+_UNSUPPORTED = {
+    "suffix": "edgespec cannot fill in text before a suffix; leave suffix out",
+    "template": "edgespec uses the chat template of the model; leave template out, or use raw: true",
+    "context": "edgespec does not return Ollama's context; send the whole conversation to /api/chat instead",
+}
+
+
+class OllamaGenerateRequest(OllamaFields):
+    """The body of a generate request. Without a prompt, it loads the model."""
+
+    prompt: str | None = Field(default=None, description="The question, or with raw the text to continue.")
+    system: str | None = Field(default=None, description="The system prompt.")
+    raw: bool | None = Field(default=None, description="Continue the prompt without the chat template.")
+    images: list[str] | None = Field(default=None, description="Must be empty.")
+    # Ollama's own client always sends these two, usually empty.
+    suffix: str | None = Field(default=None, description="Must be empty.")
+    template: str | None = Field(default=None, description="Must be empty.")
+    context: list[int] | None = Field(default=None, description="Must be empty.")
+
+
+class OllamaGeneration(OllamaReply):
+    """The response to a generate request."""
+
+    response: str
+    thinking: NotRequired[str]
+
+
+async def generate(call: Call[OllamaGenerateRequest]) -> Response:
+    """Reply to a prompt, or continue it."""
+    body = call.body
+    refuse_images(body.images, "images")
+    for name, message in _UNSUPPORTED.items():
+        if getattr(body, name):
+            raise invalid_request(message, name)
+    if body.raw and body.system:
+        raise invalid_request(
+            "raw continues the prompt as it is, so there is no place for system; leave one of them out",
+            "system",
+        )
+    if not body.prompt:
+        return await load_model(call, _formatted)
+    return await respond(call, ReplyRequest(_prompt(body, body.prompt), options_of(body)), _formatted)
+
+
+def _prompt(body: OllamaGenerateRequest, prompt: str) -> ChatPrompt | TextPrompt:
+    if body.raw:
+        return TextPrompt(prompt)
+    system = [{"role": "system", "content": body.system}] if body.system else []
+    return ChatPrompt([*system, {"role": "user", "content": prompt}])
+
+
+def _formatted(part: Part) -> dict[str, Any]:
+    return {"response": part.text, **({"thinking": part.thinking} if part.thinking else {})}

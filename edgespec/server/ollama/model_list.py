@@ -1,0 +1,169 @@
+"""Ollama's operations about the models on this machine."""
+
+from __future__ import annotations
+
+import hashlib
+from datetime import UTC, datetime
+from typing import Any
+
+from pydantic import Field
+from starlette.responses import Response
+from typing_extensions import TypedDict
+
+from edgespec.server.errors import ApiError
+from edgespec.server.fields import Ignored, RequestFields
+from edgespec.server.models import KnownModel
+from edgespec.server.protocol import Call
+from edgespec.server.responses import json_response
+
+__all__ = [
+    "LoadedModels",
+    "ModelTags",
+    "ShowRequest",
+    "ShownModel",
+    "list_loaded",
+    "list_models",
+    "show_model",
+]
+
+
+class ModelDetails(TypedDict):
+    """Properties of a model. Unknown ones are empty."""
+
+    format: str
+    family: str
+    families: list[str]
+    parameter_size: str
+    quantization_level: str
+
+
+class ModelTag(TypedDict):
+    """A model that requests can name."""
+
+    name: str
+    model: str
+    modified_at: str
+    size: int
+    digest: str
+    details: ModelDetails
+
+
+class ModelTags(TypedDict):
+    """The models that requests can name."""
+
+    models: list[ModelTag]
+
+
+class RunningModel(ModelTag):
+    """A loaded model. `size` is the memory that it needs, and `size_vram` its part on graphics cards."""
+
+    size_vram: int
+    context_length: int
+
+
+class LoadedModels(TypedDict):
+    """The loaded models."""
+
+    models: list[RunningModel]
+
+
+class ShowRequest(RequestFields):
+    """The body of a request to describe a model."""
+
+    model: str | None = Field(default=None, description="The model. Defaults to the server's own model.")
+    name: str | None = Field(default=None, description="An older name of the field model.")
+    verbose: Ignored
+
+
+class ShownModel(TypedDict):
+    """A description of a model."""
+
+    modified_at: str
+    details: ModelDetails
+    model_info: dict[str, Any]
+    capabilities: list[str]
+
+
+async def list_models(call: Call[None]) -> Response:
+    """List the models on this machine, the server's own first."""
+    tags: ModelTags = {"models": [_tag(known) for known in await call.service.models.known()]}
+    return json_response(tags)
+
+
+async def list_loaded(call: Call[None]) -> Response:
+    """List the loaded models."""
+    loaded: LoadedModels = {"models": []}
+    for known in await call.service.models.known():
+        if known.loaded:
+            plan = known.loaded.runtime.plan
+            card_bytes = plan.planned_bytes("gpu") if plan else 0
+            size = known.loaded.memory_bytes + card_bytes
+            context = known.loaded.runtime.context_tokens
+            loaded["models"].append(
+                {**_tag(known), "size": size, "size_vram": card_bytes, "context_length": context}
+            )
+    return json_response(loaded)
+
+
+async def show_model(call: Call[ShowRequest]) -> Response:
+    """Describe one of the models."""
+    name = call.body.model or call.body.name or call.service.settings.target
+    for known in await call.service.models.known():
+        if known.name == name:
+            return json_response(_shown(known))
+    message = f"there is no model {name[:100]} on this machine; GET /api/tags lists the models"
+    raise ApiError(404, message, code="model_not_found", param="model")
+
+
+def _shown(known: KnownModel) -> ShownModel:
+    info = known.info
+    architecture = info.architecture if info else ""
+    trained = info.context_tokens if info else 0
+    # Clients shorten conversations to this length, so it is the loaded context if there is one.
+    context = known.loaded.runtime.context_tokens if known.loaded else trained
+    return {
+        "modified_at": _time(known),
+        "details": _details(known),
+        "model_info": {
+            "general.architecture": architecture,
+            "general.basename": known.name,
+            "general.parameter_count": info.parameters if info else 0,
+            f"{architecture}.context_length": context,
+        },
+        # edgespec describes tools in the system prompt if the chat template does not.
+        "capabilities": ["completion", *(["tools"] if info and info.chat_template else [])],
+    }
+
+
+def _tag(known: KnownModel) -> ModelTag:
+    size = known.info.size_bytes if known.info else 0
+    return {
+        "name": known.name,
+        "model": known.name,
+        "modified_at": _time(known),
+        "size": size,
+        # Clients show the beginning. Hashing the whole file would take minutes.
+        "digest": hashlib.sha256(f"{known.name} {known.created} {size}".encode()).hexdigest(),
+        "details": _details(known),
+    }
+
+
+def _time(known: KnownModel) -> str:
+    return datetime.fromtimestamp(known.created, UTC).isoformat()
+
+
+def _details(known: KnownModel) -> ModelDetails:
+    info = known.info
+    family = info.architecture if info else ""
+    return {
+        "format": info.kind if info else "",
+        "family": family,
+        "families": [family] if family else [],
+        "parameter_size": _count_text(info.parameters) if info else "",
+        "quantization_level": info.quantisation if info else "",
+    }
+
+
+def _count_text(count: int) -> str:
+    """Format a number of parameters as Ollama does, such as `8.0B`."""
+    return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"

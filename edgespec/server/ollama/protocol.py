@@ -1,0 +1,77 @@
+"""The record of Ollama's protocol."""
+
+from __future__ import annotations
+
+from starlette.responses import PlainTextResponse, Response
+from typing_extensions import TypedDict
+
+from edgespec.server.ollama.chat import OllamaChat, OllamaChatRequest, chat
+from edgespec.server.ollama.generate import OllamaGenerateRequest, OllamaGeneration, generate
+from edgespec.server.ollama.model_list import (
+    LoadedModels,
+    ModelTags,
+    ShownModel,
+    ShowRequest,
+    list_loaded,
+    list_models,
+    show_model,
+)
+from edgespec.server.ollama.replying import STREAM_MEDIA_TYPE, error_body
+from edgespec.server.protocol import Call, Operation, Protocol
+from edgespec.server.responses import json_response
+
+__all__ = ["OLLAMA"]
+
+# The version of Ollama whose API this is. Clients compare it with the oldest version that they support, such
+# as 0.6.4 for VS Code, so it must not be edgespec's own version.
+_OLLAMA_VERSION = "0.12.11"
+
+
+class Version(TypedDict):
+    """The version of Ollama's API."""
+
+    version: str
+
+
+async def version(_call: Call[None]) -> Response:
+    """Return the version of Ollama whose API the server offers."""
+    result: Version = {"version": _OLLAMA_VERSION}
+    return json_response(result)
+
+
+async def running(_call: Call[None]) -> Response:
+    """Say that the server runs. Ollama's own client asks for this before each command."""
+    return PlainTextResponse("edgespec is running")
+
+
+OLLAMA = Protocol(
+    "Ollama",
+    ("/api/",),
+    (
+        Operation("GET", "/", "Say that the server runs.", running, response=str, public=True),
+        Operation("GET", "/api/version", "Return the version of Ollama's API.", version, response=Version),
+        Operation("GET", "/api/tags", "List the models on this machine.", list_models, response=ModelTags),
+        Operation("GET", "/api/ps", "List the loaded models.", list_loaded, response=LoadedModels),
+        Operation("POST", "/api/show", "Describe a model.", show_model, ShowRequest, ShownModel),
+        Operation(
+            "POST",
+            "/api/chat",
+            "Reply to the messages of a conversation.",
+            chat,
+            OllamaChatRequest,
+            OllamaChat,
+            streams=True,
+        ),
+        Operation(
+            "POST",
+            "/api/generate",
+            "Reply to a prompt, or continue it.",
+            generate,
+            OllamaGenerateRequest,
+            OllamaGeneration,
+            streams=True,
+        ),
+    ),
+    error_body,
+    STREAM_MEDIA_TYPE,
+)

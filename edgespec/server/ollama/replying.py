@@ -1,0 +1,180 @@
+"""Generate a reply and send it as JSON or as a stream of JSON lines. Chat and generate share this."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, NotRequired
+
+from starlette.responses import Response
+from typing_extensions import TypedDict
+
+from edgespec import Reply, TextChunk
+from edgespec.chat.tool_calls.calls import ToolCall
+from edgespec.reply import TokenLogprobs
+from edgespec.server.errors import ApiError, invalid_request
+from edgespec.server.generation import ReplyRequest, TextPrompt
+from edgespec.server.models import LoadedModel
+from edgespec.server.ollama.fields import OllamaFields, ignored_fields
+from edgespec.server.openai.logprobs import ContentLogprob, chat_logprobs
+from edgespec.server.openai.report import Report, report
+from edgespec.server.protocol import Call
+from edgespec.server.responses import json_response, open_stream
+
+__all__ = ["STREAM_MEDIA_TYPE", "OllamaReply", "Part", "error_body", "load_model", "respond"]
+
+STREAM_MEDIA_TYPE = "application/x-ndjson"
+
+
+class OllamaReply(TypedDict):
+    """The fields that the responses of chat and generate share. All times are in nanoseconds.
+
+    In a stream, only the last line has the counts and times.
+    """
+
+    model: str
+    created_at: str
+    done: bool
+    done_reason: NotRequired[str]
+    total_duration: NotRequired[int]
+    load_duration: NotRequired[int]
+    prompt_eval_count: NotRequired[int]
+    prompt_eval_duration: NotRequired[int]
+    eval_count: NotRequired[int]
+    eval_duration: NotRequired[int]
+    logprobs: NotRequired[list[ContentLogprob]]
+    edgespec: NotRequired[Report]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a reply, or a whole one."""
+
+    text: str = ""
+    thinking: str = ""
+    tool_calls: Sequence[ToolCall] = ()
+
+
+Formatter = Callable[[Part], Mapping[str, Any]]
+"""Returns the fields that contain a part of a reply."""
+
+
+async def respond(call: Call[Any], request: ReplyRequest, formatted: Formatter) -> Response:
+    """Generate a reply and return the response: a stream, unless the request has `stream: false`.
+
+    Args:
+        call: A request whose body is an `OllamaFields`.
+        request: The reply to generate.
+        formatted: Formats the parts of the reply.
+    """
+    fields: OllamaFields = call.body
+    if fields.top_logprobs is not None and not fields.logprobs:
+        raise invalid_request("top_logprobs needs logprobs: true; set it, or leave both out", "top_logprobs")
+    if fields.stream is not False:
+        return await open_stream(_stream(call, request, formatted), _error_line, STREAM_MEDIA_TYPE)
+    started = time.perf_counter_ns()
+    async with call.service.generate(fields.model, [request]) as generation:
+        loaded = time.perf_counter_ns()
+        (reply,) = await generation.replies()
+        raw = isinstance(request.prompt, TextPrompt)
+        part = Part(reply.text) if raw else Part(reply.answer, reply.reasoning, reply.tool_calls)
+        logprobs = _logprobs(reply.logprobs) if fields.logprobs else {}
+        head = _head(fields, generation.model)
+        end = _end(fields, reply, generation.model, started, loaded)
+        return json_response({**head, **formatted(part), **logprobs, **end})
+
+
+async def _stream(
+    call: Call[Any], request: ReplyRequest, formatted: Formatter
+) -> AsyncGenerator[bytes, None]:
+    """Yield the lines of a streamed reply. Ollama sends tool calls whole, so they follow the text."""
+    fields: OllamaFields = call.body
+    started = time.perf_counter_ns()
+    async with call.service.generate(fields.model, [request]) as generation:
+        loaded = time.perf_counter_ns()
+        raw = isinstance(request.prompt, TextPrompt)
+        async for _, event in generation.events():
+            head = _head(fields, generation.model)
+            if isinstance(event, TextChunk):
+                part = _part(event, raw)
+                logprobs = _logprobs(event.logprobs) if event.logprobs else {}
+                if part.text or part.thinking or logprobs:
+                    yield _line({**head, **formatted(part), **logprobs})
+                continue
+            if event.tool_calls and not raw:
+                yield _line({**head, **formatted(Part(tool_calls=event.tool_calls))})
+            end = _end(fields, event, generation.model, started, loaded)
+            yield _line({**head, **formatted(Part()), **end})
+
+
+async def load_model(call: Call[Any], formatted: Formatter) -> Response:
+    """Load the model of a request that has no prompt, as Ollama does, so that the next reply starts sooner.
+
+    Raises:
+        ApiError: The request asks to unload the model.
+    """
+    fields: OllamaFields = call.body
+    if fields.keep_alive in (0, "0", "0s"):
+        raise invalid_request(
+            "keep_alive is 0, but requests cannot unload models; the server unloads models that are not used"
+            " (edgespec serve --idle-unload SECONDS)",
+            "keep_alive",
+        )
+    async with call.service.models.borrow(fields.model) as model:
+        head = _head(fields, model)
+        return json_response({**head, **formatted(Part()), "done": True, "done_reason": "load"})
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """Return the body of an error response."""
+    return {"error": error.message}
+
+
+def _error_line(error: ApiError) -> bytes:
+    return _line(error_body(error))
+
+
+def _part(chunk: TextChunk, raw: bool) -> Part:
+    if raw:
+        return Part(chunk.raw_text)
+    return Part(thinking=chunk.text) if chunk.reasoning else Part(chunk.text)
+
+
+def _line(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, ensure_ascii=False) + "\n").encode("utf-8", "replace")
+
+
+def _head(fields: OllamaFields, model: LoadedModel) -> dict[str, Any]:
+    now = datetime.now(UTC).isoformat()
+    return {"model": fields.model or model.name, "created_at": now, "done": False}
+
+
+def _logprobs(tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    return {"logprobs": chat_logprobs(tokens)["content"]}
+
+
+def _end(fields: OllamaFields, reply: Reply, model: LoadedModel, started: int, loaded: int) -> dict[str, Any]:
+    """Return the fields at the end of a reply.
+
+    Args:
+        fields: The request's fields.
+        reply: The reply.
+        model: The model that generated it.
+        started: When the request arrived, as `time.perf_counter_ns` counts.
+        loaded: When the model was loaded and the reply was queued.
+    """
+    stats = reply.stats
+    return {
+        "done": True,
+        "done_reason": reply.finish_reason,
+        "total_duration": time.perf_counter_ns() - started,
+        "load_duration": loaded - started,
+        "prompt_eval_count": stats.prompt_tokens,
+        "prompt_eval_duration": round(stats.prefill_seconds * 1e9),
+        "eval_count": stats.generated_tokens,
+        "eval_duration": round(stats.decode_seconds * 1e9),
+        "edgespec": report(reply, model, ignored_fields(fields)),
+    }
