@@ -171,9 +171,9 @@ class Session:
         return True
 
     def end_later(self, close: Callable[[], None]) -> None:
-        """Register a function that ends an abandoned reply. It is called before the next reply starts.
+        """Register a function that ends an abandoned reply, to be called before the next reply starts.
 
-        Never waits for a lock, so a finalizer can call it at any time.
+        This method never waits for a lock, so a finalizer can call it at any time.
         """
         self._abandoned.append(close)
 

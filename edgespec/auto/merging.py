@@ -14,7 +14,7 @@ __all__ = ["MergedTree", "merge_trees", "prune_optional", "with_prefix"]
 
 
 class MergedTree(NamedTuple):
-    """Several draft trees merged into one. `node_maps[i][n]` is the merged node of node n of tree i."""
+    """Several draft trees merged into one. `node_maps[i][n]` is the merged-tree node for node n of tree i."""
 
     tree: TokenTree
     node_maps: tuple[tuple[int, ...], ...]

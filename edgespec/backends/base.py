@@ -451,10 +451,10 @@ class LanguageModel(Protocol):
         """
 
     def pipeline_with(self, draft: LanguageModel | None) -> None:
-        """Announce which draft model proposes the next drafts, or None if that is not known.
+        """Announce which draft model will propose the next drafts, or None if unknown.
 
-        If both models compute asynchronously on one device, the verify pass can start before the last drafted
-        token is copied to the host. Results do not change.
+        If the target and the draft model compute asynchronously on one device, the verify pass can start
+        before the last drafted token is copied to the host. Results do not change.
         """
 
     def self_draft(self, method: SelfDraft) -> LanguageModel:

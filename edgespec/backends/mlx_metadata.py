@@ -37,7 +37,7 @@ _HEAD_NAMES = {
     "medusa": "Medusa",
     "hydra": "Hydra",
 }
-# Settings of heads that list the target's layers whose hidden states they read.
+# Settings in which a head lists the target layers whose hidden states it reads.
 _READ_LAYERS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids")
 # Settings that contain further settings: of the language model in vision models, and of heads.
 _INNER_CONFIGS = ("text_config", "transformer_layer_config", "eagle_config", "dflash_config")

@@ -123,7 +123,7 @@ class Trainer(Protocol):
 
     @property
     def peak_step_bytes(self) -> int:
-        """Peak additional memory of a training step so far, in bytes. 0 before the first step."""
+        """Peak additional memory used by any training step so far, in bytes. 0 before the first step."""
 
     def set_adapted(self, enabled: bool) -> None:
         """Enable or disable the adapter."""

@@ -125,7 +125,7 @@ class ReasoningSplitter:
         self._ends = ends
         self._phase: Literal["start", "reasoning", "answer"] = "start"
         self._held = ""
-        # Whether to drop leading whitespace of the reasoning or the answer.
+        # Whether to drop leading whitespace from the reasoning or the answer.
         self._drops_space = False
         self._skipped = 0
         self.feed(reply_start)

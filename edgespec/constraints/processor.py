@@ -167,6 +167,6 @@ class ConstraintProcessor(LogitsProcessor):
         if self._matcher.is_error():
             message = self._matcher.get_error().replace("<non-verbose/>", "").strip()
             raise BackendError(
-                f"the constraint became too complex while the reply was generated ({message})",
+                f"the constraint became too complex while the reply was being generated ({message})",
                 "use a simpler schema, regular expression or grammar",
             )

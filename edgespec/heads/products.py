@@ -1,4 +1,4 @@
-"""Load the weights of heads, and compute matrix products, norms and activations."""
+"""Load head weights, and compute matrix products, norms and activations."""
 
 from __future__ import annotations
 

@@ -40,9 +40,9 @@ class ApiError(Exception):
         status: The HTTP status.
         message: What failed, with the value, and what to do.
         kind: The kind of error in OpenAI's terms, such as `invalid_request_error`.
-        code: A more specific name for programs, such as `model_not_found`.
-        param: Name of the field of the request that caused the error.
-        details: More values for programs, such as the number of tokens in the prompt.
+        code: A machine-readable name, such as `model_not_found`.
+        param: The request field that caused the error.
+        details: Further machine-readable values, such as the number of tokens in the prompt.
         headers: HTTP headers of the response.
     """
 

@@ -124,7 +124,7 @@ class Generation:
             yield index, event
 
     async def replies(self) -> list[Reply]:
-        """Wait for all replies and return them in the order of their requests. Raises the same errors."""
+        """Wait for all replies and return them in request order. Raises the same errors as `events`."""
         ended = {index: event async for index, event in self.events() if isinstance(event, Reply)}
         return [ended[index] for index in range(len(ended))]
 

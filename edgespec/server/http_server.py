@@ -25,7 +25,7 @@ _HEADER_SECONDS = 20.0
 # Seconds for which an unused connection stays open.
 _KEEP_ALIVE_SECONDS = 15
 _MAX_HEADER_BYTES = 64 * 1024
-# Maximum number of connections. More get an error with status 503.
+# Maximum number of connections. Further ones get an error with status 503.
 _MAX_CONNECTIONS = 512
 # Seconds for which replies may go on after a stop request.
 _GRACE_SECONDS = 5.0

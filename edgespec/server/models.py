@@ -223,7 +223,7 @@ class ModelPool:
         return edgespec.load(**options, progress=lambda *_: not self._stopping.is_set())
 
     def _options_for(self, name: str) -> dict[str, Any]:
-        # Any request may ask for the method `auto`, which needs measured costs.
+        # Any request may use the `auto` method, which needs measured costs.
         options = {"target": name, **self._settings.load_options, "methods": ("auto",)}
         if name == self._settings.target:
             return {**options, "draft": self._settings.draft}
@@ -239,7 +239,7 @@ class ModelPool:
             room = self._budget_bytes - sum(model.memory_bytes for model in others)
             beside = {**options, "memory": room}
             has_cards = any(model.runtime.plan and len(model.runtime.plan.pools) > 1 for model in others)
-            # A plan for graphics cards cannot be limited to a part of their memory.
+            # A plan that uses a GPU cannot be limited to part of the GPU's memory.
             if not has_cards and room > 0 and await asyncio.to_thread(_fits, beside):
                 return beside
             await self._unload(min(self._entries, key=self._last_used))

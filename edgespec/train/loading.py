@@ -153,8 +153,8 @@ def _trainable(path: Path, name: str, weights: Path | None) -> Path:
         return path
     if weights is None:
         raise OptionError(
-            f"{name} is a GGUF model, but training needs its MLX or Hugging Face form",
-            "pass the folder with that form as --weights DIR",
+            f"{name} is a GGUF model, but training needs its MLX or Hugging Face version",
+            "pass that version's folder with --weights DIR",
         )
     form = format_at(weights)
     if form.load_teacher is None:

@@ -394,7 +394,7 @@ class ChatScreen(TurnScreen):
         self.transcript.anchor()
 
     def action_page(self, pages: int) -> None:
-        """Scroll the conversation by one page, up if `pages` is negative."""
+        """Scroll the conversation by `pages` pages, up if negative."""
         scroll = self.transcript.scroll_page_up if pages < 0 else self.transcript.scroll_page_down
         scroll(animate=False)
 

@@ -113,8 +113,8 @@ def test_a_draft_model_must_be_trainable(run: Run, model: Path, tmp_path: Path) 
 def test_a_gguf_model_needs_its_other_form(run: Run, tmp_path: Path) -> None:
     gguf = write_llama(tmp_path / "model.gguf", layers=6)
     error = one_line_error(run("train", "eagle3", str(gguf), "--to", str(tmp_path / "head")), 2)
-    assert "is a GGUF model, but training needs its MLX or Hugging Face form" in error
-    assert "pass the folder with that form as --weights" in error
+    assert "is a GGUF model, but training needs its MLX or Hugging Face version" in error
+    assert "pass that version's folder with --weights" in error
     assert not (tmp_path / "head").exists()
 
 

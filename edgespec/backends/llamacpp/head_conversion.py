@@ -40,7 +40,7 @@ def write_head(
         folder: The head's folder, for error messages.
         config: The head's configuration.
         tensors: (GGUF name, values) pairs.
-        target_ids: Target token id for each draft token, or None if both vocabularies are equal.
+        target_ids: Target token id for each draft token, or None if the two vocabularies are the same.
         add_settings: Adds the metadata that only this kind of head has.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Combine the forward passes that concurrent replies request into shared passes."""
+"""Batch the forward passes of concurrent replies into shared passes."""
 
 from __future__ import annotations
 

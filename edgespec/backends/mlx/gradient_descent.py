@@ -108,7 +108,7 @@ class GradientDescent:
         mx.save_safetensors(str(path), arrays, {"steps": str(self.steps)})
 
     def load(self, path: Path) -> None:
-        """Restore what `save` saved. Raises ModelFileError if the file is damaged or does not fit."""
+        """Restore the state that `save` wrote. Raises ModelFileError if it is damaged or does not match."""
         expected = {**self._network.weights, **self._moments()}
         try:
             loaded: Any = mx.load(str(path), return_metadata=True)
