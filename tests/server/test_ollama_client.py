@@ -14,7 +14,7 @@ from ollama import ResponseError
 import edgespec
 from edgespec import Runtime
 from edgespec.server.http_server import HttpServer
-from tests.server.conftest import MESSAGES, QUESTION
+from tests.server.conftest import MESSAGES, QUESTION, running
 from tests.server.test_tools import TOOLS
 
 SCHEMA: Any = {
@@ -53,6 +53,21 @@ def test_chats_equal_plain_decoding(client: ollama.Client, plain: Runtime, tempe
     assert not any(chunk.done for chunk in chunks)
     assert last.done
     assert last.done_reason == expected.finish_reason
+
+
+@pytest.mark.parametrize("target", ["demo", "demo-mlx"])
+def test_drafted_trees_do_not_change_chats(target: str) -> None:
+    model: dict[str, Any] = {"context": 512}
+    with edgespec.load(target, "none", method="none", **model) as runtime:
+        expected = [
+            runtime.reply(MESSAGES, max_tokens=32, temperature=each, seed=7).answer for each in (0.0, 0.8)
+        ]
+    options = {**model, "method": "model", "draft_branches": (2, 2)}
+    with running(target=target, load_options=options) as server, ollama.Client(server.url) as client:
+        for temperature, answer in zip((0.0, 0.8), expected, strict=True):
+            settings = {"num_predict": 32, "temperature": temperature, "seed": 7}
+            reply = client.chat(target, MESSAGES, options=settings)
+            assert reply.message.content == answer
 
 
 def test_generate_replies_or_continues(client: ollama.Client, plain: Runtime) -> None:
