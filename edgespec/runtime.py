@@ -457,7 +457,7 @@ class Runtime:
         processors: Sequence[LogitsProcessor] = (),
         **options: Unpack[ReplyArguments],
     ) -> ReplyStream:
-        """Stream a reply, in which `syntax` describes the tool calls. See `stream_tokens`."""
+        """Stream a reply whose tool calls have the given syntax. See `stream_tokens`."""
         if self._session.closed:
             raise ClosedError("the runtime is closed", "load the model again")
         if self._mapped:

@@ -156,7 +156,7 @@ class LiveCosts:
         return self.v(width) * self.target_step_seconds
 
     def comparable_seconds(self, seconds: float, width: int, other_tokens: int) -> float:
-        """Convert the duration of a shared pass to that of one in which all replies have `width` tokens.
+        """Convert a shared pass's duration to that of a pass with `width` tokens for every reply.
 
         A reply therefore does not pay for the prompts and the longer drafts of other replies.
 

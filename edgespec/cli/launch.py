@@ -128,7 +128,7 @@ def _with_entry(old: str, entry: str) -> str:
 
 
 def _unused(path: Path) -> Path:
-    """Return a name for a copy of a file at which there is no file."""
+    """Return an unused name for a copy of a file."""
     number, copy = 1, path.with_name(f"{path.name}.bak")
     while copy.exists():
         number += 1

@@ -15,7 +15,7 @@ from edgespec.constraints.tokenizer import ConstraintTokenizer
 
 __all__ = ["Answer", "AnswerStart", "Gap", "Opening", "Phase", "Reasoning", "Unconstrained"]
 
-# Number of tokens at the end of a prompt in which to look for a marker that closes the reasoning.
+# Number of tokens at the end of a prompt to search for a marker that closes the reasoning.
 _PROMPT_END_TOKENS = 40
 
 

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ConstraintCompiler"]
 
-# The longest text of a constraint, in characters. Compiling one of this length takes a few seconds at most.
+# Maximum length of a constraint, in characters. Compiling one of this length takes a few seconds at most.
 _MAX_CHARACTERS = 1 << 18
-# The longest text that error messages repeat, in characters.
+# Maximum length of a text quoted in an error message, in characters.
 _MAX_SHOWN_CHARACTERS = 300
 # Number of compiled constraints to keep, because programs often use the same schema for every request.
 _MAX_COMPILED = 8

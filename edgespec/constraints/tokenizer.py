@@ -64,7 +64,7 @@ class ConstraintTokenizer:
 
     @cached_property
     def usual_end_token(self) -> int:
-        """The end token that the model most likely chooses where it can only choose between end tokens."""
+        """The end token to assume where a constraint allows only end tokens: EOS if it is one of them."""
         eos = self._vocabulary.tokenize(self._vocabulary.eos_text, special=True, start=False)
         return eos[0] if len(eos) == 1 and eos[0] in self.end_tokens else self.end_tokens[0]
 

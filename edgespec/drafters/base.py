@@ -146,7 +146,8 @@ class BudgetedDrafter(Drafter):
     ) -> TokenTree:
         """Draft what follows the tokens `forced`, which a constraint determines.
 
-        Instead of drafting these tokens one by one, the model runs them in one pass.
+        Instead of drafting these tokens one by one, the model runs them in one pass. Drafters without
+        `drafts_after_forced` draft nothing.
 
         Args:
             forced: The tokens that come next.
@@ -157,7 +158,7 @@ class BudgetedDrafter(Drafter):
         Returns:
             A draft tree whose root is the last token of `forced`.
         """
-        raise NotImplementedError
+        return TokenTree.chain(forced[-1])
 
     @property
     @abstractmethod

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from edgespec.engine.logits import Logits
 
-__all__ = ["TokenLogprob", "token_logprob"]
+__all__ = ["TokenLogprob", "token_logprob", "token_logprobs"]
 
 
 class TokenLogprob(NamedTuple):
@@ -40,3 +41,18 @@ def token_logprob(logits: Logits, row: int, token: int, count: int) -> TokenLogp
     return TokenLogprob(
         token, float(values[token] - total), tuple((each, float(values[each] - total)) for each in best)
     )
+
+
+def token_logprobs(
+    logits: Logits, nodes: Sequence[int], tokens: Sequence[int], count: int
+) -> tuple[TokenLogprob, ...]:
+    """Return the log-probabilities of emitted tokens, as `token_logprob` does for one.
+
+    Args:
+        logits: The logits of the target's pass.
+        nodes: The root and the accepted nodes of the draft tree. There can be more of them than tokens.
+        tokens: The emitted tokens, each of which follows the node at the same index.
+        count: Number of most likely tokens.
+    """
+    pairs = zip(nodes, tokens, strict=False)
+    return tuple(token_logprob(logits, node, token, count) for node, token in pairs)

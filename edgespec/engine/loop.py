@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
-from edgespec.engine.logprobs import TokenLogprob, token_logprob
+from edgespec.engine.logprobs import TokenLogprob, token_logprobs
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.stats import RoundTimer, Stats
 from edgespec.engine.tree import TokenTree
@@ -132,12 +132,7 @@ def decode(
             drafter.observe(tree, logits, sampler)
         timer.lap("draft")
         tokens, stopped = _until_stop((*(tree.tokens[node] for node in result.path), result.token), is_stop)
-        computed: tuple[TokenLogprob, ...] = ()
-        if logprobs is not None:
-            rows = (0, *result.path)
-            computed = tuple(
-                token_logprob(logits, *pair, logprobs) for pair in zip(rows, tokens, strict=False)
-            )
+        computed = () if logprobs is None else token_logprobs(logits, (0, *result.path), tokens, logprobs)
         timer.lap("overhead")
         target.commit(result.path[: len(tokens) - 1])
         if drafter:

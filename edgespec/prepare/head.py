@@ -16,7 +16,7 @@ from edgespec.files import cache_folder, error_reason, write_advice
 
 __all__ = ["convert_once", "converted_path", "needs_conversion", "prepare_head"]
 
-# Start of the names of the folders in which heads are converted.
+# Prefix of the names of temporary folders for head conversion.
 _UNFINISHED = ".edgespec-"
 # Age of a folder that no running conversion can still be using.
 _STALE_SECONDS = 24 * 3600.0

@@ -28,7 +28,7 @@ __all__ = ["PathEndpoint", "error_response"]
 MAX_BODY_BYTES = 8 * 2**20
 # The most bytes of unfinished bodies that the server holds. Clients could otherwise use up the memory.
 MAX_BUFFERED_BYTES = 16 * MAX_BODY_BYTES
-# Seconds in which a client must send the whole body.
+# Time limit in seconds for a client to send the whole body.
 BODY_SECONDS = 60.0
 
 _log = logging.getLogger(__name__)

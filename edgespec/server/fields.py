@@ -44,7 +44,7 @@ class RequestFields(BaseModel):
         ]
 
 
-# Maximum number of entries of a list or object, which bounds the time to check it.
+# Maximum number of entries in a list or object. Bounds the validation time.
 _MAX_ENTRIES = 10_000
 # Options for which -1 means the default, as in llama.cpp and LM Studio.
 _MINUS_ONE_IS_DEFAULT = ("max_tokens", "seed")
@@ -96,7 +96,7 @@ def _reply_fields() -> dict[str, Any]:
 
 def _attribute(name: str) -> str:
     """Return the attribute with the value of an option. Some names are methods of pydantic's models."""
-    return f"{name}_" if hasattr(BaseModel, name) else name
+    return f"{name}_" if name in dir(BaseModel) else name
 
 
 _REPLY_FIELDS = _reply_fields()

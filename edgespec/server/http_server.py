@@ -22,12 +22,12 @@ __all__ = ["HttpServer"]
 
 # Seconds that a client may take for the headers of a request.
 _HEADER_SECONDS = 20.0
-# Seconds for which an unused connection stays open.
+# Time in seconds after which an idle connection is closed.
 _KEEP_ALIVE_SECONDS = 15
 _MAX_HEADER_BYTES = 64 * 1024
 # Maximum number of connections. Further ones get an error with status 503.
 _MAX_CONNECTIONS = 512
-# Seconds for which replies may go on after a stop request.
+# Maximum time in seconds that replies may continue after a stop request.
 _GRACE_SECONDS = 5.0
 # Seconds after which a stopping server closes connections whose clients neither send nor read.
 _CLOSE_SECONDS = 10

@@ -1,4 +1,4 @@
-"""The interface between the parser of tool calls and the forms in which models write them."""
+"""The interface between the tool-call parser and the formats that models use."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def required_grammar(form: CallForm, tools: ToolSet, control_token: ControlToken
 
 
 def auto_grammar(form: CallForm, tools: ToolSet, control_token: ControlToken) -> str:
-    """Return a grammar of replies in which every call is a valid call of one of the tools.
+    """Return a grammar that allows only valid calls of the tools, with any text around them.
 
     Takes the arguments of `required_grammar`. Other text can be before and after the calls.
     """
@@ -131,7 +131,7 @@ class _Grammar:
         return f"({self._sequence(part.parts)})?"
 
     def literal(self, text: str) -> str:
-        """Return the expression for a text, in which the markers that are control tokens are such tokens."""
+        """Return the expression for a text. Markers that are control tokens match only those tokens."""
         markers = sorted(self._tokens, key=len, reverse=True)
         pieces = re.split(f"({'|'.join(map(re.escape, markers))})", text) if markers else [text]
         return " ".join(

@@ -85,10 +85,10 @@ class TextReader:
             yield
 
     def stream_until(self, literals: tuple[str, ...], write: Callable[[str], None]) -> Wait[bool]:
-        """Read the text up to one of the literals, passing it to `write` in parts.
+        """Pass the text before the next of the literals to `write`, in parts as it arrives.
 
         Returns:
-            Whether one of the literals follows. If not, the text has ended.
+            True at one of the literals, or False if the text ended without one.
         """
         while True:
             found = [at for at in (self.text.find(each, self.at) for each in literals) if at >= 0]

@@ -1,4 +1,4 @@
-"""`POST /api/chat`."""
+"""Handle `POST /api/chat`."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _formatted(part: Part) -> dict[str, Any]:
 
 
 def _call(index: int, call: ToolCall) -> dict[str, Any] | None:
-    """Return a tool call, or None if the reply ended within it: Ollama's clients expect an object."""
+    """Return a tool call in Ollama's format, or None if the reply ended within its arguments."""
     arguments = parse_object(call.arguments)
     if arguments is None:
         return None

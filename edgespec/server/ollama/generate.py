@@ -1,4 +1,4 @@
-"""`POST /api/generate`."""
+"""Handle `POST /api/generate`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`POST /v1/completions`, which continues a text verbatim."""
+"""Handle `POST /v1/completions`, which continues a text verbatim."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`GET /v1/models` and `GET /v1/models/{model}`."""
+"""Handle `GET /v1/models` and `GET /v1/models/{model}`."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def usage(replies: Sequence[Reply], per_prompt: int = 1) -> Usage:
 
 
 def timings(replies: Sequence[Reply]) -> Timings:
-    """Return the counts and times of all replies together."""
+    """Return the sums of the token counts and times of all replies."""
     each = [reply.stats for reply in replies]
     cached = sum(stats.cached_prompt_tokens for stats in each)
     processed = sum(stats.prompt_tokens for stats in each) - cached
