@@ -119,6 +119,7 @@ class Reply:
         text: All generated text, including the reasoning, tool calls, and their markers, such as `<think>`.
         tokens: All generated tokens, including the one that ended the reply.
         finish_reason: `stop`, `length` or `cancelled`.
+        stop_string: The stop string that ended the reply. Empty if none did.
         seed: Random seed. The same seed gives the same reply.
         target: Name of the target.
         draft: Name of the draft model, or None.
@@ -140,10 +141,12 @@ class Reply:
     answer: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
+    stop_string: str = ""
 
     def to_json(self) -> dict[str, object]:
         """Return the reply as the object that `generate --json` prints."""
-        optional = {
+        optional: dict[str, object] = {
+            "stop_string": self.stop_string,
             "tool_calls": [call.to_json() for call in self.tool_calls],
             "logprobs": [each.to_json() for each in self.logprobs],
         }
@@ -158,5 +161,5 @@ class Reply:
             "draft": self.draft,
             "method": asdict(self.method),
             "stats": self.stats.to_json(),
-            **{key: values for key, values in optional.items() if values},
+            **{key: value for key, value in optional.items() if value},
         }

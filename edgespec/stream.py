@@ -213,6 +213,7 @@ class ReplyStream:
                 answer=split.answer,
                 tool_calls=split.tool_calls,
                 logprobs=tuple(self._logprobs),
+                stop_string=self._text.stop_string,
             )
         self._on_end(self._reply)
         return True
