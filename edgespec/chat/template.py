@@ -8,6 +8,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from itertools import pairwise
 from typing import Any
 
 from edgespec.backends.base import Progress
@@ -123,8 +124,9 @@ class ChatTemplate:
             reply = self._ask(self._started(progress), request, progress)
         if "error" not in reply:
             return reply["text"]
-        # Some templates need valid arguments. Others, such as Gemma's, have no system role.
-        for change in (_with_valid_arguments, _without_system):
+        # Some templates need valid arguments. Others, such as those of Qwen 3.5, accept a system message only
+        # at the start, or have no system role, such as Gemma's.
+        for change in (_with_valid_arguments, _without_later_system, _without_system):
             if changed := change(messages):
                 return self._render(changed, progress, settings)
         raise TemplateError(
@@ -200,6 +202,25 @@ def _with_valid_arguments(messages: Sequence[Message]) -> list[Message] | None:
         for message in messages
     ]
     return changed if changed != list(messages) else None
+
+
+def _without_later_system(messages: Sequence[Message]) -> list[Message] | None:
+    """Turn system messages after the first message into user messages. Return None if there are none.
+
+    They become part of the user message before or after them, because many templates also require that the
+    roles alternate. They keep their place, so that the cached prefix of the conversation stays valid.
+    """
+    if all(message.role != "system" for message in messages[1:]):
+        return None
+    changed = list(messages[:1])
+    for before, message in pairwise(messages):
+        moved = replace(message, role="user") if message.role == "system" else message
+        last = changed[-1]
+        if last.role == moved.role == "user" and "system" in (before.role, message.role):
+            changed[-1] = replace(last, content=f"{last.content}\n\n{moved.content}")
+        else:
+            changed.append(moved)
+    return changed
 
 
 def _without_system(messages: Sequence[Message]) -> list[Message] | None:
