@@ -23,7 +23,7 @@ from edgespec.errors import (
 from edgespec.options import LOAD_OPTIONS
 from edgespec.spelling import nearest
 
-__all__ = ["ApiError", "api_error", "invalid_request", "validation_error"]
+__all__ = ["ApiError", "api_error", "invalid_request", "unsupported_content", "validation_error"]
 
 # Seconds after which a client should retry if the server is busy or is stopping.
 _RETRY_SECONDS = 5
@@ -58,6 +58,16 @@ class ApiError(Exception):
 def invalid_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """Return the error for a request that the server cannot fulfil as it is."""
     return ApiError(400, message, code=code, param=param)
+
+
+def unsupported_content(place: str, kind: str) -> ApiError:
+    """Return the error for a part of a message that is not text, such as an image."""
+    return invalid_request(
+        f"{place} is of the type {kind[:40]!r}, but edgespec's models read only text;"
+        " remove it, or describe it in words",
+        place,
+        "unsupported_content",
+    )
 
 
 def api_error(error: Exception) -> ApiError:

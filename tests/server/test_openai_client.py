@@ -5,24 +5,15 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-import edgespec
 from edgespec import Runtime
 from edgespec.server.http_server import HttpServer
-from tests.server.conftest import MESSAGES, QUESTION, running
-
-
-@pytest.fixture(scope="module")
-def plain() -> Iterator[Runtime]:
-    """The demo model without drafting, for the expected replies."""
-    with edgespec.load("demo", "none", method="none", context=1024) as runtime:
-        yield runtime
+from tests.server.conftest import MESSAGES, QUESTION, check_disconnect_cancels, running
 
 
 def text_of(chunks: openai.Stream[Any]) -> str:
@@ -204,37 +195,12 @@ def test_concurrent_requests_get_their_own_replies(client: openai.OpenAI, plain:
     assert [replies[question] for question in questions] == expected
 
 
-def cancelled_replies(http: httpx.Client) -> int:
-    lines = http.get("/metrics").text.splitlines()
-    counts = [line for line in lines if line.startswith('edgespec_replies_total{reason="cancelled"}')]
-    return int(counts[0].split()[-1]) if counts else 0
-
-
-@pytest.fixture(scope="module")
-def endless(plain: Runtime) -> dict[str, Any]:
-    """Options of a reply that does not end before its 1000 tokens."""
-    vocabulary = plain.vocabulary
-    ends = [token for token in range(plain.target.vocab_size) if vocabulary.is_end(token)]
-    return {"max_tokens": 950, "logit_bias": {str(token): -100.0 for token in ends}, "method": "none"}
-
-
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_disconnect_cancels_the_reply(
     server: HttpServer, http: httpx.Client, endless: dict[str, Any], stream: bool
 ) -> None:
-    before = cancelled_replies(http)
     body = {"messages": MESSAGES, "stream": stream, **endless}
-    with httpx.Client(base_url=server.url, timeout=0.2) as impatient:
-        if stream:
-            with impatient.stream("POST", "/v1/chat/completions", json=body) as response:
-                next(response.iter_lines())
-        else:
-            with pytest.raises(httpx.ReadTimeout):
-                impatient.post("/v1/chat/completions", json=body)
-    deadline = time.monotonic() + 10
-    while cancelled_replies(http) == before:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    check_disconnect_cancels(server, http, "/v1/chat/completions", body)
 
 
 def test_a_waiting_request_is_cancelled(

@@ -1,0 +1,150 @@
+"""Build the message of a reply, and the events that stream it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+from typing_extensions import TypedDict
+
+from edgespec import Reply, Stats, TextChunk
+from edgespec.chat.tool_calls.calls import parse_object
+from edgespec.server.openai.report import Report, Timings
+
+__all__ = ["AnthropicReply", "Event", "MessageBuilder"]
+
+Event: TypeAlias = dict[str, Any]
+"""An event of a stream. Its field `type` is also the name of the server-sent event."""
+
+# The signature of all reasoning. Clients leave reasoning without a signature out of their next request.
+_SIGNATURE = "edgespec"
+
+
+class AnthropicUsage(TypedDict):
+    """Numbers of tokens. `input_tokens` are those that were not read from the prefix cache."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class AnthropicReply(TypedDict):
+    """The response to a request for a message."""
+
+    id: str
+    type: str
+    role: str
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: AnthropicUsage
+    timings: Timings
+    edgespec: Report
+
+
+class MessageBuilder:
+    """Builds the message of one reply from its chunks.
+
+    Attributes:
+        message: The message, which is complete after `finish`.
+    """
+
+    def __init__(self, model: str) -> None:
+        self.message: dict[str, Any] = {
+            "id": f"msg_{secrets.token_hex(12)}",
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
+        self._blocks: list[dict[str, Any]] = self.message["content"]
+        # The arguments of the tool call that is being written, as JSON text.
+        self._arguments = ""
+        self._is_open = False
+
+    def start(self, stats: Stats) -> Event:
+        """Return the first event of the stream."""
+        self.message["usage"] = _usage(stats)
+        return {"type": "message_start", "message": {**self.message, "content": []}}
+
+    def add(self, chunk: TextChunk) -> Iterator[Event]:
+        """Add a chunk to the message. Yields its events."""
+        if call := chunk.tool_call:
+            if call.id:
+                yield from self._open({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
+            if call.arguments:
+                self._arguments += call.arguments
+                yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
+        elif chunk.text:
+            kind = "thinking" if chunk.reasoning else "text"
+            if not self._is_open or self._blocks[-1]["type"] != kind:
+                signature = {"signature": ""} if chunk.reasoning else {}
+                yield from self._open({"type": kind, kind: "", **signature})
+            self._blocks[-1][kind] += chunk.text
+            yield self._delta({"type": f"{kind}_delta", kind: chunk.text})
+
+    def finish(self, reply: Reply, max_tokens: int | None, report: dict[str, Any]) -> Iterator[Event]:
+        """End the message. Yields the last events.
+
+        Args:
+            reply: The reply.
+            max_tokens: The maximum number of tokens that the client asked for.
+            report: Further fields of the last but one event.
+        """
+        yield from self._close()
+        # The last tool call is incomplete if the reply ended within it. Only a stream can contain that.
+        content = [block for block in self._blocks if block.get("input", {}) is not None]
+        calls = any(block["type"] == "tool_use" for block in content)
+        ending = {
+            "stop_reason": _stop_reason(reply, calls, max_tokens),
+            "stop_sequence": reply.stop_string or None,
+        }
+        usage = _usage(reply.stats)
+        self.message.update(ending, content=content, usage=usage, **report)
+        yield {"type": "message_delta", "delta": ending, "usage": usage, **report}
+        yield {"type": "message_stop"}
+
+    def _open(self, block: dict[str, Any]) -> Iterator[Event]:
+        yield from self._close()
+        self._blocks.append(block)
+        self._is_open = True
+        yield {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": dict(block)}
+
+    def _delta(self, delta: dict[str, Any]) -> Event:
+        return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
+
+    def _close(self) -> Iterator[Event]:
+        """End the open block, if there is one."""
+        if not self._is_open:
+            return
+        block, index = self._blocks[-1], len(self._blocks) - 1
+        if block["type"] == "thinking":
+            block["signature"] = _SIGNATURE
+            yield self._delta({"type": "signature_delta", "signature": _SIGNATURE})
+        yield {"type": "content_block_stop", "index": index}
+        self._is_open = False
+        if block["type"] == "tool_use":
+            block["input"], self._arguments = parse_object(self._arguments), ""
+
+
+def _stop_reason(reply: Reply, calls: bool, max_tokens: int | None) -> str:
+    if reply.finish_reason == "length":
+        is_full = max_tokens is not None and len(reply.tokens) < max_tokens
+        return "model_context_window_exceeded" if is_full else "max_tokens"
+    if reply.stop_string:
+        return "stop_sequence"
+    return "tool_use" if calls else "end_turn"
+
+
+def _usage(stats: Stats) -> AnthropicUsage:
+    return {
+        "input_tokens": stats.prompt_tokens - stats.cached_prompt_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": stats.cached_prompt_tokens,
+        "output_tokens": stats.generated_tokens,
+    }
