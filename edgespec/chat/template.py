@@ -8,7 +8,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from itertools import pairwise
+from itertools import takewhile
 from typing import Any
 
 from edgespec.backends.base import Progress
@@ -205,21 +205,24 @@ def _with_valid_arguments(messages: Sequence[Message]) -> list[Message] | None:
 
 
 def _without_later_system(messages: Sequence[Message]) -> list[Message] | None:
-    """Turn system messages after the first message into user messages. Return None if there are none.
+    """Keep one system message, at the start. Return None if there is no later one.
 
-    They become part of the user message before or after them, because many templates also require that the
-    roles alternate. They keep their place, so that the cached prefix of the conversation stays valid.
+    Several at the start are joined. Later ones become part of the user message before or after them, because many templates also require that
+    the roles alternate. They keep their place, so that the cached prefix of the conversation stays valid.
     """
     if all(message.role != "system" for message in messages[1:]):
         return None
-    changed = list(messages[:1])
-    for before, message in pairwise(messages):
-        moved = replace(message, role="user") if message.role == "system" else message
-        last = changed[-1]
-        if last.role == moved.role == "user" and "system" in (before.role, message.role):
-            changed[-1] = replace(last, content=f"{last.content}\n\n{moved.content}")
-        else:
-            changed.append(moved)
+    leading = list(takewhile(lambda message: message.role == "system", messages))
+    system = "\n\n".join(message.content for message in leading)
+    changed = [Message("system", system)] if leading else []
+    follows_system = False
+    for message in messages[len(leading) :]:
+        is_system = message.role == "system"
+        moved = replace(message, role="user") if is_system else message
+        if changed and changed[-1].role == moved.role == "user" and (is_system or follows_system):
+            moved = replace(moved, content=f"{changed.pop().content}\n\n{moved.content}")
+        changed.append(moved)
+        follows_system = is_system
     return changed
 
 

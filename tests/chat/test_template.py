@@ -77,7 +77,7 @@ class TestRendering:
             f"{start}[assistant]Hi[user]Use metres.\n\nHello"
         )
         assert render(only_first, SYSTEM, USER, note, note) == f"{start}\n\nUse metres.\n\nUse metres."
-        assert render(only_first, SYSTEM, note, USER) == "[system]Be brief.[user]Use metres.\n\nHello"
+        assert render(only_first, SYSTEM, note, USER) == "[system]Be brief.\n\nUse metres.[user]Hello"
         assert render(only_first, USER, answer, note) == "[user]Hello[assistant]Hi[user]Use metres."
         assert render(only_first, USER, USER, note) == "[user]Hello[user]Hello\n\nUse metres."
         assert render(NO_SYSTEM, SYSTEM, USER, answer, note, USER) == (

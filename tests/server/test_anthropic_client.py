@@ -46,7 +46,7 @@ def client(server: HttpServer) -> Iterator[anthropic.Anthropic]:
 def ask(client: anthropic.Anthropic, **options: Any) -> anthropic.types.Message:
     """Return the message of a reply, and check that the streamed message is the same."""
     options = {"model": "demo", "max_tokens": 48, "messages": MESSAGES, **options}
-    whole = client.messages.create(**options)
+    whole: anthropic.types.Message = client.messages.create(**options)
     with client.messages.stream(**options) as stream:
         kinds = [event.type for event in stream]
         streamed = stream.get_final_message()

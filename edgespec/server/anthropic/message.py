@@ -48,6 +48,8 @@ class AnthropicReply(TypedDict):
 class MessageBuilder:
     """Builds the message of one reply from its chunks.
 
+    Events refer to the message, which changes. So encode each event before requesting the next one.
+
     Attributes:
         message: The message, which is complete after `finish`.
     """
@@ -70,7 +72,7 @@ class MessageBuilder:
     def start(self, stats: Stats) -> Event:
         """Return the first event of the stream."""
         self.message["usage"] = _usage(stats)
-        return {"type": "message_start", "message": {**self.message, "content": []}}
+        return {"type": "message_start", "message": self.message}
 
     def add(self, chunk: TextChunk) -> Iterator[Event]:
         """Add a chunk to the message. Yields its events."""
@@ -113,7 +115,7 @@ class MessageBuilder:
         yield from self._close()
         self._blocks.append(block)
         self._is_open = True
-        yield {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": dict(block)}
+        yield {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": block}
 
     def _delta(self, delta: dict[str, Any]) -> Event:
         return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}

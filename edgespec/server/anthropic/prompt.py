@@ -15,6 +15,7 @@ from edgespec.server.anthropic.fields import (
     ContentBlock,
 )
 from edgespec.server.errors import invalid_request, unsupported_content
+from edgespec.server.fields import require_fields
 from edgespec.server.generation import ChatPrompt
 
 __all__ = ["chat_prompt"]
@@ -88,12 +89,7 @@ def _check(place: str, block: ContentBlock) -> None:
     """Raise ApiError if the type of a block is not supported, or if a field that it needs is missing."""
     if block.type not in _NEEDED:
         raise unsupported_content(place, block.type)
-    for name in _NEEDED[block.type]:
-        if getattr(block, name) is None:
-            raise invalid_request(
-                f"{place}.{name} is missing; add it, because a block of the type {block.type} needs it",
-                f"{place}.{name}",
-            )
+    require_fields(place, block, _NEEDED[block.type])
 
 
 def _tool(tool: AnthropicTool) -> dict[str, Any]:
