@@ -207,8 +207,9 @@ def _with_valid_arguments(messages: Sequence[Message]) -> list[Message] | None:
 def _without_later_system(messages: Sequence[Message]) -> list[Message] | None:
     """Keep one system message, at the start. Return None if there is no later one.
 
-    Several at the start are joined. Later ones become part of the user message before or after them, because many templates also require that
-    the roles alternate. They keep their place, so that the cached prefix of the conversation stays valid.
+    Several at the start are joined. Later ones become part of the user message before or after them, because
+    many templates also require that the roles alternate. They keep their place, so that the cached prefix of
+    the conversation stays valid.
     """
     if all(message.role != "system" for message in messages[1:]):
         return None

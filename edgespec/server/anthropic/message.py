@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from typing_extensions import TypedDict
 
 from edgespec import Reply, Stats, TextChunk
 from edgespec.chat.tool_calls.calls import parse_object
 from edgespec.server.openai.report import Report, Timings
+from edgespec.server.reply_builder import Event
 
-__all__ = ["AnthropicReply", "Event", "MessageBuilder"]
-
-Event: TypeAlias = dict[str, Any]
-"""An event of a stream. Its field `type` is also the name of the server-sent event."""
+__all__ = ["AnthropicReply", "MessageBuilder"]
 
 # The signature of all reasoning. Clients leave reasoning without a signature out of their next request.
 _SIGNATURE = "edgespec"
@@ -46,36 +44,35 @@ class AnthropicReply(TypedDict):
 
 
 class MessageBuilder:
-    """Builds the message of one reply from its chunks.
+    """Builds the message of one reply. See `ReplyBuilder`.
 
-    Events refer to the message, which changes. So encode each event before requesting the next one.
-
-    Attributes:
-        message: The message, which is complete after `finish`.
+    Args:
+        max_tokens: The maximum number of tokens that the client asked for.
     """
 
-    def __init__(self, model: str) -> None:
-        self.message: dict[str, Any] = {
+    def __init__(self, max_tokens: int | None) -> None:
+        self._max_tokens = max_tokens
+        self.response: dict[str, Any] = {
             "id": f"msg_{secrets.token_hex(12)}",
             "type": "message",
             "role": "assistant",
-            "model": model,
+            "model": "",
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
         }
-        self._blocks: list[dict[str, Any]] = self.message["content"]
+        self._blocks: list[dict[str, Any]] = self.response["content"]
         # The arguments of the tool call that is being written, as JSON text.
         self._arguments = ""
         self._is_open = False
 
-    def start(self, stats: Stats) -> Event:
-        """Return the first event of the stream."""
-        self.message["usage"] = _usage(stats)
-        return {"type": "message_start", "message": self.message}
+    def start(self, model: str, stats: Stats) -> Iterator[Event]:
+        """Begin the message."""
+        self.response.update(model=model, usage=_usage(stats))
+        yield {"type": "message_start", "message": self.response}
 
     def add(self, chunk: TextChunk) -> Iterator[Event]:
-        """Add a chunk to the message. Yields its events."""
+        """Add a chunk to the message."""
         if call := chunk.tool_call:
             if call.id:
                 yield from self._open({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
@@ -90,25 +87,19 @@ class MessageBuilder:
             self._blocks[-1][kind] += chunk.text
             yield self._delta({"type": f"{kind}_delta", kind: chunk.text})
 
-    def finish(self, reply: Reply, max_tokens: int | None, report: dict[str, Any]) -> Iterator[Event]:
-        """End the message. Yields the last events.
-
-        Args:
-            reply: The reply.
-            max_tokens: The maximum number of tokens that the client asked for.
-            report: Further fields of the last but one event.
-        """
+    def finish(self, reply: Reply, more: Mapping[str, Any]) -> Iterator[Event]:
+        """End the message."""
         yield from self._close()
         # The last tool call is incomplete if the reply ended within it. Only a stream can contain that.
         content = [block for block in self._blocks if block.get("input", {}) is not None]
         calls = any(block["type"] == "tool_use" for block in content)
         ending = {
-            "stop_reason": _stop_reason(reply, calls, max_tokens),
+            "stop_reason": _stop_reason(reply, calls, self._max_tokens),
             "stop_sequence": reply.stop_string or None,
         }
         usage = _usage(reply.stats)
-        self.message.update(ending, content=content, usage=usage, **report)
-        yield {"type": "message_delta", "delta": ending, "usage": usage, **report}
+        self.response.update(ending, content=content, usage=usage, **more)
+        yield {"type": "message_delta", "delta": ending, "usage": usage, **more}
         yield {"type": "message_stop"}
 
     def _open(self, block: dict[str, Any]) -> Iterator[Event]:

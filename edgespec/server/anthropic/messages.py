@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any
 
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from edgespec import Reply
 from edgespec.server.anthropic.errors import error_event
 from edgespec.server.anthropic.fields import AnthropicCountRequest, AnthropicMessageRequest
-from edgespec.server.anthropic.message import Event, MessageBuilder
+from edgespec.server.anthropic.message import MessageBuilder
 from edgespec.server.anthropic.prompt import chat_prompt
 from edgespec.server.fields import reply_options
-from edgespec.server.generation import Generation, ReplyRequest
-from edgespec.server.openai.report import report, timings
+from edgespec.server.generation import ReplyRequest
 from edgespec.server.protocol import Call
-from edgespec.server.responses import json_response, open_stream, server_sent_event
+from edgespec.server.reply_builder import respond
+from edgespec.server.responses import json_response
 
 __all__ = ["AnthropicCount", "count_tokens", "create_message"]
 
@@ -31,13 +28,8 @@ class AnthropicCount(TypedDict):
 
 async def create_message(call: Call[AnthropicMessageRequest]) -> Response:
     """Reply to the messages of a request."""
-    if call.body.stream:
-        return await open_stream(_stream(call), error_event)
-    async with call.service.generate(call.body.model, [_request(call.body)]) as generation:
-        builder = MessageBuilder(call.body.model or generation.model.name)
-        async for _ in _events(call.body, generation, builder):
-            pass
-        return json_response(builder.message)
+    request = _request(call.body)
+    return await respond(call, request, MessageBuilder(request.options.get("max_tokens")), error_event)
 
 
 async def count_tokens(call: Call[AnthropicCountRequest]) -> Response:
@@ -68,32 +60,3 @@ def _request(body: AnthropicMessageRequest) -> ReplyRequest:
     if body.output_config and body.output_config.format:
         options["schema"] = body.output_config.format.schema_
     return ReplyRequest(chat_prompt(body), options)
-
-
-async def _stream(call: Call[AnthropicMessageRequest]) -> AsyncGenerator[bytes, None]:
-    async with call.service.generate(call.body.model, [_request(call.body)]) as generation:
-        builder = MessageBuilder(call.body.model or generation.model.name)
-        async for event in _events(call.body, generation, builder):
-            yield server_sent_event(event, event["type"])
-
-
-async def _events(
-    body: AnthropicMessageRequest, generation: Generation, builder: MessageBuilder
-) -> AsyncIterator[Event]:
-    """Yield the events of a reply while building its message."""
-    started = False
-    async for index, event in generation.events():
-        if not started:
-            started = True
-            yield builder.start(generation.stats(index))
-        if isinstance(event, Reply):
-            more: dict[str, Any] = {
-                "timings": timings([event]),
-                "edgespec": report(event, generation.model, body.ignored_fields()),
-            }
-            max_tokens = reply_options(body).get("max_tokens")
-            for each in builder.finish(event, max_tokens, more):
-                yield each
-        else:
-            for each in builder.add(event):
-                yield each
