@@ -107,7 +107,12 @@ def validation_error(error: ValidationError, known: Sequence[str]) -> ApiError:
         known: Names of the fields that the operation supports, to suggest one for a misspelt name.
     """
     problems = error.errors(include_url=False)
-    problem, place = problems[0], _place(problems[0]["loc"])
+    # A field that allows several types has a problem for each of them. If only a part of the value is wrong
+    # for one of them, that is probably the type that was meant.
+    first = _place(problems[0]["loc"])
+    same_field = [each for each in problems if f"{_place(each['loc'])}.".startswith(f"{first}.")]
+    problem = max(same_field, key=lambda each: _place(each["loc"]).count("."))
+    place = _place(problem["loc"])
     if isinstance(wrong := problem.get("ctx", {}).get("error"), OptionError):
         return invalid_request(_shortened(str(wrong)), place)
     if problem["type"] == "json_invalid":
@@ -124,7 +129,6 @@ def validation_error(error: ValidationError, known: Sequence[str]) -> ApiError:
         )
     if not place:
         return invalid_request("the request body must be a JSON object; enclose its fields in braces")
-    # A field that allows several types has a problem for each of them.
     messages = [each["msg"] for each in problems if _place(each["loc"]) == place]
     message = ", or ".join(text[:1].lower() + text[1:] for text in dict.fromkeys(messages))
     given = "" if problem["type"] == "missing" else f", not {_shown(problem['input'])}"

@@ -129,6 +129,11 @@ def test_a_last_assistant_message_is_continued(client: openai.OpenAI) -> None:
         ({"messages": []}, "messages", "messages: list should have at least 1 item"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role", "'robot'"),
         (
+            {"messages": [{"role": "user", "content": [{"text": "x"}]}]},
+            "messages.0.content.0.type",
+            "messages.0.content.0.type: field required",
+        ),
+        (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages.0.content.0",
             "edgespec's models read only text",
