@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain, groupby
 
 from edgespec.backends.base import Progress
 from edgespec.chat.reasoning import piece_with_markers
@@ -227,14 +226,28 @@ def _text_chunks(
     logprobs: Sequence[TokenLogprobs],
 ) -> Iterator[TextChunk]:
     start = 0
-    for reasoning, run in groupby(split, key=lambda part: part.in_reasoning):
-        parts = list(run)
-        end = start + len(parts)
+    for parts in _runs(split):
+        end, reasoning = start + len(parts), parts[0].in_reasoning
         shown = "".join(part.reasoning if reasoning else part.answer for part in parts)
         raw, values = "".join(texts[start:end]), tuple(logprobs[start:end])
+        calls = parts[-1].calls
+        # A delta without an id continues an earlier call, which came before the text.
+        continued = [delta for delta in calls if not delta.id]
+        yield from (TextChunk("", 0, accepted, tool_call=delta) for delta in continued)
         yield TextChunk(shown, tokens_per_text * len(parts), accepted, reasoning, raw, values)
         if reasoning and (answer := "".join(part.answer for part in parts)):
             yield TextChunk(answer, 0, accepted)
-        for delta in chain.from_iterable(part.calls for part in parts):
-            yield TextChunk("", 0, accepted, tool_call=delta)
+        yield from (TextChunk("", 0, accepted, tool_call=delta) for delta in calls if delta.id)
         start = end
+
+
+def _runs(split: Sequence[ReplyParts]) -> Iterator[list[ReplyParts]]:
+    """Group the parts that can share a chunk, in their order. A part with tool calls ends its group."""
+    run: list[ReplyParts] = []
+    for part in split:
+        if run and (run[-1].calls or run[-1].in_reasoning != part.in_reasoning):
+            yield run
+            run = []
+        run.append(part)
+    if run:
+        yield run

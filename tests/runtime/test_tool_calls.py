@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -234,3 +235,21 @@ def test_reasoning_content_is_accepted(runtime: Runtime) -> None:
 
 def test_calls_are_public() -> None:
     assert ToolCall("a", "b", "{}").to_json()["function"] == {"name": "b", "arguments": "{}"}
+
+
+def test_parts_of_calls_and_text_stream_in_order(runtime: Runtime) -> None:
+    text = (
+        'I look.\n<tool_call>\n{"name": "now", "arguments": {"zone": "UTC"}}\n</tool_call>\nThen I sort them.'
+    )
+    # The prompt contains the reply, so that drafts reach from the call into the text behind it.
+    messages = [{"role": "user", "content": f"Repeat: {text}"}]
+    options: dict[str, Any] = {"regex": re.escape(text), "temperature": 0.0, "tools": TOOLS}
+
+    def order(**method: Any) -> str:
+        chunks = runtime.stream_messages(messages, **method, **options)
+        return "".join(chunk.tool_call.arguments if chunk.tool_call else chunk.text for chunk in chunks)
+
+    plain = order(method="none")
+    assert plain == 'I look.{"zone": "UTC"}Then I sort them.'
+    for draft_length in range(8, 16):
+        assert order(method="ngram", draft_length=draft_length) == plain

@@ -17,8 +17,8 @@ from edgespec import Runtime
 from edgespec.server.http_server import HttpServer
 from tests.server.conftest import MESSAGES, QUESTION, check_disconnect_cancels, running
 from tests.server.test_constraints import SCHEMA
+from tests.server.test_tools import DRAFTED, QUOTING, check_arguments
 from tests.server.test_tools import TOOLS as OPENAI_TOOLS
-from tests.server.test_tools import check_arguments
 
 _FUNCTION = OPENAI_TOOLS[0]["function"]
 TOOLS: Any = [
@@ -234,6 +234,23 @@ def test_tool_results_reach_the_model(client: anthropic.Anthropic, plain: Runtim
     reply = ask(client, messages=messages, tools=TOOLS, max_tokens=24)
     assert prompt_tokens(reply) == expected.stats.prompt_tokens
     assert text_of(reply) == expected.answer
+
+
+def test_a_call_between_texts(client: anthropic.Anthropic) -> None:
+    reply = ask(client, messages=[QUOTING], tools=TOOLS, max_tokens=200, extra_body=DRAFTED)
+    before, call, after = (block.to_dict() for block in reply.content)
+    assert (before["text"], call["input"], after["text"]) == ("I look.", {"folder": "home"}, "Then I sort.")
+    assert reply.stop_reason == "tool_use"
+    # The conversation goes on after this message.
+    result = {"type": "tool_result", "tool_use_id": call["id"], "content": "notes.txt"}
+    messages: Any = [
+        QUOTING,
+        {"role": "assistant", "content": reply.content},
+        {"role": "user", "content": [result]},
+    ]
+    next_reply = ask(client, messages=messages, tools=TOOLS, max_tokens=4)
+    assert (next_reply.usage.cache_read_input_tokens or 0) > 0
+    assert prompt_tokens(next_reply) > prompt_tokens(reply)
 
 
 def test_a_call_that_the_reply_ended_within_is_left_out(client: anthropic.Anthropic) -> None:

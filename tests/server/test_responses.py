@@ -16,8 +16,8 @@ from edgespec import Runtime
 from edgespec.server.http_server import HttpServer
 from tests.server.conftest import MESSAGES, QUESTION, check_disconnect_cancels, running
 from tests.server.test_constraints import SCHEMA
+from tests.server.test_tools import DRAFTED, QUOTING, check_arguments
 from tests.server.test_tools import TOOLS as CHAT_TOOLS
-from tests.server.test_tools import check_arguments
 
 TOOLS: Any = [{"type": "function", **CHAT_TOOLS[0]["function"]}]
 IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgo="}
@@ -184,6 +184,13 @@ def test_tool_results_reach_the_model(client: openai.OpenAI, plain: Runtime) -> 
     response = ask(client, input=items, tools=TOOLS, max_output_tokens=24)
     assert response.usage.input_tokens == expected.stats.prompt_tokens
     assert response.output_text == expected.answer
+
+
+def test_a_call_between_texts(client: openai.OpenAI) -> None:
+    response = ask(client, input=[QUOTING], tools=TOOLS, max_output_tokens=200, extra_body=DRAFTED)
+    before, call, after = response.output
+    assert (before.content[0].text, after.content[0].text) == ("I look.", "Then I sort.")
+    assert (call.type, json.loads(call.arguments)) == ("function_call", {"folder": "home"})
 
 
 def test_a_call_that_the_reply_ended_within_is_incomplete(client: openai.OpenAI) -> None:
