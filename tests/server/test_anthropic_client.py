@@ -117,6 +117,28 @@ def test_events_come_in_anthropics_order(http: httpx.Client) -> None:
     assert delta["edgespec"]["drafters"] == "model"
 
 
+def test_a_request_as_claude_code_sends_it(http: httpx.Client) -> None:
+    cached = {"cache_control": {"type": "ephemeral"}}
+    body = {
+        "model": "demo",
+        "max_tokens": 32000,
+        "stream": True,
+        "system": [{"type": "text", "text": HEADER}, {"type": "text", "text": "You are an agent.", **cached}],
+        "messages": [{"role": "user", "content": [{"type": "text", "text": QUESTION, **cached}]}],
+        "tools": [{**TOOLS[0], "eager_input_streaming": True}],
+        "metadata": {"user_id": "someone"},
+        "thinking": {"type": "adaptive"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "high"},
+        "stop_sequences": ["."],
+    }
+    headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "claude-code-20250219"}
+    reply = http.post("/v1/messages?beta=true", json=body, headers=headers)
+    assert reply.status_code == 200
+    assert reply.text.endswith('event: message_stop\ndata: {"type": "message_stop"}\n\n')
+    assert '"ignored_fields": ["context_management", "metadata"]' in reply.text
+
+
 def test_stop_sequences(client: anthropic.Anthropic) -> None:
     text = text_of(ask(client, max_tokens=16))
     word = text.split()[3]

@@ -105,6 +105,45 @@ def test_events_come_in_openais_order(client: openai.OpenAI) -> None:
     assert last.response.incomplete_details.reason == "max_output_tokens"
 
 
+def test_a_request_as_codex_sends_it(http: httpx.Client) -> None:
+    rules, text = ([{"type": "input_text", "text": each}] for each in ("Be brief.", QUESTION))
+    body = {
+        "model": "demo",
+        "instructions": "You are an agent.",
+        "input": [
+            {
+                "type": "message",
+                "role": "developer",
+                "content": [{"type": "input_text", "text": "Be brief."}],
+            },
+            {"type": "message", "role": "user", "content": text},
+        ],
+        "tools": [
+            {**TOOLS[0], "strict": False},
+            {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark"}},
+            {"type": "web_search", "external_web_access": False},
+        ],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "reasoning": {"effort": "medium", "summary": "auto"},
+        "store": False,
+        "stream": True,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "019a",
+        "text": {"verbosity": "low"},
+        "client_metadata": {"turn": "1"},
+        "stop": ["."],
+    }
+    reply = http.post("/v1/responses", json=body)
+    assert reply.status_code == 200
+    last = json.loads(reply.text.rstrip().rpartition("data: ")[2])
+    assert (last["type"], last["response"]["status"]) == ("response.completed", "completed")
+    assert last["response"]["edgespec"]["ignored_fields"] == [
+        "prompt_cache_key", "store", "client_metadata", "parallel_tool_calls", "reasoning",
+        "tools.1", "tools.2", "include.0",
+    ]  # fmt: skip
+
+
 def test_the_clients_stream_helper(client: openai.OpenAI, plain: Runtime) -> None:
     expected = plain.reply(MESSAGES, regex="[a-z]{8}", temperature=0.0).answer
     options: Any = {"model": "demo", "input": QUESTION, "extra_body": {"regex": "[a-z]{8}"}}

@@ -27,7 +27,8 @@ TOOLS: Any = [
 ]
 OPTIONS: Any = {"model": "demo", "max_tokens": 120, "temperature": 0, "tools": TOOLS}
 # A reply with a call between texts. The prompt contains it, so that drafts reach from one part into the next.
-CALL_IN_TEXT = 'I look.\n<tool_call>\n{"name": "list_files", "arguments": {"folder": "home"}}\n</tool_call>\nThen I sort.'
+CALL = '<tool_call>\n{"name": "list_files", "arguments": {"folder": "home"}}\n</tool_call>'
+CALL_IN_TEXT = f"I look.\n{CALL}\nThen I sort."
 QUOTING: Any = {"role": "user", "content": f"Repeat: {CALL_IN_TEXT}"}
 DRAFTED: Any = {"regex": re.escape(CALL_IN_TEXT), "method": "ngram", "draft_length": 12}
 
