@@ -111,11 +111,7 @@ def test_a_request_as_codex_sends_it(http: httpx.Client) -> None:
         "model": "demo",
         "instructions": "You are an agent.",
         "input": [
-            {
-                "type": "message",
-                "role": "developer",
-                "content": [{"type": "input_text", "text": "Be brief."}],
-            },
+            {"type": "message", "role": "developer", "content": rules},
             {"type": "message", "role": "user", "content": text},
         ],
         "tools": [

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
@@ -33,20 +31,9 @@ async def create_message(call: Call[AnthropicMessageRequest]) -> Response:
 
 
 async def count_tokens(call: Call[AnthropicCountRequest]) -> Response:
-    """Count the tokens of the prompt that a request for a message would have.
-
-    The start of a reply counts as a message, which adds a few tokens.
-    """
-    prompt, default = chat_prompt(call.body), call.service.settings.reply_options.get("thinking", "auto")
-    begun = [{"role": "assistant", "content": prompt.reply_start}] if prompt.reply_start else []
-    async with call.service.models.borrow(call.body.model) as model:
-        tokens = await asyncio.to_thread(
-            model.runtime.count_tokens,
-            [*prompt.messages, *begun],
-            tools=prompt.tools,
-            tool_choice=prompt.tool_choice,
-            thinking=call.body.thinking.option if call.body.thinking else default,
-        )
+    """Count the tokens of the prompt that a request for a message would have."""
+    thinking = call.body.thinking.option if call.body.thinking else None
+    tokens = await call.service.count_tokens(call.body.model, chat_prompt(call.body), thinking)
     count: AnthropicCount = {"input_tokens": tokens}
     return json_response(count)
 
