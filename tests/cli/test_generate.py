@@ -155,11 +155,20 @@ def test_log_probabilities_are_part_of_the_json_object(run: Run) -> None:
     ("args", "message"),
     [
         (("--schema", "missing.json"), "the file 'missing.json' cannot be read"),
-        (("--regex", "a["), "the regular expression cannot be used"),
+        (("--schema", '{"type": "object"}'), "a schema needs the path of a file, not the schema itself"),
+        (("--schema", "bad.json"), "bad.json is not valid JSON (line 1, column 13); correct the file"),
+        (("--schema", "list.json"), "list.json contains no JSON schema"),
+        (("--regex", "(a"), "invalid regular expression '(a': unclosed group"),
+        (("--adapter", "bad.json=loud"), "the scale 'loud' is not a number"),
         (("--regex", "a", "--choice", "b"), "regex and choice cannot be used together"),
     ],
 )
-def test_constraints_that_are_refused(run: Run, args: tuple[str, ...], message: str) -> None:
+def test_options_that_are_refused(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bad.json").write_text('{"type": "a"')
+    Path("list.json").write_text("[1]")
     assert message in one_line_error(run("generate", *args, QUESTION), 2)
 
 
