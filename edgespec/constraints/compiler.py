@@ -154,8 +154,8 @@ def _refused(option: str, text: str, message: str) -> OptionError:
             "this looks like llama.cpp's GBNF, but edgespec needs a grammar in Lark's format",
             'write rules with a colon, such as start: "yes" | "no"',
         )
-    if option == "regex" and (reason := _REGEX_ERROR.search(message)):
-        return OptionError(f"invalid regular expression {_shortened(text)!r}: {reason[1]}", kind.hint)
+    if option == "regex" and (error := _REGEX_ERROR.search(message)):
+        return OptionError(f"invalid regular expression {_shortened(text)!r}: {error[1]}", kind.hint)
     if keywords := _UNSUPPORTED_KEYWORDS.fullmatch(message):
         verb = "are" if "," in keywords[1] else "is"
         names = _shortened(keywords[1].replace('"', ""))
