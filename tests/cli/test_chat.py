@@ -101,7 +101,8 @@ def test_every_reply_option_becomes_a_setting(run: Run, opened: Opened, tmp_path
     schema = tmp_path / "schema.json"
     schema.write_text('{"type": "string"}', "utf-8")
     names = set(REPLY_OPTIONS) - set(LOAD_OPTIONS) - {"schema", "adapter_scales", *chat._UNUSED}
-    given = (word for name in names for word in (f"--{name.replace('_', '-')}", "1"))
+    values = dict.fromkeys(names, "1") | {"thinking": "on"}
+    given = (word for name in names for word in (f"--{name.replace('_', '-')}", values[name]))
     result = run("chat", "--schema", str(schema), *given)
     assert result.exit_code == 0, result.stderr
     assert set(opened.options["settings"]) == {"schema", *names}
