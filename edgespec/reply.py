@@ -127,6 +127,8 @@ class Reply:
         answer: The text without reasoning and tool calls. Empty if the reply ended before the answer.
         tool_calls: The tools that the model calls. The last call is incomplete if the reply ended within it.
         logprobs: The log-probability of each token in `tokens`, if the option `logprobs` is set.
+        heads: Names of the heads that were loaded to draft for the target.
+        context_full: Whether the reply ended because the context is full, with the finish reason `length`.
     """
 
     text: str
@@ -141,6 +143,8 @@ class Reply:
     answer: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
+    heads: tuple[str, ...] = ()
+    context_full: bool = False
     stop_string: str = ""
 
     def to_json(self) -> dict[str, object]:
@@ -159,6 +163,7 @@ class Reply:
             "seed": self.seed,
             "target": self.target,
             "draft": self.draft,
+            "heads": list(self.heads),
             "method": asdict(self.method),
             "stats": self.stats.to_json(),
             **{key: value for key, value in optional.items() if value},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
@@ -21,7 +22,7 @@ from edgespec.errors import (
     TemplateError,
 )
 from edgespec.options import LOAD_OPTIONS
-from edgespec.spelling import nearest
+from edgespec.spelling import FOREIGN_NAMES, nearest
 
 __all__ = ["ApiError", "api_error", "invalid_request", "unsupported_content", "validation_error"]
 
@@ -79,8 +80,10 @@ def api_error(error: Exception) -> ApiError:
         case ContextFullError():
             sizes = {"n_prompt_tokens": error.prompt_tokens, "n_ctx": error.context_tokens}
             details = {name: value for name, value in sizes.items() if value is not None}
-            code = "context_length_exceeded"
-            return ApiError(400, str(error), "exceed_context_size_error", code, "messages", details)
+            code, message = "context_length_exceeded", str(error)
+            if error.prompt_tokens is not None:
+                message = f"{error.what}; shorten it, or start the server with a larger --context"
+            return ApiError(400, message, "exceed_context_size_error", code, "messages", details)
         case ModelNotFoundError():
             return ApiError(404, str(error), code="model_not_found", param="model")
         case MemoryBudgetError():
@@ -99,17 +102,22 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(500, message, "server_error")
 
 
-def validation_error(error: ValidationError, known: Sequence[str]) -> ApiError:
+def validation_error(
+    error: ValidationError, known: Sequence[str], advice: Mapping[str, str] = MappingProxyType({})
+) -> ApiError:
     """Convert the first problem that pydantic found in a request body.
 
     Args:
         error: The exception.
         known: Names of the fields that the operation supports, to suggest one for a misspelt name.
+        advice: What to do instead of setting fields that other operations support, by the name of the field.
     """
     problems = error.errors(include_url=False)
+    # Report a field of another operation before the field that is missing instead.
+    elsewhere = (each for each in problems if _place(each["loc"]) in advice)
+    first = _place(next(elsewhere, problems[0])["loc"])
     # A field that allows several types has a problem for each of them. If only a part of the value is wrong
     # for one of them, that is probably the type that was meant.
-    first = _place(problems[0]["loc"])
     same_field = [each for each in problems if f"{_place(each['loc'])}.".startswith(f"{first}.")]
     problem = max(same_field, key=lambda each: _place(each["loc"]).count("."))
     place = _place(problem["loc"])
@@ -119,9 +127,14 @@ def validation_error(error: ValidationError, known: Sequence[str]) -> ApiError:
         return invalid_request("the request body is not valid JSON; check its syntax")
     if problem["type"] == "extra_forbidden":
         near = _near(place[:_MAX_SHOWN_CHARACTERS], known)
-        if place in LOAD_OPTIONS:
-            flag = f"--{place.replace('_', '-')}"
+        option = FOREIGN_NAMES.get(place, place)
+        if place in advice:
+            hint = advice[place]
+        elif option in LOAD_OPTIONS:
+            flag = f"--{option.replace('_', '-')}"
             hint = f"it is set when a model is loaded, so start the server with {flag}"
+        elif place == "keep_alive":
+            hint = "it is the same for all models, so start the server with --idle-unload"
         else:
             hint = f"did you mean {' or '.join(near)}?" if near else "leave it out"
         return invalid_request(
@@ -129,6 +142,8 @@ def validation_error(error: ValidationError, known: Sequence[str]) -> ApiError:
         )
     if not place:
         return invalid_request("the request body must be a JSON object; enclose its fields in braces")
+    if problem["type"] == "too_short" and not problem["input"]:
+        return invalid_request(f"{place} is empty; add at least one", place)
     messages = [each["msg"] for each in problems if _place(each["loc"]) == place]
     message = ", or ".join(text[:1].lower() + text[1:] for text in dict.fromkeys(messages))
     given = "" if problem["type"] == "missing" else f", not {_shown(problem['input'])}"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_type_hints
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Union, get_args, get_type_hints
 
 from pydantic import (
     AfterValidator,
@@ -31,6 +31,9 @@ class RequestFields(BaseModel):
     """A JSON object in a request. Unknown fields are rejected, and numbers are not converted to strings."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    advice: ClassVar[Mapping[str, str]] = {}
+    """What to do instead of setting fields that other operations support, by the name of the field."""
 
     @classmethod
     def known_fields(cls) -> list[str]:

@@ -323,7 +323,7 @@ def test_tokens_are_counted(client: anthropic.Anthropic) -> None:
         ({"temperatur": 1}, "unknown field 'temperatur'; did you mean temperature?"),
         ({"temperature": "hot"}, "temperature must be a number from 0 to 100, not 'hot'"),
         ({"mcp_servers": []}, "unknown field 'mcp_servers'; leave it out"),
-        ({"messages": []}, "messages: list should have at least 1 item"),
+        ({"messages": []}, "messages is empty; add at least one"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "'robot'"),
         ({"messages": [{"role": "user", "content": [PNG]}]}, "messages.0.content.0 is of the type 'image'"),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from typing import Any
@@ -124,9 +125,12 @@ def test_a_last_assistant_message_is_continued(client: openai.OpenAI) -> None:
         ({"method": "modle"}, "method", "did you mean 'model'?"),
         ({"method": "lookahead"}, None, "lookahead"),
         ({"max_loss": 0.1}, "max_loss", "start the server with --max-loss"),
+        ({"num_ctx": 4096}, "num_ctx", "start the server with --context"),
+        ({"keep_alive": "5m"}, "keep_alive", "start the server with --idle-unload"),
+        ({"prompt": "hi"}, "prompt", "unknown field 'prompt'; use messages, or POST /v1/completions"),
         ({"tools": [{"type": "function"}]}, None, "tool"),
         ({"n": 99}, "n", "n: input should be less than or equal to 16, not 99"),
-        ({"messages": []}, "messages", "messages: list should have at least 1 item"),
+        ({"messages": []}, "messages", "messages is empty; add at least one"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role", "'robot'"),
         (
             {"messages": [{"role": "user", "content": [{"text": "x"}]}]},
@@ -160,12 +164,19 @@ def test_too_long_prompts_report_the_sizes(client: openai.OpenAI, stream: bool) 
     body: Any = error.value.body
     assert body["n_ctx"] == 1024
     assert body["n_prompt_tokens"] > 1024
+    advice = "but the context holds only 1,?024; shorten it, or start the server with a larger --context$"
+    assert re.search(advice, error.value.message)
 
 
 def test_unknown_models_are_not_found(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as error:
         client.chat.completions.create(model="gpt-77", messages=MESSAGES)
     assert error.value.code == "model_not_found"
+    with pytest.raises(
+        openai.NotFoundError,
+        match=r"70b-q4: \S+ is not on this machine; download it with `edgespec models pull",
+    ):
+        client.chat.completions.create(model="70b-q4", messages=MESSAGES)
     with pytest.raises(openai.NotFoundError, match="is the path of a file"):
         client.chat.completions.create(model="/etc/passwd", messages=MESSAGES)
 

@@ -44,14 +44,9 @@ class AnthropicReply(TypedDict):
 
 
 class MessageBuilder:
-    """Builds the message of one reply. See `ReplyBuilder`.
+    """Builds the message of one reply. See `ReplyBuilder`."""
 
-    Args:
-        max_tokens: The maximum number of tokens that the client asked for.
-    """
-
-    def __init__(self, max_tokens: int | None) -> None:
-        self._max_tokens = max_tokens
+    def __init__(self) -> None:
         self.response: dict[str, Any] = {
             "id": f"msg_{secrets.token_hex(12)}",
             "type": "message",
@@ -94,7 +89,7 @@ class MessageBuilder:
         content = [block for block in self._blocks if block.get("input", {}) is not None]
         calls = any(block["type"] == "tool_use" for block in content)
         ending = {
-            "stop_reason": _stop_reason(reply, calls, self._max_tokens),
+            "stop_reason": _stop_reason(reply, calls),
             "stop_sequence": reply.stop_string or None,
         }
         usage = _usage(reply.stats)
@@ -125,10 +120,9 @@ class MessageBuilder:
             block["input"], self._arguments = parse_object(self._arguments), ""
 
 
-def _stop_reason(reply: Reply, calls: bool, max_tokens: int | None) -> str:
+def _stop_reason(reply: Reply, calls: bool) -> str:
     if reply.finish_reason == "length":
-        is_full = max_tokens is not None and len(reply.tokens) < max_tokens
-        return "model_context_window_exceeded" if is_full else "max_tokens"
+        return "model_context_window_exceeded" if reply.context_full else "max_tokens"
     if reply.stop_string:
         return "stop_sequence"
     return "tool_use" if calls else "end_turn"

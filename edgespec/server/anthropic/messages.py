@@ -26,8 +26,7 @@ class AnthropicCount(TypedDict):
 
 async def create_message(call: Call[AnthropicMessageRequest]) -> Response:
     """Reply to the messages of a request."""
-    request = _request(call.body)
-    return await respond(call, request, MessageBuilder(request.options.get("max_tokens")), error_event)
+    return await respond(call, _request(call.body), MessageBuilder(), error_event)
 
 
 async def count_tokens(call: Call[AnthropicCountRequest]) -> Response:

@@ -6,6 +6,7 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import FailFast, Field
@@ -32,6 +33,8 @@ __all__ = ["ChatCompletion", "ChatRequest", "create_chat_completion"]
 
 class ChatRequest(ChoiceFields):
     """The body of a chat completion request."""
+
+    advice = MappingProxyType({"prompt": "use messages, or POST /v1/completions"})
 
     messages: Annotated[list[ChatMessage], Field(min_length=1), FailFast()]
     response_format: ResponseFormat | None = None

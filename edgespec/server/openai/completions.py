@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic import FailFast, Field
@@ -31,6 +32,8 @@ _Prompts = TypeAliasType("_Prompts", Annotated[list[str], FailFast()])
 
 class CompletionRequest(ChoiceFields):
     """The body of a completion request."""
+
+    advice = MappingProxyType({"messages": "use prompt, or POST /v1/chat/completions"})
 
     prompt: str | _Prompts = Field(description="The text to continue, or several texts.")
     echo: bool | None = Field(default=None, description="Repeat the prompt before the text.")
