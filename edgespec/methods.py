@@ -45,6 +45,20 @@ class MissingDrafter(NamedTuple):
 _UNKNOWN_DRAFTER = MissingDrafter("this target has no such drafter", "choose another method")
 
 
+class LoadedHead(NamedTuple):
+    """A head that drafts for a loaded target.
+
+    Attributes:
+        name: The reference that names the head. A head in the target's own files has a description instead.
+        path: The path of the head's files. Empty for a head in the target's own files.
+        state: The head's state, which the prefix cache stores.
+    """
+
+    name: str
+    path: str
+    state: HeadState
+
+
 class DrafterSet:
     """All drafters for a target model, and the combinations of them that methods use.
 
@@ -54,7 +68,7 @@ class DrafterSet:
     Args:
         drafters: Drafters by name, or the reasons why they are missing. `grammar` and `ngram` are always
             available.
-        heads: The states of the heads among the drafters.
+        heads: The heads that drafters use.
         chain_model: The draft model, if the `model` drafter proposes plain chains of its tokens, or None.
         why_no_draft: Why there is no draft model, for reports and error messages.
         v: Cost of a verify pass as a multiple of a single-token pass, as a function of the number of tokens
@@ -67,7 +81,7 @@ class DrafterSet:
         target: LanguageModel,
         drafters: Mapping[str, Drafter | MissingDrafter] = MappingProxyType({}),
         *,
-        heads: Sequence[HeadState] = (),
+        heads: Sequence[LoadedHead] = (),
         chain_model: LanguageModel | None = None,
         why_no_draft: str = "",
         v: CostFunction = assumed_cost,

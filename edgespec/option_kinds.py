@@ -259,7 +259,12 @@ def _path_and_scale(text: str) -> tuple[str, float]:
     try:
         return path, float(scale)
     except ValueError:
-        return text, 1.0
+        if not os.path.exists(os.path.expanduser(path)):
+            # Names of files can contain equals signs.
+            return text, 1.0
+        raise OptionError(
+            f"the scale {scale!r} is not a number", f"for example, use {path}=0.5, or only the path"
+        ) from None
 
 
 class AdapterScales(Kind):
@@ -357,6 +362,28 @@ class TextFile(Kind):
 
 class JsonSchema(TextFile):
     """A JSON schema: a dict, JSON text or a Pydantic model. `check` returns it as JSON text."""
+
+    def parse(self, text: str) -> Any:
+        """Return the JSON text of a file. Raises OptionError if it cannot be read or is not a JSON object."""
+        if text.lstrip().startswith("{"):
+            raise OptionError(
+                f"a schema needs the path of a file, not the schema itself: {text[:40]!r}",
+                "save it to a file, and pass the path of the file",
+            )
+        schema = super().parse(text)
+        try:
+            is_object = isinstance(json.loads(schema), Mapping)
+        except (ValueError, RecursionError) as error:
+            place = ""
+            if isinstance(error, json.JSONDecodeError):
+                place = f" (line {error.lineno}, column {error.colno})"
+            raise OptionError(f"{text} is not valid JSON{place}", "correct the file") from None
+        if not is_object:
+            raise OptionError(
+                f"{text} contains no JSON schema, which is a JSON object, but {schema[:40]!r}",
+                "pass the file of a JSON schema",
+            )
+        return schema
 
     def check(self, name: str, value: Any) -> str:
         hint = "pass a dict, a JSON object as text, or a Pydantic model class"

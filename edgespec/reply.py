@@ -119,6 +119,7 @@ class Reply:
         text: All generated text, including the reasoning, tool calls, and their markers, such as `<think>`.
         tokens: All generated tokens, including the one that ended the reply.
         finish_reason: `stop`, `length` or `cancelled`.
+        stop_string: The stop string that ended the reply. Empty if none did.
         seed: Random seed. The same seed gives the same reply.
         target: Name of the target.
         draft: Name of the draft model, or None.
@@ -126,6 +127,8 @@ class Reply:
         answer: The text without reasoning and tool calls. Empty if the reply ended before the answer.
         tool_calls: The tools that the model calls. The last call is incomplete if the reply ended within it.
         logprobs: The log-probability of each token in `tokens`, if the option `logprobs` is set.
+        heads: Names of the heads that were loaded to draft for the target.
+        context_full: Whether the reply ended because the context is full, with the finish reason `length`.
     """
 
     text: str
@@ -140,10 +143,14 @@ class Reply:
     answer: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
+    heads: tuple[str, ...] = ()
+    context_full: bool = False
+    stop_string: str = ""
 
     def to_json(self) -> dict[str, object]:
         """Return the reply as the object that `generate --json` prints."""
-        optional = {
+        optional: dict[str, object] = {
+            "stop_string": self.stop_string,
             "tool_calls": [call.to_json() for call in self.tool_calls],
             "logprobs": [each.to_json() for each in self.logprobs],
         }
@@ -156,7 +163,8 @@ class Reply:
             "seed": self.seed,
             "target": self.target,
             "draft": self.draft,
+            "heads": list(self.heads),
             "method": asdict(self.method),
             "stats": self.stats.to_json(),
-            **{key: values for key, values in optional.items() if values},
+            **{key: value for key, value in optional.items() if value},
         }

@@ -31,7 +31,7 @@ from edgespec.memory import MemoryPlan, resident_bytes
 from edgespec.memory.budget import DEFAULT_RESERVE_BYTES
 from edgespec.memory.prefix_cache import PrefixCache, PrefixCacheUsage
 from edgespec.memory.use import MemoryUse
-from edgespec.methods import DrafterSet
+from edgespec.methods import DrafterSet, LoadedHead
 from edgespec.options import ReplyArguments
 from edgespec.reply import MethodReport, Reply
 from edgespec.reply_options import CONSTRAINT_NAMES, REPLY_OPTIONS
@@ -127,6 +127,11 @@ class Runtime:
     def draft(self) -> ModelFacts | None:
         """Properties of the draft model, or None if there is none."""
         return self._draft.facts if self._draft else None
+
+    @property
+    def heads(self) -> tuple[LoadedHead, ...]:
+        """The heads that draft for the target. Empty if there are none."""
+        return tuple(self._session.drafters.heads)
 
     @property
     def template(self) -> ChatTemplate | None:

@@ -91,9 +91,8 @@ class Session:
         self.target_step_seconds = target_step_seconds or self._measure_target_step()
         store = prefix_cache.store if prefix_cache else None
         self.memory_pressure = MemoryPressure(self.context, store, reserve_bytes=reserve_bytes)
-        self._target_cache = TargetCache(
-            target, prefix_cache, self.context, self.memory_pressure, drafters.heads
-        )
+        heads = [head.state for head in drafters.heads]
+        self._target_cache = TargetCache(target, prefix_cache, self.context, self.memory_pressure, heads)
         _open_sessions.add(self)
 
     @property

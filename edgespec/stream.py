@@ -212,6 +212,9 @@ class ReplyStream:
                 answer=split.answer,
                 tool_calls=split.tool_calls,
                 logprobs=tuple(self._logprobs),
+                context_full=self._finish_reason == "length" and len(self._tokens) < self._request.max_tokens,
+                heads=tuple(head.name for head in self._session.drafters.heads),
+                stop_string=self._text.stop_string,
             )
         self._on_end(self._reply)
         return True

@@ -34,7 +34,7 @@ from edgespec.drafters.tree_growth import TreeGrowth
 from edgespec.errors import CapabilityError, EdgespecError, OptionError
 from edgespec.files import file_state
 from edgespec.method_names import HEADS
-from edgespec.methods import DrafterSet, MissingDrafter
+from edgespec.methods import DrafterSet, LoadedHead, MissingDrafter
 from edgespec.prepare.calibration import calibration_prompt, greedy_reply
 from edgespec.prepare.exit_table import exit_table
 from edgespec.prepare.store import PreparedModel, read_prepared
@@ -97,7 +97,7 @@ class _DrafterFactory:
         self._measured_curve: CostCurve | None = None
         # Notices that explain why heads that were found are not used.
         self._head_notices: list[str] = []
-        self._heads: list[HeadCache] = []
+        self._heads: list[LoadedHead] = []
         self.made: dict[str, Drafter | MissingDrafter] = {}
 
     def make_all(self, draft: LoadedDraft | None) -> tuple[DrafterSet, tuple[str, ...]]:
@@ -320,7 +320,8 @@ class _DrafterFactory:
             return MissingDrafter(error.what, error.next_step)
         files = all_files(option.head.path) if option.head.path else ()
         cache = HeadCache(view, " ".join((name, *map(file_state, files))))
-        self._heads.append(cache)
+        path = str(option.head.path) if option.head.path else ""
+        self._heads.append(LoadedHead(option.name, path, cache))
         return self._model_drafter(view, name, cache)
 
     def _checked_lowbit_copy(self) -> PreparedModel | None:

@@ -136,7 +136,7 @@ def _load_planned(planned: LoadPlan, trial_notice: str, progress: Progress | Non
                 arguments["prefix_cache"],
                 as_bytes(arguments["prefix_cache_disk"]),
                 model,
-                drafters.heads,
+                [head.state for head in drafters.heads],
                 planned.target_options,
                 costs,
                 planned.plan,

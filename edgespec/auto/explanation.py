@@ -79,7 +79,7 @@ class DraftingStatus:
             return "this model is so fast that drafting would cost more time than it saves"
         if self.unaffordable_rounds and self.draft_cost_steps > self.allowance_steps:
             if self.allowance_steps <= 0.0:
-                return "the time that drafting may cost this reply (--max-loss) is used up"
+                return "drafting has cost this reply as much time as it may (--max-loss)"
             cost, allowed = _token_times(self.draft_cost_steps), _token_times(self.allowance_steps)
             return f"a wrong draft could cost {cost}, but --max-loss allows only {allowed}"
         if self.is_drafting and self.has_drafted:

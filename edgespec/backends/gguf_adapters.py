@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from edgespec.backends.base import Adapter
+from edgespec.backends.gguf_files import check_is_gguf
 from edgespec.backends.gguf_header import read_header
 from edgespec.errors import ModelFileError
 
@@ -26,6 +27,7 @@ def check_gguf_adapters(adapters: Sequence[Adapter], model: Path) -> None:
                 f"the adapter {path} is a folder, but {model.name} needs an adapter in a .gguf file",
                 "convert it with llama.cpp's convert_lora_to_gguf.py",
             )
+        check_is_gguf(path, "LoRA adapter")
         header = read_header(path)
         kinds = header.metadata.get("general.type"), header.metadata.get("adapter.type")
         if kinds != ("adapter", "lora"):

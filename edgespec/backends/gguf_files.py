@@ -8,7 +8,7 @@ from pathlib import Path
 from edgespec.errors import ModelFileError
 from edgespec.files import regular_file_bytes
 
-__all__ = ["describe_start", "gguf_files"]
+__all__ = ["check_is_gguf", "describe_start", "gguf_files"]
 
 _PART = re.compile(r"(.*)-\d{5}-of-(\d{5})(\.gguf)", re.IGNORECASE)
 # If a file is not a GGUF file, an error message quotes this many bytes from its start.
@@ -25,14 +25,15 @@ def describe_start(data: bytes) -> str:
     return f"begins with the bytes {data[:4].hex(' ').upper()}"
 
 
-def gguf_files(path: Path) -> list[Path]:
-    """Return the files of a GGUF model in order.
+def check_is_gguf(path: Path, content: str = "model or head") -> None:
+    """Check that a file begins like a GGUF file.
 
     Args:
-        path: The model file, or any part of a split model.
+        path: The file.
+        content: What the file should contain, for the error message.
 
     Raises:
-        ModelFileError: The file is not a GGUF file, or a part is missing.
+        ModelFileError: The file cannot be read, or is not a GGUF file.
     """
     try:
         regular_file_bytes(path)
@@ -42,8 +43,20 @@ def gguf_files(path: Path) -> list[Path]:
         raise ModelFileError(f"{path} cannot be read: {error.strerror or error}", "check the path") from error
     if not start.startswith(b"GGUF"):
         raise ModelFileError(
-            f"{path} is not a GGUF file: it {describe_start(start)}", "select the .gguf file of a model"
+            f"{path} is not a GGUF file: it {describe_start(start)}", f"select the .gguf file of a {content}"
         )
+
+
+def gguf_files(path: Path) -> list[Path]:
+    """Return the files of a GGUF model in order.
+
+    Args:
+        path: The model file, or any part of a split model.
+
+    Raises:
+        ModelFileError: The file is not a GGUF file, or a part is missing.
+    """
+    check_is_gguf(path)
     match = _PART.fullmatch(path.name)
     count = int(match[2]) if match else 0
     if match is None or not count:

@@ -96,9 +96,9 @@ def fetch(
     if cached := cached_model(repository, quantisation, content.missing_from_folder):
         return cached
     if not allow_download:
+        name = hub_name(repository, quantisation)
         raise ModelNotFoundError(
-            f"{hub_name(repository, quantisation)} is not on this machine",
-            "allow the download, or specify the path of a file",
+            f"{name} is not on this machine", f"download it with `edgespec models pull {name}`"
         )
     with translate_errors(repository):
         commit, listed = list_repository(repository)

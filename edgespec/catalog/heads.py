@@ -57,6 +57,7 @@ class HeadOption:
         speedup: Expected speed-up over plain decoding, estimated from the head's size. 0 if unknown.
         problem: Why edgespec cannot draft with the head. Empty if it can.
         published: Text about the speed-up that the head's publisher measured. Empty if unknown.
+        must_be_named: Whether edgespec drafts with the head only if the user names it.
     """
 
     reference: str
@@ -67,6 +68,7 @@ class HeadOption:
     speedup: float = 0.0
     problem: str = ""
     published: str = ""
+    must_be_named: bool = False
 
     @property
     def method(self) -> str:
@@ -75,8 +77,8 @@ class HeadOption:
 
     @property
     def is_usable(self) -> bool:
-        """Whether edgespec can draft with the head now."""
-        return self.head is not None and not self.problem
+        """Whether edgespec can choose the head by itself now."""
+        return self.head is not None and not self.problem and not self.must_be_named
 
     @property
     def name(self) -> str:
@@ -200,10 +202,8 @@ def _published(entry: HeadEntry, target: Resolved, target_info: ModelInfo) -> He
     option = _installed(path, entry.name, "catalogue", target, target_info) if path else None
     if option is None:
         return _not_downloaded(entry, target.file_format, target_info.pass_bytes)
-    if entry.embedded_file and not option.problem:
-        # Do not choose it automatically, because the demo must start quickly and has its own draft model.
-        option = replace(option, problem=f"select it with --head {entry.name}")
-    return replace(option, published=_published_speedup(entry))
+    # The demo must start quickly and has its own draft model, so its head is not chosen automatically.
+    return replace(option, published=_published_speedup(entry), must_be_named=bool(entry.embedded_file))
 
 
 def _not_downloaded(entry: HeadEntry, form: FileFormat, target_bytes: int) -> HeadOption:

@@ -223,10 +223,12 @@ class PromptBuilder:
         if context_full == "refuse" or sum(estimates) <= limit_tokens:
             prompt = self.build(messages, progress, settings)
             if context_full == "refuse" and len(prompt.tokens) > limit_tokens:
+                kept = f", of which {context_tokens - limit_tokens} are kept for the reply"
                 raise ContextFullError(
-                    f"the chat has {len(prompt.tokens)} tokens, but the context holds only {context_tokens}",
-                    "start a new chat, use context_full='slide' to drop the oldest messages, or load the"
-                    " model with a larger --context",
+                    f"the prompt has {len(prompt.tokens)} tokens, but the context holds only {context_tokens}"
+                    + (kept if len(prompt.tokens) <= context_tokens else ""),
+                    "shorten it, use context_full='slide' to drop the oldest messages, or load the model with"
+                    " a larger --context",
                     prompt_tokens=len(prompt.tokens),
                     context_tokens=context_tokens,
                 )

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from itertools import takewhile
 from typing import Any
 
 from edgespec.backends.base import Progress
@@ -123,8 +124,9 @@ class ChatTemplate:
             reply = self._ask(self._started(progress), request, progress)
         if "error" not in reply:
             return reply["text"]
-        # Some templates need valid arguments. Others, such as Gemma's, have no system role.
-        for change in (_with_valid_arguments, _without_system):
+        # Some templates need valid arguments. Others, such as those of Qwen 3.5, accept a system message only
+        # at the start, or have no system role, such as Gemma's.
+        for change in (_with_valid_arguments, _without_later_system, _without_system):
             if changed := change(messages):
                 return self._render(changed, progress, settings)
         raise TemplateError(
@@ -200,6 +202,29 @@ def _with_valid_arguments(messages: Sequence[Message]) -> list[Message] | None:
         for message in messages
     ]
     return changed if changed != list(messages) else None
+
+
+def _without_later_system(messages: Sequence[Message]) -> list[Message] | None:
+    """Keep one system message, at the start. Return None if there is no later one.
+
+    Several at the start are joined. Later ones become part of the user message before or after them, because
+    many templates also require that the roles alternate. They keep their place, so that the cached prefix of
+    the conversation stays valid.
+    """
+    if all(message.role != "system" for message in messages[1:]):
+        return None
+    leading = list(takewhile(lambda message: message.role == "system", messages))
+    system = "\n\n".join(message.content for message in leading)
+    changed = [Message("system", system)] if leading else []
+    follows_system = False
+    for message in messages[len(leading) :]:
+        is_system = message.role == "system"
+        moved = replace(message, role="user") if is_system else message
+        if changed and changed[-1].role == moved.role == "user" and (is_system or follows_system):
+            moved = replace(moved, content=f"{changed.pop().content}\n\n{moved.content}")
+        changed.append(moved)
+        follows_system = is_system
+    return changed
 
 
 def _without_system(messages: Sequence[Message]) -> list[Message] | None:

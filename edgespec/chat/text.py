@@ -13,6 +13,9 @@ class ReplyText:
 
     A character that spans several tokens is emitted when it is complete. Text that could be the start of a
     stop string is withheld until later tokens show whether it is.
+
+    Attributes:
+        stop_string: The stop string that ended the reply. Empty if none has.
     """
 
     def __init__(
@@ -21,6 +24,7 @@ class ReplyText:
         self._piece = piece
         self._is_end = is_end
         self._stop = tuple(stop)
+        self.stop_string = ""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
         self._released: list[str] = []
@@ -37,9 +41,10 @@ class ReplyText:
             self._fresh.append("")
             return True
         self._held += self._decoder.decode(self._piece(token))
-        found = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
+        found = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
         if found:
-            self._release(min(found))
+            at, self.stop_string = min(found)
+            self._release(at)
             self._held = ""
             self._decoder.reset()
             return True

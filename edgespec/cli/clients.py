@@ -101,6 +101,32 @@ def _aider(server: Server) -> str:
     )
 
 
+def _claude_code(server: Server) -> str:
+    # Claude Code uses a smaller model for some of its work. On one machine, loading a second one costs more.
+    sizes = ("ANTHROPIC_MODEL", *(f"ANTHROPIC_DEFAULT_{size}_MODEL" for size in ("OPUS", "SONNET", "HAIKU")))
+    environment = {
+        "ANTHROPIC_BASE_URL": server.url,
+        "ANTHROPIC_AUTH_TOKEN": server.key,
+        **dict.fromkeys(sizes, server.model),
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    }
+    return _json({"env": environment})
+
+
+def _codex(server: Server) -> str:
+    from edgespec.cli.settings_file import quoted
+
+    return (
+        f"model = {quoted(server.model)}\n"
+        'model_provider = "edgespec"\n\n'
+        "[model_providers.edgespec]\n"
+        'name = "edgespec"\n'
+        f"base_url = {quoted(f'{server.url}/v1')}\n"
+        'wire_api = "responses"\n'
+        f"experimental_bearer_token = {quoted(server.key)}\n"
+    )
+
+
 def _continue(server: Server) -> str:
     model = {
         "name": f"edgespec {server.model}",
@@ -150,6 +176,18 @@ CLIENTS: Mapping[str, Client] = {
         _aider,
         "run aider --config {path}",
         _in_home(".aider.edgespec.yml"),
+    ),
+    "claude-code": Client(
+        "Anthropic's coding agent",
+        _claude_code,
+        "run claude --settings {path}",
+        _in_home("edgespec.json", "CLAUDE_CONFIG_DIR", ".claude"),
+    ),
+    "codex": Client(
+        "OpenAI's coding agent",
+        _codex,
+        "run codex --profile edgespec",
+        _in_home("edgespec.config.toml", "CODEX_HOME", ".codex"),
     ),
     "continue": Client(
         "coding assistant in VS Code and JetBrains",

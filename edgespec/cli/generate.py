@@ -92,16 +92,16 @@ def _answer(stop: Stop, prompt: str, raw: bool, as_json: bool, options: dict[str
                 " --max-tokens or --context"
             )
         if stream.reply.finish_reason == "length" and (stream.reply.answer or not stream.reply.reasoning):
-            note(_why_cut_off(stream.reply, settings["max_tokens"]))
+            note(_why_cut_off(stream.reply))
         for line in (summary(stream.reply), stream.reply.method.note, stream.reply.method.summary):
             note(line)
         return stream.reply
 
 
-def _why_cut_off(reply: Reply, max_tokens: int | None) -> str:
-    if len(reply.tokens) == max_tokens:
-        return f"the reply was cut off after --max-tokens {max_tokens}"
-    return "the reply was cut off, because it reached its maximum length or the context is full"
+def _why_cut_off(reply: Reply) -> str:
+    if reply.context_full:
+        return "stopped: the context is full; use a larger --context"
+    return f"stopped: the reply reached --max-tokens ({len(reply.tokens)})"
 
 
 def _write(stream: ReplyStream, progress: ProgressLine, silent: bool) -> None:

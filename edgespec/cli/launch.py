@@ -27,7 +27,7 @@ _BEGIN, _END = "# begin: written by edgespec launch\n", "# end: written by edges
     short_help="Configure an editor, agent or script to use the server.",
     examples=(
         "edgespec launch",
-        "edgespec launch aider",
+        "edgespec launch codex",
         "edgespec launch llm --write",
         "edgespec launch aider --url http://192.168.1.20:11435 --api-key my-secret",
     ),

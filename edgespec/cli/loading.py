@@ -34,6 +34,8 @@ def loaded(stop: Stop, **options: Any) -> Iterator[Runtime]:
             reference = options.get("draft") or "none"
             reference = runtime.draft.name if reference == "auto" else reference
             note(_file_line("draft model", reference, runtime.draft.path))
+        for head in runtime.heads:
+            note(_file_line("head", head.name, head.path or head.name))
         note(runtime.target.notice)
         stop.on_request(runtime.cancel)
         yield runtime

@@ -215,6 +215,8 @@ def _head_json(head: HeadOption) -> dict[str, Any]:
 def _head_line(head: HeadOption) -> str:
     if head.problem:
         use = f"not used: {head.problem}"
+    elif head.must_be_named:
+        use = f"available: use it with --head {head.reference} --method {head.method}"
     elif head.head is None:
         use = f"not on this machine; download it with --head {head.reference}"
     else:

@@ -158,7 +158,8 @@ for _kind in (
     help="""Train a draft model to predict the replies of REF, for `--draft`.
 
     No data is needed. REF writes both the questions and the replies. The draft model learns from these
-    replies, and from how REF would continue the draft model's own text. Press Ctrl-C to stop, and run the
+    replies, and from how REF would continue the draft model's own text. Training takes hours for a model with
+    several billion parameters, and begins with an estimate of the time. Press Ctrl-C to stop, and run the
     same command again to continue.
 
     The draft model must be an MLX or Hugging Face model with the vocabulary of REF. The original is not
@@ -180,8 +181,8 @@ for _kind in (
 @click.option(
     "--lora",
     is_flag=True,
-    help="Train low-rank changes of the weights (LoRA). This needs less memory, but usually improves the"
-    " draft model less.",
+    help="Train a LoRA adapter instead of all weights. This needs less memory, but usually improves the draft"
+    " model less.",
 )
 @_with_training_options
 def _train_draft(draft: str, lora: bool, **options: Any) -> None:

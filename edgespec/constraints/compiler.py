@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -25,6 +26,11 @@ __all__ = ["ConstraintCompiler"]
 _MAX_CHARACTERS = 1 << 18
 # Maximum length of a text quoted in an error message, in characters.
 _MAX_SHOWN_CHARACTERS = 300
+# Match the reasons in llguidance's messages about regular expressions and JSON schemas.
+_REGEX_ERROR = re.compile(r"^error: (.+)$", re.MULTILINE)
+_UNSUPPORTED_KEYWORDS = re.compile(r"Unimplemented keys: \[(.+)\]", re.DOTALL)
+# Matches the beginning of a rule in llama.cpp's grammars.
+_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 # Number of compiled constraints to keep, because programs often use the same schema for every request.
 _MAX_COMPILED = 8
 
@@ -109,7 +115,6 @@ class ConstraintCompiler:
             "item_separator": ", ",
             "key_separator": ": ",
         }
-        kind = _KINDS[constraint.option]
         grammars: dict[str, Callable[[str], str]] = {
             "schema": lambda text: LLMatcher.grammar_from_json_schema(text, overrides=style),
             "regex": LLMatcher.grammar_from_regex,
@@ -118,8 +123,9 @@ class ConstraintCompiler:
         }
         text = _choices(constraint.value) if constraint.option == "choice" else constraint.value
         if len(text) > _MAX_CHARACTERS:
+            name = _KINDS[constraint.option].name
             raise OptionError(
-                f"the {kind.name} has {len(text):,} characters, more than the limit of {_MAX_CHARACTERS:,}",
+                f"the {name} has {len(text):,} characters, more than the limit of {_MAX_CHARACTERS:,}",
                 "use a shorter one",
             )
         tokenizer = self._tokenizer.for_llguidance
@@ -132,7 +138,7 @@ class ConstraintCompiler:
         except ValueError as error:
             message = str(error)
         if message:
-            raise OptionError(f"the {kind.name} cannot be used: {_explained(message)}", kind.hint)
+            raise _refused(constraint.option, text, message)
         return matcher
 
 
@@ -140,12 +146,22 @@ def _choices(texts: Sequence[str]) -> str:
     return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
 
 
-def _explained(message: str) -> str:
-    """Return llguidance's error message in plain words."""
-    message = message.replace("<non-verbose/>", "").strip()
-    if message == "NoExtensionBias":
-        return "no text satisfies it"
-    return _shortened(message)
+def _refused(option: str, text: str, message: str) -> OptionError:
+    """Return the error for a constraint that llguidance refuses with this message."""
+    kind, message = _KINDS[option], message.replace("<non-verbose/>", "").strip()
+    if option == "grammar" and _GBNF_RULE.search(text):
+        return OptionError(
+            "this looks like llama.cpp's GBNF, but edgespec needs a grammar in Lark's format",
+            'write rules with a colon, such as start: "yes" | "no"',
+        )
+    if option == "regex" and (error := _REGEX_ERROR.search(message)):
+        return OptionError(f"invalid regular expression {_shortened(text)!r}: {error[1]}", kind.hint)
+    if keywords := _UNSUPPORTED_KEYWORDS.fullmatch(message):
+        verb = "are" if "," in keywords[1] else "is"
+        names = _shortened(keywords[1].replace('"', ""))
+        return OptionError(f"the {kind.name} cannot be used: {names} {verb} not supported", kind.hint)
+    reason = "no text satisfies it" if message == "NoExtensionBias" else _shortened(message)
+    return OptionError(f"the {kind.name} cannot be used: {reason}", kind.hint)
 
 
 def _shortened(text: str) -> str:

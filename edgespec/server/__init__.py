@@ -7,7 +7,8 @@ A request passes through these modules:
 3. `endpoint.py` reads the body, validates it against the operation's pydantic model, and calls the
    operation's handler. A client that disconnects ends the handler, which cancels its replies.
 4. The handler translates the request into `ReplyRequest`s, opens `Service.generate`, and turns the events of
-   the `Generation` into JSON or into an event stream.
+   the `Generation` into JSON or into an event stream. `reply_builder.py` does so for protocols whose streams
+   consist of named events.
 5. `models.py` lends the loaded model. `generation.py` reads the replies of the model's `RequestQueue`.
 
 To add a protocol, write a package beside `openai`:

@@ -9,6 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from edgespec.server.anthropic import ANTHROPIC
 from edgespec.server.endpoint import PathEndpoint, error_response
 from edgespec.server.errors import ApiError
 from edgespec.server.ollama import OLLAMA
@@ -23,7 +24,7 @@ __all__ = ["PROTOCOLS", "create_app"]
 
 _log = logging.getLogger(__name__)
 
-PROTOCOLS = (SYSTEM, OPENAI, OLLAMA)
+PROTOCOLS = (SYSTEM, OPENAI, ANTHROPIC, OLLAMA)
 """The protocols that the server speaks."""
 
 

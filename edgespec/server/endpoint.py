@@ -18,6 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 from edgespec.errors import BusyError, EdgespecError
 from edgespec.files import format_bytes
 from edgespec.server.errors import ApiError, api_error, validation_error
+from edgespec.server.fields import RequestFields
 from edgespec.server.protocol import Call, Operation, Protocol
 from edgespec.server.responses import SEND_SECONDS, json_response
 from edgespec.server.service import Service
@@ -90,7 +91,8 @@ class PathEndpoint:
         except (ApiError, BusyError) as error:
             return api_error(error)
         except ValidationError as error:
-            return validation_error(error, operation.body.known_fields() if operation.body else ())
+            body = operation.body or RequestFields
+            return validation_error(error, body.known_fields(), body.advice)
 
     async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
         """Return the request's body.

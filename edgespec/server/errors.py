@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
@@ -21,9 +22,9 @@ from edgespec.errors import (
     TemplateError,
 )
 from edgespec.options import LOAD_OPTIONS
-from edgespec.spelling import nearest
+from edgespec.spelling import FOREIGN_NAMES, nearest
 
-__all__ = ["ApiError", "api_error", "invalid_request", "validation_error"]
+__all__ = ["ApiError", "api_error", "invalid_request", "unsupported_content", "validation_error"]
 
 # Seconds after which a client should retry if the server is busy or is stopping.
 _RETRY_SECONDS = 5
@@ -60,6 +61,16 @@ def invalid_request(message: str, param: str | None = None, code: str | None = N
     return ApiError(400, message, code=code, param=param)
 
 
+def unsupported_content(place: str, kind: str) -> ApiError:
+    """Return the error for a part of a message that is not text, such as an image."""
+    return invalid_request(
+        f"{place} is of the type {kind[:40]!r}, but edgespec's models read only text;"
+        " remove it, or describe it in words",
+        place,
+        "unsupported_content",
+    )
+
+
 def api_error(error: Exception) -> ApiError:
     """Convert an exception raised while a request was handled to the error that the client receives."""
     retry = {"Retry-After": str(_RETRY_SECONDS)}
@@ -69,8 +80,10 @@ def api_error(error: Exception) -> ApiError:
         case ContextFullError():
             sizes = {"n_prompt_tokens": error.prompt_tokens, "n_ctx": error.context_tokens}
             details = {name: value for name, value in sizes.items() if value is not None}
-            code = "context_length_exceeded"
-            return ApiError(400, str(error), "exceed_context_size_error", code, "messages", details)
+            code, message = "context_length_exceeded", str(error)
+            if error.prompt_tokens is not None:
+                message = f"{error.what}; shorten it, or start the server with a larger --context"
+            return ApiError(400, message, "exceed_context_size_error", code, "messages", details)
         case ModelNotFoundError():
             return ApiError(404, str(error), code="model_not_found", param="model")
         case MemoryBudgetError():
@@ -89,24 +102,39 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(500, message, "server_error")
 
 
-def validation_error(error: ValidationError, known: Sequence[str]) -> ApiError:
+def validation_error(
+    error: ValidationError, known: Sequence[str], advice: Mapping[str, str] = MappingProxyType({})
+) -> ApiError:
     """Convert the first problem that pydantic found in a request body.
 
     Args:
         error: The exception.
         known: Names of the fields that the operation supports, to suggest one for a misspelt name.
+        advice: What to do instead of setting fields that other operations support, by the name of the field.
     """
     problems = error.errors(include_url=False)
-    problem, place = problems[0], _place(problems[0]["loc"])
+    # Report a field of another operation before the field that is missing instead.
+    elsewhere = (each for each in problems if _place(each["loc"]) in advice)
+    first = _place(next(elsewhere, problems[0])["loc"])
+    # A field that allows several types has a problem for each of them. If only a part of the value is wrong
+    # for one of them, that is probably the type that was meant.
+    same_field = [each for each in problems if f"{_place(each['loc'])}.".startswith(f"{first}.")]
+    problem = max(same_field, key=lambda each: _place(each["loc"]).count("."))
+    place = _place(problem["loc"])
     if isinstance(wrong := problem.get("ctx", {}).get("error"), OptionError):
         return invalid_request(_shortened(str(wrong)), place)
     if problem["type"] == "json_invalid":
         return invalid_request("the request body is not valid JSON; check its syntax")
     if problem["type"] == "extra_forbidden":
         near = _near(place[:_MAX_SHOWN_CHARACTERS], known)
-        if place in LOAD_OPTIONS:
-            flag = f"--{place.replace('_', '-')}"
+        option = FOREIGN_NAMES.get(place, place)
+        if place in advice:
+            hint = advice[place]
+        elif option in LOAD_OPTIONS:
+            flag = f"--{option.replace('_', '-')}"
             hint = f"it is set when a model is loaded, so start the server with {flag}"
+        elif place == "keep_alive":
+            hint = "it is the same for all models, so start the server with --idle-unload"
         else:
             hint = f"did you mean {' or '.join(near)}?" if near else "leave it out"
         return invalid_request(
@@ -114,7 +142,8 @@ def validation_error(error: ValidationError, known: Sequence[str]) -> ApiError:
         )
     if not place:
         return invalid_request("the request body must be a JSON object; enclose its fields in braces")
-    # A field that allows several types has a problem for each of them.
+    if problem["type"] == "too_short" and not problem["input"]:
+        return invalid_request(f"{place} is empty; add at least one", place)
     messages = [each["msg"] for each in problems if _place(each["loc"]) == place]
     message = ", or ".join(text[:1].lower() + text[1:] for text in dict.fromkeys(messages))
     given = "" if problem["type"] == "missing" else f", not {_shown(problem['input'])}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_type_hints
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Union, get_args, get_type_hints
 
 from pydantic import (
     AfterValidator,
@@ -17,8 +18,9 @@ from pydantic import (
 from edgespec.errors import OptionError
 from edgespec.option_kinds import TokenBiases
 from edgespec.options import REPLY_OPTIONS, Option, ReplyArguments
+from edgespec.server.errors import invalid_request
 
-__all__ = ["Ignored", "ReplyFields", "RequestFields", "reply_options"]
+__all__ = ["Ignored", "ReplyFields", "RequestFields", "reply_options", "require_fields"]
 
 _IGNORED = object()
 Ignored = Annotated[Any, Field(default=None, description="Accepted, but ignored."), _IGNORED]
@@ -29,6 +31,9 @@ class RequestFields(BaseModel):
     """A JSON object in a request. Unknown fields are rejected, and numbers are not converted to strings."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    advice: ClassVar[Mapping[str, str]] = {}
+    """What to do instead of setting fields that other operations support, by the name of the field."""
 
     @classmethod
     def known_fields(cls) -> list[str]:
@@ -114,3 +119,10 @@ def reply_options(fields: ReplyFields) -> dict[str, Any]:
     """Return the options of a reply that the request sets."""
     values = {name: getattr(fields, _attribute(name)) for name in REPLY_OPTIONS}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def require_fields(place: str, given: RequestFields, names: Sequence[str]) -> None:
+    """Raise ApiError if one of the fields, which only some types of an object need, has no value."""
+    for name in names:
+        if getattr(given, name) is None:
+            raise invalid_request(f"{place}.{name} is missing; add it", f"{place}.{name}")

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from edgespec import QueuedReply, Reply, RequestQueue, TextChunk
+from edgespec import QueuedReply, Reply, RequestQueue, Stats, TextChunk
 from edgespec.chat.tool_calls.tool_set import ToolChoice
 from edgespec.errors import CancelledError
 from edgespec.server.models import LoadedModel
@@ -34,6 +34,25 @@ class ChatPrompt:
     reply_start: str = ""
     tools: Sequence[Mapping[str, Any]] = ()
     tool_choice: ToolChoice = "auto"
+
+    @classmethod
+    def from_messages(
+        cls,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: ToolChoice = "auto",
+    ) -> ChatPrompt:
+        """Return the prompt for a whole conversation.
+
+        A last message of the assistant becomes the start of the reply. Clients can also end the conversation
+        with a system message, which becomes a user message, because models reply only to users and tools.
+        """
+        conversation = list(messages)
+        ends_with_reply = bool(conversation) and conversation[-1]["role"] == "assistant"
+        reply_start = conversation.pop()["content"] if ends_with_reply else ""
+        if len(conversation) > 1 and conversation[-1]["role"] == "system":
+            conversation[-1] = {**conversation[-1], "role": "user"}
+        return cls(conversation, reply_start, tools, tool_choice)
 
     def submit(self, queue: RequestQueue, **options: Any) -> QueuedReply:
         """Queue the request for a reply."""
@@ -127,6 +146,12 @@ class Generation:
         """Wait for all replies and return them in request order. Raises the same errors as `events`."""
         ended = {index: event async for index, event in self.events() if isinstance(event, Reply)}
         return [ended[index] for index in range(len(ended))]
+
+    def stats(self, index: int) -> Stats:
+        """Return the statistics so far of a reply of which `events` has yielded a part."""
+        stream = self._replies[index].stream
+        assert stream is not None
+        return stream.stats
 
     def cancel(self) -> None:
         """End all replies, also during prefill. Has no effect on finished ones."""

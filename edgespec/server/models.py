@@ -201,7 +201,13 @@ class ModelPool:
     def _find(self, name: str) -> Path:
         """Return the path of a model on this machine."""
         self._check_name(name)
-        return resolve(name, allow_download=name == self._settings.target).path
+        try:
+            return resolve(name, allow_download=name == self._settings.target).path
+        except ModelNotFoundError as error:
+            if name in error.what:
+                raise
+            # The client may not know that its name stands for another one.
+            raise ModelNotFoundError(f"{name[:100]}: {error.what}", error.next_step) from error
 
     async def _load(self, name: str, path: Path, entry: _Entry) -> LoadedModel:
         try:

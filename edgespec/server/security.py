@@ -80,7 +80,8 @@ class Guard:
         elif path not in self._public_paths and not self._has_key(headers):
             return ApiError(
                 401,
-                "the API key is missing or wrong; send the server's key as `Authorization: Bearer KEY`",
+                "the API key is missing or wrong; send the server's key as `Authorization: Bearer KEY`"
+                " or `x-api-key: KEY`",
                 "authentication_error",
                 "invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 
-from edgespec.server.generation import Generation, ReplyRequest
+from edgespec.server.generation import ChatPrompt, Generation, ReplyRequest
 from edgespec.server.metrics import Metrics
 from edgespec.server.models import ModelPool
 from edgespec.server.settings import ServerSettings
@@ -53,3 +55,32 @@ class Service:
                 yield generation
             finally:
                 generation.cancel()
+
+    async def count_tokens(self, model: str | None, prompt: ChatPrompt, thinking: str | None = None) -> int:
+        """Load a model if necessary and return the number of tokens in a prompt.
+
+        The start of a reply counts as a message, which adds a few tokens.
+
+        Args:
+            model: Reference to the model, or None for the server's own model.
+            prompt: The prompt.
+            thinking: The reply's option `thinking`. Defaults to the one in the settings.
+
+        Raises:
+            EdgespecError: The model cannot be loaded, or the prompt is invalid.
+        """
+        begun = [{"role": "assistant", "content": prompt.reply_start}] if prompt.reply_start else []
+        async with self.models.borrow(model) as loaded:
+            count = partial(
+                loaded.runtime.count_tokens,
+                [*prompt.messages, *begun],
+                tools=prompt.tools,
+                tool_choice=prompt.tool_choice,
+                thinking=thinking or self.settings.reply_options.get("thinking", "auto"),
+            )
+            counting = asyncio.ensure_future(asyncio.to_thread(count))
+            try:
+                return await asyncio.shield(counting)
+            finally:
+                # If the client disconnects, the thread still uses the model.
+                await asyncio.wait({counting})

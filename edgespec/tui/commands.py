@@ -87,7 +87,7 @@ async def _schema(screen: ChatScreen, argument: str) -> None:
         await screen.transcript.note(f"schema: {settings[SCHEMA]}" if has_schema else "There is no schema.")
     elif argument.lower() in ("none", "off"):
         settings.pop(SCHEMA, None)
-        await screen.set_settings(settings, "Replies are free again.")
+        await screen.set_settings(settings, "The schema is removed.")
     else:
         settings[SCHEMA] = read_schema(_unquoted(argument))
         await screen.set_settings(settings, f"Replies now satisfy the schema in {argument}.")

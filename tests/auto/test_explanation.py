@@ -61,7 +61,7 @@ GUESSED = replace(START, is_drafting=True, has_drafted=True, asked_rounds=6, rou
         ),
         (
             replace(GUESSED, is_drafting=False, unaffordable_rounds=9, allowance_steps=-0.1),
-            "the time that drafting may cost this reply (--max-loss) is used up",
+            "drafting has cost this reply as much time as it may (--max-loss)",
         ),
         (
             replace(GUESSED, target_step_seconds=0.00061),

@@ -144,6 +144,10 @@ def test_damaged_files_are_refused(tmp_path: Path, demo_target: Path, demo_draft
         load(adapter=tmp_path / "none.gguf")
     with pytest.raises(ModelFileError, match=r"a\.gguf"):
         load(adapter=write_gguf_adapter(path, demo_draft))
+    text = tmp_path / "text.gguf"
+    text.write_text("hello")
+    with pytest.raises(ModelFileError, match=r"is not a GGUF file.*select the \.gguf file of a LoRA adapter"):
+        load(adapter=text)
     for size in (10, len(data) // 2, len(data) - 100):
         path.write_bytes(data[:size])
         with pytest.raises(ModelFileError, match=r"a\.gguf"):

@@ -38,7 +38,8 @@ def test_the_head_of_a_demo_model_is_listed_but_must_be_named(target: str) -> No
     assert option.name == HEADS[target]
     assert option.head is not None
     assert not option.is_usable
-    assert option.problem == f"select it with --head {HEADS[target]}"
+    assert option.must_be_named
+    assert not option.problem
 
 
 def test_the_statistics_of_each_head_are_saved_separately(

@@ -65,6 +65,25 @@ class TestRendering:
         answered = (SYSTEM, USER, Message("assistant", "Hi"), Message("user", "More"))
         assert render(NO_SYSTEM, *answered) == "[user]Be brief.\n\nHello[assistant]Hi[user]More"
 
+    def test_a_template_without_later_system_messages_gets_them_as_user_messages(self) -> None:
+        only_first = (
+            "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+            "{{ raise_exception('System message must be at the beginning') }}{% endif %}"
+            "[{{ m.role }}]{{ m.content }}{% endfor %}"
+        )
+        note, answer = Message("system", "Use metres."), Message("assistant", "Hi")
+        start = "[system]Be brief.[user]Hello"
+        assert render(only_first, SYSTEM, USER, answer, note, USER) == (
+            f"{start}[assistant]Hi[user]Use metres.\n\nHello"
+        )
+        assert render(only_first, SYSTEM, USER, note, note) == f"{start}\n\nUse metres.\n\nUse metres."
+        assert render(only_first, SYSTEM, note, USER) == "[system]Be brief.\n\nUse metres.[user]Hello"
+        assert render(only_first, USER, answer, note) == "[user]Hello[assistant]Hi[user]Use metres."
+        assert render(only_first, USER, USER, note) == "[user]Hello[user]Hello\n\nUse metres."
+        assert render(NO_SYSTEM, SYSTEM, USER, answer, note, USER) == (
+            "[user]Be brief.\n\nHello[assistant]Hi[user]Use metres.\n\nHello"
+        )
+
     def test_content_is_not_a_template(self) -> None:
         assert render("{{ messages[0].content }}", Message("user", "{{ bos_token }}")) == "{{ bos_token }}"
 

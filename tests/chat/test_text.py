@@ -71,6 +71,13 @@ class TestStopStrings:
         got, _, count = said([piece.encode() for piece in pieces], stop)
         assert (got, count) == (text, taken)
 
+    def test_the_stop_string_that_ended_the_reply_is_known(self) -> None:
+        text = ReplyText(lambda token: b"abc"[token : token + 1], lambda token: token == END, ["bc", "x"])
+        assert [text.feed(token) for token in range(2)] == [False, False]
+        assert text.stop_string == ""
+        assert text.feed(2)
+        assert text.stop_string == "bc"
+
     def test_possible_stop_string_is_held_back_and_then_released(self) -> None:
         assert said([b"a", b"ST", b"O", b"X"], ["STOP"])[1] == ["a", "", "", "STOX"]
 

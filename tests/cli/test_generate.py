@@ -40,6 +40,7 @@ def test_json_holds_the_contract(run: Run) -> None:
         "seed",
         "target",
         "draft",
+        "heads",
         "method",
         "stats",
     }
@@ -154,11 +155,20 @@ def test_log_probabilities_are_part_of_the_json_object(run: Run) -> None:
     ("args", "message"),
     [
         (("--schema", "missing.json"), "the file 'missing.json' cannot be read"),
-        (("--regex", "a["), "the regular expression cannot be used"),
+        (("--schema", '{"type": "object"}'), "a schema needs the path of a file, not the schema itself"),
+        (("--schema", "bad.json"), "bad.json is not valid JSON (line 1, column 13); correct the file"),
+        (("--schema", "list.json"), "list.json contains no JSON schema"),
+        (("--regex", "(a"), "invalid regular expression '(a': unclosed group"),
+        (("--adapter", "bad.json=loud"), "the scale 'loud' is not a number"),
         (("--regex", "a", "--choice", "b"), "regex and choice cannot be used together"),
     ],
 )
-def test_constraints_that_are_refused(run: Run, args: tuple[str, ...], message: str) -> None:
+def test_options_that_are_refused(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bad.json").write_text('{"type": "a"')
+    Path("list.json").write_text("[1]")
     assert message in one_line_error(run("generate", *args, QUESTION), 2)
 
 
@@ -197,6 +207,33 @@ def test_a_terminal_gets_notes_and_a_summary(run: Run, monkeypatch: pytest.Monke
     assert "seed 3" in notes
     assert notes.rstrip().endswith("\x1b[2mmodel+suffix: as requested\x1b[0m")
     assert "\x1b[2m" in notes
+
+
+@pytest.mark.parametrize("head", ["demo-head", "demo-mlx-head"])
+def test_the_head_is_shown_and_reported(run: Run, monkeypatch: pytest.MonkeyPatch, head: str) -> None:
+    assert answer(run, "--head", head, QUESTION)["heads"] == [head]
+    assert answer(run, QUESTION)["heads"] == []
+    monkeypatch.setattr(screen, "is_terminal", lambda stream: True)
+    notes = run("generate", "-n", "4", "--head", head, QUESTION).stderr
+    # The other backend's head is converted to GGUF.
+    assert re.search(rf"head: {head} -> \S+\.gguf\b", notes)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["-n", "4"], "the reply reached --max-tokens (4)"),
+        (
+            ["--context", "256", "-n", "4000", "--logit-bias", "1=-inf"],
+            "the context is full; use a larger --context",
+        ),
+    ],
+)
+def test_a_terminal_is_told_why_a_reply_was_cut_off(
+    run: Run, monkeypatch: pytest.MonkeyPatch, options: list[str], reason: str
+) -> None:
+    monkeypatch.setattr(screen, "is_terminal", lambda stream: True)
+    assert f"stopped: {reason}" in run("generate", *options, QUESTION).stderr
 
 
 def test_a_terminal_is_told_what_of_a_corpus_is_not_used(

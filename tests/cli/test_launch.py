@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -88,7 +89,7 @@ def test_configurations_name_the_server_and_its_model(run: Run, name: str, conne
     result = run("launch", name, *connection)
     assert result.exit_code == 0, result.output
     text = result.stdout
-    parse = json.loads if name == "zed" else yaml.safe_load
+    parse = {"codex": tomllib.loads, "claude-code": json.loads, "zed": json.loads}.get(name, yaml.safe_load)
     values = json.dumps(parse(text))
     assert connection[1] in values
     if name != "zed":  # It asks the server for the models, and its settings cannot contain a key.
@@ -103,7 +104,7 @@ def test_written_files_are_private_and_old_ones_are_copied(run: Run, own_home: P
         assert result.exit_code == 0, result.output
         return result.output
 
-    for variable in ("LLM_USER_PATH", "CONTINUE_GLOBAL_DIR"):
+    for variable in ("LLM_USER_PATH", "CODEX_HOME", "CLAUDE_CONFIG_DIR", "CONTINUE_GLOBAL_DIR"):
         assert variable not in os.environ
     get_path = CLIENTS[name].path
     assert get_path

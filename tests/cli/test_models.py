@@ -183,6 +183,11 @@ class TestHeads:
         assert listed["reference"] == str(head)
         assert (listed["method"], listed["works"], listed["on_this_machine"]) == ("eagle", True, True)
 
+    def test_show_says_how_to_use_the_head_of_the_demo(self, run: Run) -> None:
+        assert (
+            "available: use it with --head demo-head --method eagle" in run("models", "show", "demo").output
+        )
+
     def test_show_lists_published_heads(self, run: Run) -> None:
         shown = run("models", "show", "qwen3-8b").stdout
         assert "its publisher measured 1.7x on a server GPU with 16-bit weights" in shown

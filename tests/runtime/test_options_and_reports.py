@@ -146,7 +146,7 @@ class TestReports:
         json = reply.to_json()
         assert set(json) == {
             "text", "reasoning", "answer", "tokens", "finish_reason", "seed", "target", "draft", "method",
-            "stats",
+            "stats", "heads",
         }  # fmt: skip
         method: Any = json["method"]
         assert (method.pop("note"), method.pop("gain"), method.pop("gain_uncertainty")) == ("", None, None)

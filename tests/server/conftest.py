@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +12,8 @@ import httpx
 import openai
 import pytest
 
+import edgespec
+from edgespec import Runtime
 from edgespec.server.http_server import HttpServer
 from edgespec.server.settings import ServerSettings
 
@@ -54,3 +57,42 @@ def http(server: HttpServer) -> Iterator[httpx.Client]:
     """A plain HTTP client."""
     with httpx.Client(base_url=server.url, timeout=60) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Runtime]:
+    """The demo model without drafting, for the expected replies."""
+    with edgespec.load("demo", "none", method="none", context=1024) as runtime:
+        yield runtime
+
+
+@pytest.fixture(scope="module")
+def endless(plain: Runtime) -> dict[str, Any]:
+    """Options of a reply that does not end before its 1000 tokens."""
+    vocabulary = plain.vocabulary
+    ends = [token for token in range(plain.target.vocab_size) if vocabulary.is_end(token)]
+    return {"max_tokens": 950, "logit_bias": {str(token): -100.0 for token in ends}, "method": "none"}
+
+
+def check_disconnect_cancels(
+    server: HttpServer, http: httpx.Client, path: str, body: Mapping[str, Any]
+) -> None:
+    """Check that a reply is cancelled when its client disconnects before the end."""
+    before = _cancelled_replies(http)
+    with httpx.Client(base_url=server.url, timeout=0.2) as impatient:
+        if body["stream"]:
+            with impatient.stream("POST", path, json=body) as response:
+                next(response.iter_lines())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                impatient.post(path, json=body)
+    deadline = time.monotonic() + 10
+    while _cancelled_replies(http) == before:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _cancelled_replies(http: httpx.Client) -> int:
+    lines = http.get("/metrics").text.splitlines()
+    counts = [line for line in lines if line.startswith('edgespec_replies_total{reason="cancelled"}')]
+    return int(counts[0].split()[-1]) if counts else 0

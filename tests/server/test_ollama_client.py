@@ -26,13 +26,6 @@ SCHEMA: Any = {
 PNG = "iVBORw0KGgo="
 
 
-@pytest.fixture(scope="module")
-def plain() -> Iterator[Runtime]:
-    """The demo model without drafting, for the expected replies."""
-    with edgespec.load("demo", "none", method="none", context=1024) as runtime:
-        yield runtime
-
-
 @pytest.fixture
 def client(server: HttpServer) -> Iterator[ollama.Client]:
     """Ollama's own client."""

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-import edgespec
 from edgespec import Runtime
 from edgespec.server.http_server import HttpServer
-from tests.server.conftest import MESSAGES, QUESTION, running
-
-
-@pytest.fixture(scope="module")
-def plain() -> Iterator[Runtime]:
-    """The demo model without drafting, for the expected replies."""
-    with edgespec.load("demo", "none", method="none", context=1024) as runtime:
-        yield runtime
+from tests.server.conftest import MESSAGES, QUESTION, check_disconnect_cancels, running
 
 
 def text_of(chunks: openai.Stream[Any]) -> str:
@@ -133,10 +125,18 @@ def test_a_last_assistant_message_is_continued(client: openai.OpenAI) -> None:
         ({"method": "modle"}, "method", "did you mean 'model'?"),
         ({"method": "lookahead"}, None, "lookahead"),
         ({"max_loss": 0.1}, "max_loss", "start the server with --max-loss"),
+        ({"num_ctx": 4096}, "num_ctx", "start the server with --context"),
+        ({"keep_alive": "5m"}, "keep_alive", "start the server with --idle-unload"),
+        ({"prompt": "hi"}, "prompt", "unknown field 'prompt'; use messages, or POST /v1/completions"),
         ({"tools": [{"type": "function"}]}, None, "tool"),
         ({"n": 99}, "n", "n: input should be less than or equal to 16, not 99"),
-        ({"messages": []}, "messages", "messages: list should have at least 1 item"),
+        ({"messages": []}, "messages", "messages is empty; add at least one"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role", "'robot'"),
+        (
+            {"messages": [{"role": "user", "content": [{"text": "x"}]}]},
+            "messages.0.content.0.type",
+            "messages.0.content.0.type: field required",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages.0.content.0",
@@ -164,12 +164,19 @@ def test_too_long_prompts_report_the_sizes(client: openai.OpenAI, stream: bool) 
     body: Any = error.value.body
     assert body["n_ctx"] == 1024
     assert body["n_prompt_tokens"] > 1024
+    advice = "but the context holds only 1,?024; shorten it, or start the server with a larger --context$"
+    assert re.search(advice, error.value.message)
 
 
 def test_unknown_models_are_not_found(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as error:
         client.chat.completions.create(model="gpt-77", messages=MESSAGES)
     assert error.value.code == "model_not_found"
+    with pytest.raises(
+        openai.NotFoundError,
+        match=r"70b-q4: \S+ is not on this machine; download it with `edgespec models pull",
+    ):
+        client.chat.completions.create(model="70b-q4", messages=MESSAGES)
     with pytest.raises(openai.NotFoundError, match="is the path of a file"):
         client.chat.completions.create(model="/etc/passwd", messages=MESSAGES)
 
@@ -204,37 +211,12 @@ def test_concurrent_requests_get_their_own_replies(client: openai.OpenAI, plain:
     assert [replies[question] for question in questions] == expected
 
 
-def cancelled_replies(http: httpx.Client) -> int:
-    lines = http.get("/metrics").text.splitlines()
-    counts = [line for line in lines if line.startswith('edgespec_replies_total{reason="cancelled"}')]
-    return int(counts[0].split()[-1]) if counts else 0
-
-
-@pytest.fixture(scope="module")
-def endless(plain: Runtime) -> dict[str, Any]:
-    """Options of a reply that does not end before its 1000 tokens."""
-    vocabulary = plain.vocabulary
-    ends = [token for token in range(plain.target.vocab_size) if vocabulary.is_end(token)]
-    return {"max_tokens": 950, "logit_bias": {str(token): -100.0 for token in ends}, "method": "none"}
-
-
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_disconnect_cancels_the_reply(
     server: HttpServer, http: httpx.Client, endless: dict[str, Any], stream: bool
 ) -> None:
-    before = cancelled_replies(http)
     body = {"messages": MESSAGES, "stream": stream, **endless}
-    with httpx.Client(base_url=server.url, timeout=0.2) as impatient:
-        if stream:
-            with impatient.stream("POST", "/v1/chat/completions", json=body) as response:
-                next(response.iter_lines())
-        else:
-            with pytest.raises(httpx.ReadTimeout):
-                impatient.post("/v1/chat/completions", json=body)
-    deadline = time.monotonic() + 10
-    while cancelled_replies(http) == before:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    check_disconnect_cancels(server, http, "/v1/chat/completions", body)
 
 
 def test_a_waiting_request_is_cancelled(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import openai
@@ -25,6 +26,11 @@ TOOLS: Any = [
     }
 ]
 OPTIONS: Any = {"model": "demo", "max_tokens": 120, "temperature": 0, "tools": TOOLS}
+# A reply with a call between texts. The prompt contains it, so that drafts reach from one part into the next.
+CALL = '<tool_call>\n{"name": "list_files", "arguments": {"folder": "home"}}\n</tool_call>'
+CALL_IN_TEXT = f"I look.\n{CALL}\nThen I sort."
+QUOTING: Any = {"role": "user", "content": f"Repeat: {CALL_IN_TEXT}"}
+DRAFTED: Any = {"regex": re.escape(CALL_IN_TEXT), "method": "ngram", "draft_length": 12}
 
 
 def check_arguments(text: str) -> None:

@@ -356,6 +356,7 @@ async def test_a_schema_applies_until_it_is_removed(demo: Load, tmp_path: Path) 
         d.chat.prompt.clear()
         assert d.chat.current_chat.settings == {"schema": '{"const": {"answer": 42}}'}
         await d.say("/schema none")
+        assert "The schema is removed." in d.transcript()
         assert d.chat.current_chat.settings == {}
 
 

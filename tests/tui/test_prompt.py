@@ -73,6 +73,16 @@ async def test_tab_completes_a_command(tmp_path: Path) -> None:
         assert d.app.theme == "edgespec-light"
 
 
+async def test_tab_keeps_the_focus_while_a_command_is_typed(tmp_path: Path) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.write("/schema per")
+        await d.press("tab")
+        assert d.chat.prompt.has_focus
+        assert d.chat.prompt.text == "/schema per"
+        await d.press("shift+tab")
+        assert not d.chat.prompt.has_focus
+
+
 async def test_the_input_hints_at_commands(tmp_path: Path) -> None:
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         await d.write("/")

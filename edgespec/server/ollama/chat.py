@@ -62,9 +62,7 @@ async def chat(call: Call[OllamaChatRequest]) -> Response:
     if not body.messages:
         return await load_model(call, _formatted)
     messages = [_converted(index, message) for index, message in enumerate(body.messages)]
-    # As with Ollama, a last message of the assistant is the start of the reply.
-    start = messages.pop()["content"] if messages[-1]["role"] == "assistant" else ""
-    prompt = ChatPrompt(messages, start, body.tools or ())
+    prompt = ChatPrompt.from_messages(messages, body.tools or ())
     return await respond(call, ReplyRequest(prompt, options_of(body)), _formatted)
 
 

@@ -6,6 +6,7 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import FailFast, Field
@@ -19,7 +20,7 @@ from edgespec.server.errors import invalid_request
 from edgespec.server.fields import Ignored
 from edgespec.server.generation import ReplyRequest
 from edgespec.server.openai.errors import error_event
-from edgespec.server.openai.fields import OpenAIFields, requests_options
+from edgespec.server.openai.fields import ChoiceFields, requests_options
 from edgespec.server.openai.logprobs import ChatLogprobs, chat_logprobs
 from edgespec.server.openai.messages import ChatMessage, chat_prompt
 from edgespec.server.openai.report import Report, Timings, Usage, report, timings, usage
@@ -30,8 +31,10 @@ from edgespec.server.responses import json_response, open_stream, server_sent_ev
 __all__ = ["ChatCompletion", "ChatRequest", "create_chat_completion"]
 
 
-class ChatRequest(OpenAIFields):
+class ChatRequest(ChoiceFields):
     """The body of a chat completion request."""
+
+    advice = MappingProxyType({"prompt": "use messages, or POST /v1/completions"})
 
     messages: Annotated[list[ChatMessage], Field(min_length=1), FailFast()]
     response_format: ResponseFormat | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic import FailFast, Field
@@ -16,7 +17,7 @@ from edgespec.reply import TokenLogprobs
 from edgespec.server.errors import invalid_request
 from edgespec.server.generation import ReplyRequest, TextPrompt
 from edgespec.server.openai.errors import error_event
-from edgespec.server.openai.fields import MAX_CHOICES, OpenAIFields, requests_options
+from edgespec.server.openai.fields import MAX_CHOICES, ChoiceFields, requests_options
 from edgespec.server.openai.logprobs import TextLogprobs, text_logprobs
 from edgespec.server.openai.report import Report, Timings, Usage, report, timings, usage
 from edgespec.server.protocol import Call
@@ -29,8 +30,10 @@ __all__ = ["Completion", "CompletionRequest", "create_completion"]
 _Prompts = TypeAliasType("_Prompts", Annotated[list[str], FailFast()])
 
 
-class CompletionRequest(OpenAIFields):
+class CompletionRequest(ChoiceFields):
     """The body of a completion request."""
+
+    advice = MappingProxyType({"messages": "use prompt, or POST /v1/chat/completions"})
 
     prompt: str | _Prompts = Field(description="The text to continue, or several texts.")
     echo: bool | None = Field(default=None, description="Repeat the prompt before the text.")

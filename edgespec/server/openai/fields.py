@@ -9,7 +9,7 @@ from pydantic import Field
 from edgespec.server.errors import invalid_request
 from edgespec.server.fields import Ignored, ReplyFields, RequestFields, reply_options
 
-__all__ = ["MAX_CHOICES", "OpenAIFields", "StreamOptions", "requests_options"]
+__all__ = ["MAX_CHOICES", "ChoiceFields", "OpenAIFields", "StreamOptions", "requests_options"]
 
 # Maximum number of replies to one request. They wait in the queue like separate requests.
 MAX_CHOICES = 16
@@ -30,22 +30,27 @@ class OpenAIFields(ReplyFields):
     model: str | None = Field(default=None, description="The model. Defaults to the server's own model.")
     stream: bool | None = Field(default=None, description="Send the reply as it is generated.")
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(
-        default=None, description="Number of replies."
-    )
-    cache_prompt: Ignored
-    id_slot: Ignored
     metadata: Ignored
     prompt_cache_key: Ignored
     prompt_cache_retention: Ignored
     safety_identifier: Ignored
     service_tier: Ignored
     store: Ignored
-    timings_per_token: Ignored
     user: Ignored
 
 
-def requests_options(fields: OpenAIFields) -> list[dict[str, Any]]:
+class ChoiceFields(OpenAIFields):
+    """Fields of the requests that can generate several replies."""
+
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(
+        default=None, description="Number of replies."
+    )
+    cache_prompt: Ignored
+    id_slot: Ignored
+    timings_per_token: Ignored
+
+
+def requests_options(fields: ChoiceFields) -> list[dict[str, Any]]:
     """Return the options of each of the `n` replies. With a seed, each reply has another one."""
     if fields.stream_options and not fields.stream:
         raise invalid_request(

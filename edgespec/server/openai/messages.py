@@ -9,7 +9,7 @@ from pydantic import ConfigDict, FailFast
 from typing_extensions import TypeAliasType
 
 from edgespec.chat.tool_calls.tool_set import ToolChoice
-from edgespec.server.errors import invalid_request
+from edgespec.server.errors import unsupported_content
 from edgespec.server.fields import Ignored, RequestFields
 from edgespec.server.generation import ChatPrompt
 
@@ -47,15 +47,13 @@ class ChatMessage(RequestFields):
 def chat_prompt(
     messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = (), tool_choice: ToolChoice = "auto"
 ) -> ChatPrompt:
-    """Convert the messages of a request. A last message of the assistant becomes the start of the reply.
+    """Convert the messages of a request.
 
     Raises:
         ApiError: A message contains an image or anything else that is not text.
     """
     converted = [_converted(index, message) for index, message in enumerate(messages)]
-    if converted and converted[-1]["role"] == "assistant":
-        return ChatPrompt(converted[:-1], converted[-1]["content"], tools, tool_choice)
-    return ChatPrompt(converted, "", tools, tool_choice)
+    return ChatPrompt.from_messages(converted, tools, tool_choice)
 
 
 def _converted(index: int, message: ChatMessage) -> dict[str, Any]:
@@ -74,11 +72,6 @@ def _text(index: int, message: ChatMessage) -> str:
     texts = []
     for number, part in enumerate(message.content):
         if part.type != "text" or part.text is None:
-            raise invalid_request(
-                f"messages.{index}.content.{number} is of the type {part.type[:40]!r}, but edgespec's models"
-                " read only text; remove it, or describe it in words",
-                f"messages.{index}.content.{number}",
-                "unsupported_content",
-            )
+            raise unsupported_content(f"messages.{index}.content.{number}", part.type)
         texts.append(part.text)
     return "\n".join(texts)

@@ -6,6 +6,7 @@ from edgespec.server.openai.chat import ChatCompletion, ChatRequest, create_chat
 from edgespec.server.openai.completions import Completion, CompletionRequest, create_completion
 from edgespec.server.openai.errors import error_body
 from edgespec.server.openai.model_list import Model, ModelList, list_models, retrieve_model
+from edgespec.server.openai.responses import ResponseObject, ResponsesRequest, create_response
 from edgespec.server.protocol import Operation, Protocol
 
 __all__ = ["OPENAI"]
@@ -30,6 +31,15 @@ OPENAI = Protocol(
             create_completion,
             CompletionRequest,
             Completion,
+            streams=True,
+        ),
+        Operation(
+            "POST",
+            "/v1/responses",
+            "Reply to an input.",
+            create_response,
+            ResponsesRequest,
+            ResponseObject,
             streams=True,
         ),
         Operation("GET", "/v1/models", "List the models on this machine.", list_models, response=ModelList),

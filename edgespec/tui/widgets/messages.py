@@ -27,10 +27,7 @@ __all__ = ["Panel", "ReplyMessage", "UserMessage", "Welcome"]
 
 _COPY_CHAT = "type /copy chat to copy the whole chat"
 _COPY_REPLY = f"type /copy to copy the last reply, or {_COPY_CHAT.removeprefix('type ')}"
-_ENDINGS = {
-    "cancelled": "stopped",
-    "length": "stopped: the reply reached its maximum length, or the context is full",
-}
+_ENDINGS = {"cancelled": "stopped", "length": "stopped: the reply reached its maximum length"}
 
 
 def _markdown_parser() -> MarkdownIt:
@@ -223,6 +220,8 @@ class ReplyMessage(Widget):
     def _closing_line(self, coloured: bool) -> Content:
         reason = self.reply.finish_reason if self.reply is not None else "stop"
         ending = _ENDINGS.get(reason, "ended without an answer" if self.reasoning and not self.text else "")
+        if self.reply is not None and self.reply.context_full:
+            ending = "stopped: the context is full"
         if not coloured:
             return Content("\n".join(filter(None, (self._hidden_note(), ending))))
         drafted = sum(chunk.token_count for chunk in self.chunks if chunk.accepted)

@@ -59,8 +59,10 @@ class PromptInput(TextArea):
             text = self.text
             self.clear()
             self.post_message(self.Sent(text))
-        elif event.key == "tab" and self.suggestion:
-            self.insert(self.suggestion + " ")
+        elif event.key == "tab" and self.text.startswith("/"):
+            # Without a suggestion, keep the focus, which Tab would otherwise move while a command is typed.
+            if self.suggestion:
+                self.insert(self.suggestion + " ")
         elif event.key == "question_mark" and not self.text:
             await self.run_action("screen.help")
         elif event.key == "ctrl+d" and not self.text:

@@ -16,7 +16,7 @@ from edgespec.backends.base import Head, LanguageModel, LoadOptions
 from edgespec.backends.optional_features import HeadModel
 from edgespec.drafters.head_cache import HeadCache
 from edgespec.drafters.model import ModelDrafter
-from edgespec.methods import DrafterSet
+from edgespec.methods import DrafterSet, LoadedHead
 from tests.backends.head_histories import first_logits
 from tests.backends.mlx.tiny_checkpoints import ROWS, write_checkpoint
 from tests.backends.tiny_models import WORDS, write_eagle, write_llama
@@ -80,7 +80,8 @@ def _runtime(files: Files, folder: Path, branches: tuple[int, ...] = ()) -> Runt
         )
         for cache in caches
     }
-    drafter_set = DrafterSet(model, drafters, heads=caches)
+    heads = [LoadedHead(cache.name, "", cache) for cache in caches]
+    drafter_set = DrafterSet(model, drafters, heads=heads)
     return Runtime(model, None, drafter_set, prefix_cache=keeper(model, folder, heads=caches))
 
 

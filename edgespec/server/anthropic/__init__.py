@@ -1,0 +1,5 @@
+"""Anthropic's protocol."""
+
+from edgespec.server.anthropic.protocol import ANTHROPIC
+
+__all__ = ["ANTHROPIC"]

@@ -1,0 +1,130 @@
+"""The request bodies of Anthropic's operations."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, FailFast, Field
+from typing_extensions import TypeAliasType
+
+from edgespec.server.fields import Ignored, ReplyFields, RequestFields
+
+__all__ = [
+    "AnthropicCountRequest",
+    "AnthropicMessage",
+    "AnthropicMessageRequest",
+    "AnthropicTool",
+    "AnthropicToolChoice",
+    "ContentBlock",
+]
+
+
+class ContentBlock(RequestFields):
+    """A part of a message's content. `chat_prompt` checks that it has the fields that its type needs."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | _Blocks | None = None
+
+
+# Unlike an annotated type, an alias can be part of a union.
+_Blocks = TypeAliasType("_Blocks", Annotated[list[ContentBlock], FailFast()])
+
+
+class AnthropicMessage(RequestFields):
+    """A message of the conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | _Blocks
+
+
+class AnthropicTool(RequestFields):
+    """A tool. One with a type of its own, such as a web search, runs on Anthropic's servers."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    type: str | None = None
+
+    @property
+    def is_function(self) -> bool:
+        """Whether the client runs the tool, as opposed to Anthropic's servers."""
+        return self.type in (None, "custom")
+
+
+class AnthropicToolChoice(RequestFields):
+    """Whether the model must call a tool."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: Ignored
+
+
+class ThinkingConfig(RequestFields):
+    """Whether the model should reason."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: Ignored
+    display: Ignored
+
+    @property
+    def option(self) -> str:
+        """The value of the reply's option `thinking`. With the other types, the model decides."""
+        return {"enabled": "on", "disabled": "off"}.get(self.type, "auto")
+
+
+class OutputFormat(RequestFields):
+    """The format of the answer: JSON that satisfies a schema."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(RequestFields):
+    """Settings of the answer."""
+
+    format: OutputFormat | None = None
+    effort: Ignored
+
+
+class AnthropicCountRequest(RequestFields):
+    """The body of a request to count the tokens of a prompt."""
+
+    model: str | None = Field(default=None, description="The model. Defaults to the server's own model.")
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1), FailFast()]
+    system: str | _Blocks | None = Field(default=None, description="The system prompt.")
+    tools: list[AnthropicTool] | None = Field(default=None, description="Tools that the model can call.")
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+    cache_control: Ignored
+    context_management: Ignored
+    speed: Ignored
+    user_profile_id: Ignored
+    workspace_id: Ignored
+
+    def ignored_fields(self) -> list[str]:
+        """Return the names of the fields that are ignored, and the places of the tools that are skipped."""
+        skipped = [f"tools.{at}" for at, tool in enumerate(self.tools or ()) if not tool.is_function]
+        return [*super().ignored_fields(), *skipped]
+
+
+class AnthropicMessageRequest(AnthropicCountRequest, ReplyFields):
+    """The body of a request for a message."""
+
+    stream: bool | None = Field(default=None, description="Send the reply as it is generated.")
+    stop_sequences: list[str] | None = Field(default=None, description="Like stop.")
+    diagnostics: Ignored
+    inference_geo: Ignored
+    metadata: Ignored
+    service_tier: Ignored

@@ -1,0 +1,48 @@
+"""`POST /v1/messages` and `POST /v1/messages/count_tokens`."""
+
+from __future__ import annotations
+
+from starlette.responses import Response
+from typing_extensions import TypedDict
+
+from edgespec.server.anthropic.errors import error_event
+from edgespec.server.anthropic.fields import AnthropicCountRequest, AnthropicMessageRequest
+from edgespec.server.anthropic.message import MessageBuilder
+from edgespec.server.anthropic.prompt import chat_prompt
+from edgespec.server.fields import reply_options
+from edgespec.server.generation import ReplyRequest
+from edgespec.server.protocol import Call
+from edgespec.server.reply_builder import respond
+from edgespec.server.responses import json_response
+
+__all__ = ["AnthropicCount", "count_tokens", "create_message"]
+
+
+class AnthropicCount(TypedDict):
+    """The number of tokens in a prompt."""
+
+    input_tokens: int
+
+
+async def create_message(call: Call[AnthropicMessageRequest]) -> Response:
+    """Reply to the messages of a request."""
+    return await respond(call, _request(call.body), MessageBuilder(), error_event)
+
+
+async def count_tokens(call: Call[AnthropicCountRequest]) -> Response:
+    """Count the tokens of the prompt that a request for a message would have."""
+    thinking = call.body.thinking.option if call.body.thinking else None
+    tokens = await call.service.count_tokens(call.body.model, chat_prompt(call.body), thinking)
+    count: AnthropicCount = {"input_tokens": tokens}
+    return json_response(count)
+
+
+def _request(body: AnthropicMessageRequest) -> ReplyRequest:
+    options = reply_options(body)
+    if body.thinking:
+        options["thinking"] = body.thinking.option
+    if body.stop_sequences:
+        options["stop"] = body.stop_sequences
+    if body.output_config and body.output_config.format:
+        options["schema"] = body.output_config.format.schema_
+    return ReplyRequest(chat_prompt(body), options)

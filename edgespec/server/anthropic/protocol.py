@@ -1,0 +1,36 @@
+"""The record of Anthropic's protocol."""
+
+from __future__ import annotations
+
+from edgespec.server.anthropic.errors import error_body
+from edgespec.server.anthropic.fields import AnthropicCountRequest, AnthropicMessageRequest
+from edgespec.server.anthropic.message import AnthropicReply
+from edgespec.server.anthropic.messages import AnthropicCount, count_tokens, create_message
+from edgespec.server.protocol import Operation, Protocol
+
+__all__ = ["ANTHROPIC"]
+
+ANTHROPIC = Protocol(
+    "Anthropic",
+    ("/v1/messages",),
+    (
+        Operation(
+            "POST",
+            "/v1/messages",
+            "Reply to the messages of a conversation.",
+            create_message,
+            AnthropicMessageRequest,
+            AnthropicReply,
+            streams=True,
+        ),
+        Operation(
+            "POST",
+            "/v1/messages/count_tokens",
+            "Count the tokens of a prompt.",
+            count_tokens,
+            AnthropicCountRequest,
+            AnthropicCount,
+        ),
+    ),
+    error_body,
+)

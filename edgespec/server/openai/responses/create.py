@@ -1,0 +1,55 @@
+"""`POST /v1/responses`, which keeps no state: each request contains the whole conversation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.responses import Response
+
+from edgespec.server.errors import invalid_request
+from edgespec.server.fields import reply_options
+from edgespec.server.generation import ReplyRequest
+from edgespec.server.openai.responses.fields import LOGPROBS, ResponsesRequest, TextFormat
+from edgespec.server.openai.responses.prompt import chat_prompt
+from edgespec.server.openai.responses.response import ResponseBuilder
+from edgespec.server.protocol import Call
+from edgespec.server.reply_builder import respond
+
+__all__ = ["create_response"]
+
+
+async def create_response(call: Call[ResponsesRequest]) -> Response:
+    """Reply to the input of a request."""
+    builder = ResponseBuilder(call.body)
+    return await respond(call, _request(call.body), builder, builder.failed)
+
+
+def _request(body: ResponsesRequest) -> ReplyRequest:
+    if body.previous_response_id is not None:
+        raise invalid_request(
+            "previous_response_id is set, but the server keeps no responses; leave it out, and send the whole"
+            " conversation in input",
+            "previous_response_id",
+        )
+    if body.background:
+        raise invalid_request(
+            "background is true, but the server replies only while the client waits; leave it out",
+            "background",
+        )
+    options = {**reply_options(body), **_schema(body.text.format if body.text else None)}
+    if body.max_output_tokens is not None:
+        options["max_tokens"] = body.max_output_tokens
+    if body.top_logprobs is not None or LOGPROBS in (body.include or ()):
+        options["logprobs"] = body.top_logprobs or 0
+    return ReplyRequest(chat_prompt(body), options)
+
+
+def _schema(wanted: TextFormat | None) -> dict[str, Any]:
+    """Return the reply option for a format of the answer: a JSON schema, or none for any text."""
+    if wanted is None or wanted.type == "text":
+        return {}
+    if wanted.type == "json_object":
+        return {"schema": {"type": "object"}}
+    if wanted.schema_ is None:
+        raise invalid_request("text.format has the type json_schema, but no schema; add it", "text.format")
+    return {"schema": wanted.schema_}

@@ -1,0 +1,100 @@
+"""The body of a request for a response."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, FailFast, Field
+from typing_extensions import TypeAliasType
+
+from edgespec.server.fields import Ignored, RequestFields
+from edgespec.server.openai.fields import OpenAIFields
+
+__all__ = ["LOGPROBS", "InputItem", "InputPart", "ResponsesRequest", "TextFormat"]
+
+# The value of `include` that asks for log-probabilities.
+LOGPROBS = "message.output_text.logprobs"
+
+
+class InputPart(RequestFields):
+    """A part of a message's content. Only texts are supported."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+# Unlike an annotated type, an alias can be part of a union.
+_Parts = TypeAliasType("_Parts", Annotated[list[InputPart], FailFast()])
+
+
+class InputItem(RequestFields):
+    """An item of the conversation. `chat_prompt` checks that it has the fields that its type needs."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str | None = Field(default=None, description="Defaults to message.")
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | _Parts | None = None
+    summary: _Parts | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | _Parts | None = None
+
+
+_Items = TypeAliasType("_Items", Annotated[list[InputItem], Field(min_length=1), FailFast()])
+
+
+class TextFormat(RequestFields):
+    """The format of the answer: any text, any JSON object, or JSON that satisfies a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    name: Ignored
+    description: Ignored
+    strict: Ignored
+
+
+class TextConfig(RequestFields):
+    """Settings of the answer."""
+
+    format: TextFormat | None = None
+    verbosity: Ignored
+
+
+class ResponsesRequest(OpenAIFields):
+    """The body of a request for a response."""
+
+    input: str | _Items = Field(description="The user's message, or the whole conversation.")
+    instructions: str | None = Field(default=None, description="The system prompt.")
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="Like max_tokens."
+    )
+    text: TextConfig | None = None
+    tools: list[dict[str, Any]] | None = Field(default=None, description="Functions that the model can call.")
+    tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = Field(
+        default=None, description="auto, none, required, or the function that the model must call."
+    )
+    include: list[str] | None = Field(default=None, description=f"{LOGPROBS} asks for log-probabilities.")
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
+        default=None, description="Number of the most likely tokens to return at each position."
+    )
+    previous_response_id: str | None = Field(
+        default=None, description="Not supported, because the server keeps no responses."
+    )
+    background: bool | None = Field(default=None, description="true is not supported.")
+    client_metadata: Ignored
+    max_tool_calls: Ignored
+    parallel_tool_calls: Ignored
+    prompt_cache_options: Ignored
+    reasoning: Ignored
+    truncation: Ignored
+
+    def ignored_fields(self) -> list[str]:
+        """Return the names of the fields that are ignored, and the places of list items that are skipped."""
+        tools = [f"tools.{at}" for at, tool in enumerate(self.tools or ()) if tool.get("type") != "function"]
+        include = [f"include.{at}" for at, name in enumerate(self.include or ()) if name != LOGPROBS]
+        return [*super().ignored_fields(), *tools, *include]

@@ -1,0 +1,98 @@
+"""Generate a reply for a protocol whose streams consist of named events that build up the whole response."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from typing import Any, Protocol, TypeAlias
+
+from starlette.responses import Response
+
+from edgespec import Reply, Stats, TextChunk
+from edgespec.server.errors import ApiError
+from edgespec.server.generation import Generation, ReplyRequest
+from edgespec.server.openai.report import report, timings
+from edgespec.server.protocol import Call
+from edgespec.server.responses import json_response, open_stream, server_sent_event
+
+__all__ = ["Event", "ReplyBuilder", "respond"]
+
+Event: TypeAlias = dict[str, Any]
+"""An event of a stream. Its field `type` is also the name of the server-sent event."""
+
+
+class ReplyBuilder(Protocol):
+    """Builds the response of one reply from its chunks, and the events that stream it.
+
+    Events refer to parts of the response, which change. So encode each event before requesting the next one.
+
+    Attributes:
+        response: The response, which is complete after `finish`.
+    """
+
+    response: dict[str, Any]
+
+    def start(self, model: str, stats: Stats) -> Iterator[Event]:
+        """Begin the response. Yields its first events.
+
+        Args:
+            model: Name of the model.
+            stats: Statistics so far, which include the prompt.
+        """
+
+    def add(self, chunk: TextChunk) -> Iterator[Event]:
+        """Add a chunk to the response. Yields its events."""
+
+    def finish(self, reply: Reply, more: Mapping[str, Any]) -> Iterator[Event]:
+        """End the response. Yields its last events.
+
+        Args:
+            reply: The reply.
+            more: Fields that edgespec adds to the response.
+        """
+
+
+async def respond(
+    call: Call[Any],
+    request: ReplyRequest,
+    builder: ReplyBuilder,
+    error_event: Callable[[ApiError], bytes],
+) -> Response:
+    """Generate a reply and return the response, as a stream if the request has `stream: true`.
+
+    Args:
+        call: A request whose body has the fields `model` and `stream`.
+        request: The reply to generate.
+        builder: Builds the response.
+        error_event: Returns the event for an error after the start of the stream.
+    """
+    if call.body.stream:
+        return await open_stream(_stream(call, request, builder), error_event)
+    async with call.service.generate(call.body.model, [request]) as generation:
+        async for _ in _events(call, generation, builder):
+            pass
+        return json_response(builder.response)
+
+
+async def _stream(
+    call: Call[Any], request: ReplyRequest, builder: ReplyBuilder
+) -> AsyncGenerator[bytes, None]:
+    async with call.service.generate(call.body.model, [request]) as generation:
+        async for event in _events(call, generation, builder):
+            yield server_sent_event(event, event["type"])
+
+
+async def _events(call: Call[Any], generation: Generation, builder: ReplyBuilder) -> AsyncIterator[Event]:
+    model, started = generation.model, False
+    async for index, event in generation.events():
+        if not started:
+            started = True
+            for each in builder.start(call.body.model or model.name, generation.stats(index)):
+                yield each
+        if isinstance(event, TextChunk):
+            events = builder.add(event)
+        else:
+            ignored = call.body.ignored_fields()
+            more = {"timings": timings([event]), "edgespec": report(event, model, ignored)}
+            events = builder.finish(event, more)
+        for each in events:
+            yield each
