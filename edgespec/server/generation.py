@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -92,12 +93,14 @@ class Generation:
 
     Attributes:
         model: The model that generates the replies.
+        loaded_ns: When the model was ready for the replies, as `time.perf_counter_ns` counts.
     """
 
     def __init__(
         self, model: LoadedModel, requests: Sequence[ReplyRequest], on_end: Callable[[Reply | None], None]
     ) -> None:
         self.model = model
+        self.loaded_ns = time.perf_counter_ns()
         self._loop = asyncio.get_running_loop()
         self._requests, self._on_end = requests, on_end
         self._received: asyncio.Queue[tuple[int, TextChunk | Reply | Exception]] = asyncio.Queue()

@@ -16,7 +16,7 @@ from edgespec import Reply, TextChunk
 from edgespec.chat.tool_calls.calls import ToolCall
 from edgespec.reply import TokenLogprobs
 from edgespec.server.errors import ApiError, invalid_request
-from edgespec.server.generation import ReplyRequest, TextPrompt
+from edgespec.server.generation import Generation, ReplyRequest, TextPrompt
 from edgespec.server.models import LoadedModel
 from edgespec.server.ollama.fields import OllamaFields, ignored_fields
 from edgespec.server.openai.logprobs import ContentLogprob, chat_logprobs
@@ -77,13 +77,12 @@ async def respond(call: Call[Any], request: ReplyRequest, formatted: Formatter) 
         return await open_stream(_stream(call, request, formatted), _error_line, STREAM_MEDIA_TYPE)
     started = time.perf_counter_ns()
     async with call.service.generate(fields.model, [request]) as generation:
-        loaded = time.perf_counter_ns()
         (reply,) = await generation.replies()
         raw = isinstance(request.prompt, TextPrompt)
         part = Part(reply.text) if raw else Part(reply.answer, reply.reasoning, reply.tool_calls)
         logprobs = _logprobs(reply.logprobs) if fields.logprobs else {}
         head = _head(fields, generation.model)
-        end = _end(fields, reply, generation.model, started, loaded)
+        end = _end(fields, reply, generation, started)
         return json_response({**head, **formatted(part), **logprobs, **end})
 
 
@@ -94,7 +93,6 @@ async def _stream(
     fields: OllamaFields = call.body
     started = time.perf_counter_ns()
     async with call.service.generate(fields.model, [request]) as generation:
-        loaded = time.perf_counter_ns()
         raw = isinstance(request.prompt, TextPrompt)
         async for _, event in generation.events():
             head = _head(fields, generation.model)
@@ -106,7 +104,7 @@ async def _stream(
                 continue
             if event.tool_calls and not raw:
                 yield _line({**head, **formatted(Part(tool_calls=event.tool_calls))})
-            end = _end(fields, event, generation.model, started, loaded)
+            end = _end(fields, event, generation, started)
             yield _line({**head, **formatted(Part()), **end})
 
 
@@ -156,25 +154,24 @@ def _logprobs(tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
     return {"logprobs": chat_logprobs(tokens)["content"]}
 
 
-def _end(fields: OllamaFields, reply: Reply, model: LoadedModel, started: int, loaded: int) -> dict[str, Any]:
+def _end(fields: OllamaFields, reply: Reply, generation: Generation, started: int) -> dict[str, Any]:
     """Return the fields at the end of a reply.
 
     Args:
         fields: The request's fields.
         reply: The reply.
-        model: The model that generated it.
+        generation: The replies to the request.
         started: When the request arrived, as `time.perf_counter_ns` counts.
-        loaded: When the model was loaded and the reply was queued.
     """
     stats = reply.stats
     return {
         "done": True,
         "done_reason": reply.finish_reason,
         "total_duration": time.perf_counter_ns() - started,
-        "load_duration": loaded - started,
+        "load_duration": generation.loaded_ns - started,
         "prompt_eval_count": stats.prompt_tokens,
         "prompt_eval_duration": round(stats.prefill_seconds * 1e9),
         "eval_count": stats.generated_tokens,
         "eval_duration": round(stats.decode_seconds * 1e9),
-        "edgespec": report(reply, model, ignored_fields(fields)),
+        "edgespec": report(reply, generation.model, ignored_fields(fields)),
     }
