@@ -19,6 +19,7 @@ from edgespec.auto.controller import AutoController
 from edgespec.backends.base import LanguageModel, Progress
 from edgespec.drafters.base import Drafter
 from edgespec.engine.acceptance import Invariant, RandomDraws, Rejection
+from edgespec.engine.logits import Logits
 from edgespec.engine.loop import Step, decode
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.stats import Stats
@@ -192,6 +193,7 @@ class Session:
         drafter, _ = self.drafters.choose(request.method, constrained=request.constraint is not None)
         tokens = list(request.tokens)
         self._idle_drafters = ()
+        first_logits: Logits | None = None
         started = now()
         stats.prompt_tokens = len(tokens)
         try:
@@ -200,7 +202,7 @@ class Session:
                     # Heads cache what they computed from hidden states of the target with other scales.
                     self.drafters.reset()
                 room = min(request.max_tokens, MIN_ROOM_TOKENS)
-                stats.cached_prompt_tokens = self._target_cache.prepare(tokens, room, stats, progress)
+                first_logits = self._target_cache.prepare(tokens, room, stats, progress)
                 self.target.run_ahead(drafter is None)
                 if drafter:
                     drafter.begin(tokens)
@@ -220,6 +222,7 @@ class Session:
             Rejection(RandomDraws(request.seed)) if is_rejection else Invariant(),
             Sampler(request.params, request.seed, tokens, request.processors),
             tokens[-1],
+            first_logits,
             vocab_size=facts.vocab_size,
             max_width=capabilities.max_width,
             max_branches=capabilities.max_branches if capabilities.tree else 1,
@@ -233,7 +236,7 @@ class Session:
         drafted_tokens, decode_seconds = 0, 0.0
         for step in steps:
             tokens.extend(step.tokens)
-            if step.tokens and stats.drafted_tokens == drafted_tokens:
+            if stats.decoded_tokens and step.tokens and stats.drafted_tokens == drafted_tokens:
                 step_seconds = stats.decode_seconds - decode_seconds
                 self.target_step_seconds += _STEP_WEIGHT * (step_seconds - self.target_step_seconds)
             drafted_tokens, decode_seconds = stats.drafted_tokens, stats.decode_seconds

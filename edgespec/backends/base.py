@@ -377,6 +377,24 @@ class LanguageModel(Protocol):
                 processed so far. Check `length` afterwards.
         """
 
+    def prefill_prompt(self, tokens: Sequence[int], progress: Progress | None = None) -> Logits | None:
+        """Append all tokens of a prompt except the last to the cache, and verify the last in the same pass.
+
+        Backends that cannot do both in one pass only append the tokens.
+
+        Args:
+            tokens: The tokens of the prompt that are not in the cache yet, at least one.
+            progress: See `prefill`.
+
+        Returns:
+            The logits after the last token, as if `verify` had run a tree of this token, or None if the token
+            still has to be verified.
+
+        Raises:
+            ContextFullError: See `prefill`.
+            CancelledError: See `prefill`.
+        """
+
     def verify(self, tree: TokenTree, first: int = 0) -> Logits:
         """Run the nodes of a token tree after the cached tokens and return their logits.
 

@@ -12,12 +12,20 @@ from typing import TYPE_CHECKING, Any
 from edgespec.backends.base import LanguageModel, ModelFacts, Progress, SelfDraft, Vocabulary
 from edgespec.backends.hidden_state_log import OpenLogs
 from edgespec.backends.memory_check import check_tokens_fit
+from edgespec.engine.logits import Logits
 from edgespec.errors import CancelledError, CapabilityError, ClosedError, ContextFullError
 
 if TYPE_CHECKING:
     from edgespec.backends.self_draft_view import SelfDraftView
 
-__all__ = ["MAX_CACHED_PIECES", "BaseModel", "in_batches", "scaled_progress"]
+__all__ = [
+    "MAX_CACHED_PIECES",
+    "BaseModel",
+    "check_progress",
+    "in_batches",
+    "scaled_progress",
+    "split_last_batch",
+]
 
 # A vocabulary caches the bytes of at most this many tokens. Caching all of them would take tens of MiB.
 MAX_CACHED_PIECES = 8192
@@ -32,6 +40,24 @@ def in_batches(
         yield batch
         if progress and not progress("prefill", (start + len(batch)) / len(tokens)):
             raise CancelledError("processing the prompt was cancelled")
+
+
+def split_last_batch(
+    tokens: Sequence[int], batch_tokens: int, progress: Progress | None
+) -> tuple[Sequence[int], Sequence[int], Progress | None]:
+    """Split a prompt before its last batch.
+
+    Returns:
+        The tokens before the last batch, the last batch, and a progress callback for the first part.
+    """
+    start = (len(tokens) - 1) // batch_tokens * batch_tokens
+    return tokens[:start], tokens[start:], progress and scaled_progress(progress, 0.0, start / len(tokens))
+
+
+def check_progress(progress: Progress | None) -> None:
+    """Report the end of a prefill. Raises CancelledError."""
+    if progress and not progress("prefill", 1.0):
+        raise CancelledError("processing the prompt was cancelled")
 
 
 def scaled_progress(progress: Progress, begin: float, share: float) -> Progress:
@@ -70,6 +96,13 @@ class BaseModel(ABC):
             f"the scales of adapters for {self.facts.name} are fixed when it is loaded",
             "load the model again with other values for --adapter",
         )
+
+    @abstractmethod
+    def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None: ...
+
+    def prefill_prompt(self, tokens: Sequence[int], progress: Progress | None = None) -> Logits | None:
+        self.prefill(tokens[:-1], progress)
+        return None
 
     def run_ahead(self, enabled: bool) -> None:  # noqa: B027
         pass

@@ -62,6 +62,9 @@ class SelfDraftView(ABC, Generic[M]):
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:  # noqa: ARG002
         self._check()
 
+    def prefill_prompt(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
+        self.prefill(tokens[:-1], progress)
+
     @abstractmethod
     def verify(self, tree: TokenTree, first: int = 0) -> Logits:
         """See `LanguageModel.verify`."""

@@ -69,6 +69,7 @@ def decode(
     acceptance: Acceptance,
     sampler: Sampler,
     last_token: int,
+    first_logits: Logits | None = None,
     *,
     vocab_size: int,
     max_width: int = 1 << 20,
@@ -91,6 +92,8 @@ def decode(
         acceptance: The acceptance rule.
         sampler: The sampler, whose history ends with `last_token`.
         last_token: The last token of the prompt.
+        first_logits: The logits after `last_token`, if the pass of the prompt verified it. The reply's first
+            token then needs no pass of its own.
         vocab_size: Size of the target's vocabulary. Drafted tokens with larger ids are dropped.
         max_width: Maximum number of tokens in a verify pass.
         max_branches: Maximum number of leaves of a draft tree.
@@ -116,13 +119,14 @@ def decode(
         depth = min(draft_length, room)
         width = min(max_width, target.free_tokens)
         try:
-            tree = drafter.propose(sampler, acceptance, depth) if drafter and depth > 0 else None
+            asked = drafter if depth > 0 and not first_logits else None
+            tree = asked.propose(sampler, acceptance, depth) if asked else None
             # Discard a draft that does not continue the last token.
             if tree is None or tree.tokens[0] != last_token:
                 tree = TokenTree.chain(last_token)
             tree = tree.pruned(vocab_size, room, width, max_branches)
             timer.lap("draft")
-            logits = target.verify(tree)
+            logits = first_logits or target.verify(tree)
             timer.lap("verify")
         except CancelledError:
             break
@@ -143,6 +147,8 @@ def decode(
         emitted_total += len(tokens)
         accepted = min(len(result.path), len(tokens))
         stats.count_round(tree.depths, accepted, len(tokens))
+        if first_logits:
+            stats.prompt_pass_tokens, first_logits = 1, None
         timer.lap("overhead")
         timer.finish(stats, logits.overlapped_seconds, logits.waited_seconds)
         yield Step(tokens, accepted, "stop" if stopped else None, computed)

@@ -18,7 +18,9 @@ class Stats:
 
     Attributes:
         cached_prompt_tokens: Prompt tokens that were already in the KV cache.
-        target_passes: Verify passes of the target, one per round.
+        prompt_pass_tokens: Generated tokens that the last pass of the prompt computed: 1 or 0.
+        target_passes: Verify passes of the target, one per round. Includes the last pass of the prompt if it
+            computed a token.
         drafted_per_position: Drafted tokens by depth in the draft, from depth 1.
         accepted_per_position: Accepted tokens by depth in the draft, from depth 1.
         rollback_seconds: Time spent committing accepted tokens and removing rejected ones.
@@ -40,6 +42,7 @@ class Stats:
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     generated_tokens: int = 0
+    prompt_pass_tokens: int = 0
     target_passes: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
@@ -83,6 +86,11 @@ class Stats:
         return drafting_and_verifying + self.rollback_seconds + self.sampling_seconds + self.overhead_seconds
 
     @property
+    def decoded_tokens(self) -> int:
+        """Number of tokens generated in `decode_seconds`, which excludes the passes of the prompt."""
+        return self.generated_tokens - self.prompt_pass_tokens
+
+    @property
     def acceptance_rate(self) -> float | None:
         """Accepted tokens divided by drafted tokens. None if nothing was drafted."""
         return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else None
@@ -95,24 +103,24 @@ class Stats:
     @property
     def tpot_seconds(self) -> float | None:
         """Decoding time per output token in seconds, without prefill."""
-        return self.decode_seconds / self.generated_tokens if self.generated_tokens else None
+        return self.decode_seconds / self.decoded_tokens if self.decoded_tokens else None
 
     @property
     def tokens_per_second(self) -> float | None:
         """Output tokens per second of decoding, without prefill."""
-        return self.generated_tokens / self.decode_seconds if self.generated_tokens else None
+        return self.decoded_tokens / self.decode_seconds if self.decoded_tokens else None
 
     @property
     def speedup_estimate(self) -> float | None:
         """Estimated speed-up over plain decoding. None if it is unknown or nothing was drafted."""
-        if not self.drafted_tokens or not self.generated_tokens or not self.target_step_seconds:
+        if not self.drafted_tokens or not self.decoded_tokens or not self.target_step_seconds:
             return None
-        return self.generated_tokens * self.target_step_seconds / self.decode_seconds
+        return self.decoded_tokens * self.target_step_seconds / self.decode_seconds
 
     @property
     def plain_seconds_estimate(self) -> float | None:
         """Estimated time in which plain decoding would emit the same tokens, in seconds. None if unknown."""
-        return self.generated_tokens * self.target_step_seconds or None
+        return self.decoded_tokens * self.target_step_seconds or None
 
     def to_json(self) -> dict[str, object]:
         """Return all counts, times and rates of the reply by name."""

@@ -7,6 +7,7 @@ from time import perf_counter as now
 
 from edgespec.backends.base import LanguageModel, Progress
 from edgespec.backends.base_model import scaled_progress
+from edgespec.engine.logits import Logits
 from edgespec.engine.prefix import common_prefix_length
 from edgespec.engine.stats import Stats
 from edgespec.memory.context_resize import ResizableContext
@@ -96,17 +97,20 @@ class TargetCache:
         self._memory_pressure.reclaim_idle()
         self.sync_length()
 
-    def prepare(self, tokens: list[int], extra_tokens: int, stats: Stats, progress: Progress | None) -> int:
-        """Load all prompt tokens except the last into the target's cache.
+    def prepare(
+        self, tokens: list[int], extra_tokens: int, stats: Stats, progress: Progress | None
+    ) -> Logits | None:
+        """Load all prompt tokens except the last into the target's cache, and verify the last if it is free.
 
         Args:
             tokens: The prompt. The caller appends the reply's tokens to this list.
             extra_tokens: Number of reply tokens to reserve space for.
-            stats: Records the time spent on resizing.
+            stats: Records the time spent on resizing, and the tokens that were in a cache already.
             progress: Called with the fraction of the prompt processed so far. Returns False to cancel.
 
         Returns:
-            The number of tokens that were already in the KV cache or came from the prefix cache.
+            The logits after the last token, or None if it still has to be verified. See
+            `LanguageModel.prefill_prompt`.
 
         Raises:
             ContextFullError: There is not enough memory for a context of this length.
@@ -126,7 +130,7 @@ class TargetCache:
             self._tokens = []
             cache.restore(segment, tokens, target.length)
         self._truncate_to_blocks()
-        cached = self._keep_for_heads(tokens)
+        cached = stats.cached_prompt_tokens = self._keep_for_heads(tokens)
         self._tokens = tokens
         self._prefilled_tokens = cached
         last, done = len(tokens) - 1, 0.0
@@ -134,8 +138,7 @@ class TargetCache:
             done = (branch - cached) / (last - cached)
             self._prefill(branch, progress and scaled_progress(progress, 0.0, done))
             cache.add_branch_point(tokens[:branch])
-        self._prefill(last, progress and scaled_progress(progress, done, 1.0 - done))
-        return cached
+        return self._prefill_prompt(tokens, progress and scaled_progress(progress, done, 1.0 - done))
 
     def _reusable(self, length: int) -> int:
         return reusable_tokens(self._target.facts.capabilities, length)
@@ -168,6 +171,16 @@ class TargetCache:
             self._target.truncate(length - 1)
         return self._target.length
 
+    def _prefill_prompt(self, tokens: Sequence[int], progress: Progress | None) -> Logits | None:
+        if not self._reuse_is_exact:
+            self._prefill(len(tokens) - 1, progress)
+            return None
+        begin, started = self._target.length, now()
+        logits = self._target.prefill_prompt(tokens[begin:], progress)
+        self._prefilled_tokens = len(tokens) - 1
+        self._record_prefill(len(tokens) - 1 - begin, started)
+        return logits
+
     def _prefill(self, end: int, progress: Progress | None) -> None:
         begin, started = self._target.length, now()
         size = end - begin if self._reuse_is_exact else REUSE_BLOCK_TOKENS
@@ -178,5 +191,8 @@ class TargetCache:
             )
             self._target.prefill(self._tokens[start:stop], part)
             self._prefilled_tokens = stop
+        self._record_prefill(end - begin, started)
+
+    def _record_prefill(self, tokens: int, started: float) -> None:
         if self._prefix_cache:
-            self._prefix_cache.reuse_costs.record_prefill(end - begin, now() - started)
+            self._prefix_cache.reuse_costs.record_prefill(tokens, now() - started)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import Head, LanguageModel, LoadOptions, ModelFacts, Progress
+from edgespec.backends.base_model import check_progress, split_last_batch
 from edgespec.backends.hidden_state_log import HiddenStateLog
 from edgespec.backends.llamacpp.adapters import LoraAdapters, adapter_bytes
 from edgespec.backends.llamacpp.checkpoints import StateCheckpoint, StateCheckpoints
@@ -31,9 +32,15 @@ from edgespec.backends.llamacpp.residual_target import load_gguf_residual_heads
 from edgespec.backends.llamacpp.resizing import cache_variant, initial_plan, rebuild_context
 from edgespec.backends.replay import ReplayModel
 from edgespec.backends.self_draft_view import SelfDraftView
-from edgespec.engine.logits import HostLogits
+from edgespec.engine.logits import HostLogits, Logits
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import BackendError, CapabilityError, ModelFileError
+from edgespec.errors import (
+    BackendError,
+    CancelledError,
+    CapabilityError,
+    ContextFullError,
+    ModelFileError,
+)
 
 __all__ = ["LlamaCppModel", "load"]
 
@@ -120,6 +127,26 @@ class LlamaCppModel(GgufModel):
         self._context.append(tokens, self.length)
         if self.logs.states:
             self.logs.append(self.length, self._context.tapped_rows(len(tokens)))
+
+    def prefill_prompt(self, tokens: Sequence[int], progress: Progress | None = None) -> Logits | None:
+        # Heads need the hidden states of all tokens, and recurrent models a checkpoint before the last one.
+        # Exact models compute the logits of every token in the same way.
+        if self.logs.states or self._recurrent or self.facts.capabilities.exact:
+            return super().prefill_prompt(tokens, progress)
+        self._check(len(tokens))
+        before, batch, part_progress = split_last_batch(tokens, self._context.batch_tokens, progress)
+        self.prefill(before, part_progress)
+        positions = range(self.length, self.length + len(batch))
+        needs_logits = [position == positions[-1] for position in positions]
+        try:
+            logits = self._context.run(batch, positions, [(0,)] * len(batch), needs_logits)
+            check_progress(progress)
+        except (BackendError, ContextFullError, CancelledError):
+            self._cut(self.length)
+            raise
+        self.cells.length += len(batch) - 1
+        self.cells.place_tree(TokenTree.chain(batch[-1]), 0)
+        return HostLogits(logits)
 
     def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
         return self._run(tree, first, self._logits)

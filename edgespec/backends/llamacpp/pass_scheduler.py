@@ -38,8 +38,8 @@ class PassPart:
         tokens: The tokens to run.
         positions: The position of each token in its text.
         sequences: The ids of the llama.cpp sequences that each token belongs to.
-        needs_logits: Whether the pass computes logits for the tokens.
-        rows: The resulting logits as float32 [tokens, vocabulary size]. Empty if they were not needed.
+        outputs: Number of tokens, from the last one backwards, whose logits the pass computes.
+        rows: The resulting logits as float32 [outputs, vocabulary size].
         error: Why the pass failed, or None.
         pass_tokens: Number of tokens of all replies in the pass.
         is_done: Whether the pass has ended.
@@ -49,11 +49,16 @@ class PassPart:
     tokens: Sequence[int]
     positions: Sequence[int]
     sequences: Sequence[Sequence[int]]
-    needs_logits: bool
+    outputs: int
     rows: NDArray[np.float32] = field(default_factory=lambda: np.empty((0, 0), np.float32))
     error: Exception | None = None
     pass_tokens: int = 0
     is_done: bool = False
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of tokens at the start whose logits are not computed, because they belong to the prompt."""
+        return len(self.tokens) - self.outputs
 
 
 @dataclass(slots=True)
@@ -278,7 +283,7 @@ class PassScheduler:
         taken: list[PassPart] = []
         for part in list(self._waiting):
             tokens += len(part.tokens)
-            rows += len(part.tokens) if part.needs_logits else 0
+            rows += part.outputs
             if taken and (tokens > self._max_tokens or rows > self._max_rows):
                 break
             self._waiting.remove(part)

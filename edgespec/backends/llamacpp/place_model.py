@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progress, SelfDraft, Snapshot
-from edgespec.backends.base_model import BaseModel
+from edgespec.backends.base_model import BaseModel, check_progress, split_last_batch
 from edgespec.backends.llamacpp.adapters import LoraAdapters, adapter_bytes
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_planning import plan_context
@@ -147,6 +147,20 @@ class PlaceModel(BaseModel):
             done += len(batch)
             if progress and not progress("prefill", done / len(tokens)):
                 raise CancelledError("processing the prompt was cancelled")
+
+    def prefill_prompt(self, tokens: Sequence[int], progress: Progress | None = None) -> HostLogits:
+        self._check(len(tokens))
+        before, batch, part_progress = split_last_batch(tokens, self._place.batch_tokens, progress)
+        self.prefill(before, part_progress)
+        try:
+            part = self._place.append(batch, self.length, outputs=1)
+            check_progress(progress)
+        except (BackendError, ContextFullError, CancelledError):
+            self._cells.truncate(self.length)
+            raise
+        self._cells.length += len(batch) - 1
+        self._cells.place_tree(TokenTree.chain(batch[-1]), 0)
+        return HostLogits(part.rows, part.pass_tokens - 1)
 
     def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
         try:

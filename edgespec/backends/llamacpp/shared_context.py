@@ -97,16 +97,15 @@ class SharedContext:
             list(chain.from_iterable(part.tokens for part in parts)),
             list(chain.from_iterable(part.positions for part in parts)),
             list(chain.from_iterable(part.sequences for part in parts)),
-            [part.needs_logits for part in parts for _ in part.tokens],
+            [index >= part.prompt_tokens for part in parts for index in range(len(part.tokens))],
         )
         row = 0
         for part in parts:
-            if not part.needs_logits:
-                self.places[part.place].protect(part.positions[0], part.positions[-1] + 1)
-            else:
-                end = row + len(part.tokens)
-                # The next pass, which may be one of other replies, overwrites the rows.
-                part.rows, row = logits[row:end].copy(), end
+            if part.prompt_tokens:
+                end = part.positions[0] + part.prompt_tokens
+                self.places[part.place].protect(part.positions[0], end)
+            # The next pass, which may be one of other replies, overwrites the rows.
+            part.rows, row = logits[row : row + part.outputs].copy(), row + part.outputs
 
     def set_max_threads(self, threads: int) -> None:
         """Set the number of CPU threads on an idle machine."""
@@ -164,10 +163,13 @@ class ContextPlace(KvSequences):
     def adapts_threads(self) -> bool:
         return self._whole.adapts_threads
 
-    def append(self, tokens: Sequence[int], position: int) -> None:
-        """Append tokens to the place's text, starting at `position`, without computing logits."""
+    def append(self, tokens: Sequence[int], position: int, outputs: int = 0) -> PassPart:
+        """Append tokens to the place's text, and compute the logits of the last `outputs`.
+
+        See `run` for the errors.
+        """
         count = len(tokens)
-        self._run(tokens, range(position, position + count), [(0,)] * count, needs_logits=False)
+        return self._run(tokens, range(position, position + count), [(0,)] * count, outputs)
 
     def run(
         self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[Sequence[int]]
@@ -180,18 +182,17 @@ class ContextPlace(KvSequences):
             OutOfMemoryError: A buffer for the forward pass cannot be allocated.
             BackendError: llama.cpp failed for any other reason.
         """
-        return self._run(tokens, positions, sequences, needs_logits=True)
+        return self._run(tokens, positions, sequences, len(tokens))
 
     def _run(
         self,
         tokens: Sequence[int],
         positions: Sequence[int],
         sequences: Sequence[Sequence[int]],
-        *,
-        needs_logits: bool,
+        outputs: int,
     ) -> PassPart:
         ids = [[self._first + sequence for sequence in each] for each in sequences]
-        return self.shared.scheduler.run(PassPart(self._place, tokens, positions, ids, needs_logits))
+        return self.shared.scheduler.run(PassPart(self._place, tokens, positions, ids, outputs))
 
     def interrupt(self, enabled: bool) -> None:
         """Cancel the current and all later passes of this place with CancelledError, or stop cancelling."""
