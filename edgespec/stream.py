@@ -91,7 +91,7 @@ class ReplyStream:
     @property
     def method(self) -> MethodReport:
         """The drafting method of this reply and its speed-up so far."""
-        if self._reply or not self.stats.target_passes:
+        if self._reply or not self.stats.generated_tokens:
             return self._method
         report = self._session.report(self._request.method, constrained=self._constrained)
         notes = self._adapter_note(report), report.note

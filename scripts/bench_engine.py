@@ -98,7 +98,7 @@ def main() -> None:
                 continue  # The first run of each side is a warm-up.
             step = bare_seconds / args.tokens
             own = stats.sampling_seconds + stats.rollback_seconds + stats.overhead_seconds
-            ratios.append(step / (stats.decode_seconds / stats.generated_tokens))
+            ratios.append(step / (stats.decode_seconds / stats.decoded_tokens))
             own_shares.append(own / stats.target_passes / step)
             print(
                 f"run {run}: bare {1 / step:8.1f} tokens/s, "

@@ -108,8 +108,8 @@ def _summary(
     means = {skill: statistics.geometric_mean(ratios) for skill, ratios in by_skill.items()}
     worst = min(ratio for ratios in by_skill.values() for ratio in ratios)
     mean = statistics.geometric_mean(means.values())
-    step = _sum(plain, "decode_seconds") / _sum(plain, "generated_tokens")
-    passes, emitted = _sum(drafted_replies, "target_passes"), _sum(drafted_replies, "generated_tokens")
+    step = _sum(plain, "decode_seconds") / _sum(plain, "decoded_tokens")
+    passes, emitted = _sum(drafted_replies, "target_passes"), _sum(drafted_replies, "decoded_tokens")
     drafted, accepted = _sum(drafted_replies, "drafted_tokens"), _sum(drafted_replies, "accepted_tokens")
     v = _sum(drafted_replies, "verify_seconds") / passes / step
     c = _sum(drafted_replies, "draft_seconds") / max(1, drafted) / step

@@ -60,7 +60,7 @@ class MethodFigures:
     tokens_per_pass: float
     acceptance: float | None
     acceptance_by_depth: tuple[float, ...]
-    generated_tokens: int
+    decoded_tokens: int
     drafted_tokens: int
     seconds: dict[str, float]
     draft_weight_bytes: int
@@ -201,7 +201,7 @@ def _figures(
     whole = list(_ratios(rows, plain, _whole_speed).values())
     bounds = interval(ratios) if ratios and config != PLAIN else None
     stats = [row.reply.stats for row in rows]
-    generated, drafted = _sum(stats, "generated_tokens"), _sum(stats, "drafted_tokens")
+    decoded, drafted = _sum(stats, "decoded_tokens"), _sum(stats, "drafted_tokens")
     pairs = [(row, plain[_pairing_key(row)]) for row in rows if _pairing_key(row) in plain and equal]
     joules = [row.joules for row in rows if row.joules is not None]
     return MethodFigures(
@@ -220,16 +220,16 @@ def _figures(
         tokens_per_second=geometric_mean([[_speed(row)] for row in rows]),
         ttft_seconds=median(each.ttft_seconds or 0.0 for each in stats),
         tpot_seconds=median(each.tpot_seconds or 0.0 for each in stats),
-        tokens_per_pass=generated / _sum(stats, "target_passes"),
+        tokens_per_pass=decoded / max(1, _sum(stats, "target_passes")),
         acceptance=_sum(stats, "accepted_tokens") / drafted if drafted else None,
         acceptance_by_depth=_by_depth(stats),
-        generated_tokens=int(generated),
+        decoded_tokens=int(decoded),
         drafted_tokens=int(drafted),
         seconds={phase: _sum(stats, f"{phase}_seconds") for phase in PHASES},
         draft_weight_bytes=max(each.draft_weight_bytes for each in stats),
         draft_kv_bytes=max(each.draft_kv_bytes for each in stats),
         draft_other_bytes=max(each.draft_other_bytes for each in stats),
-        joules_per_token=sum(joules) / generated if len(joules) == len(rows) else None,
+        joules_per_token=sum(joules) / _sum(stats, "generated_tokens") if len(joules) == len(rows) else None,
         compared=len(pairs),
         identical=sum(row.reply.tokens == other.reply.tokens for row, other in pairs),
     )

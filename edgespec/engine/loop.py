@@ -146,9 +146,11 @@ def decode(
             sampler.push(last_token)
         emitted_total += len(tokens)
         accepted = min(len(result.path), len(tokens))
-        stats.count_round(tree.depths, accepted, len(tokens))
         if first_logits:
-            stats.prompt_pass_tokens, first_logits = 1, None
+            stats.count_prompt_pass()
+            first_logits = None
+        else:
+            stats.count_round(tree.depths, accepted, len(tokens))
         timer.lap("overhead")
         timer.finish(stats, logits.overlapped_seconds, logits.waited_seconds)
         yield Step(tokens, accepted, "stop" if stopped else None, computed)

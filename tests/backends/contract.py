@@ -46,11 +46,16 @@ def step(model: LanguageModel, token: int) -> Rows:
     return row
 
 
+def step_all(model: LanguageModel, tokens: Sequence[int]) -> Rows:
+    """Append tokens to the cache and return the logits after the last one."""
+    model.prefill(tokens[:-1])
+    return step(model, tokens[-1])
+
+
 def fresh(model: LanguageModel, tokens: Sequence[int]) -> Rows:
     """Return the logits after `tokens`, computed with an empty cache."""
     model.truncate(0)
-    model.prefill(tokens[:-1])
-    return step(model, tokens[-1])
+    return step_all(model, tokens)
 
 
 def cut(model: LanguageModel, tokens: Sequence[int]) -> None:

@@ -27,6 +27,7 @@ from tests.backends.contract import (
     row_of,
     same,
     step,
+    step_all,
     tokens_for,
     tokens_to,
     tree_of,
@@ -84,7 +85,33 @@ class TestPrefillAndSteps:
         assert model.length == 4
         same(model, step(model, tokens[4]), expected)
 
-    def test_progress_reaches_one_and_can_cancel(self, model: LanguageModel) -> None:
+    @pytest.mark.parametrize("cached", [0, 1, 20])
+    def test_the_pass_of_a_prompt_computes_the_logits_of_its_last_token(
+        self, model: LanguageModel, cached: int
+    ) -> None:
+        tokens = tokens_for(model, 301)
+        for length in (cached + 1, cached + 2, 33, 64, 255, 300):
+            expected, following = fresh(model, tokens[:length]), step(model, tokens[length])
+            model.truncate(0)
+            model.prefill(tokens[:cached])
+            logits = model.prefill_prompt(tokens[cached:length])
+            assert model.length == length - 1
+            logits = logits or model.verify(TokenTree.chain(tokens[length - 1]))
+            same(model, row_of(model, logits, 0), expected)
+            model.commit(())
+            assert model.length == length
+            same(model, step(model, tokens[length]), following)
+
+    def test_the_verified_last_token_of_a_prompt_can_be_dropped(self, model: LanguageModel) -> None:
+        tokens = tokens_for(model, 40)
+        expected = fresh(model, tokens)
+        model.truncate(0)
+        model.prefill_prompt(tokens[:30])
+        cut(model, tokens[:29])
+        same(model, step_all(model, tokens[29:]), expected)
+
+    @pytest.mark.parametrize("method", ["prefill", "prefill_prompt"])
+    def test_progress_reaches_one_and_can_cancel(self, model: LanguageModel, method: str) -> None:
         seen: list[float] = []
         tokens = tokens_for(model, 200)
 
@@ -92,13 +119,15 @@ class TestPrefillAndSteps:
             seen.append(fraction)
             return True
 
-        model.prefill(tokens, watch)
+        getattr(model, method)(tokens, watch)
         assert seen == sorted(seen)
         assert seen[-1] == 1.0
-        model.truncate(0)
-        with pytest.raises(CancelledError):
-            model.prefill(tokens, lambda what, fraction: False)
-        same(model, fresh(model, tokens[:20]), fresh(model, tokens[:20]))
+        for _ in range(2):
+            model.truncate(0)
+            with pytest.raises(CancelledError):
+                getattr(model, method)(tokens, lambda what, fraction: fraction < 1.0)
+        cut(model, tokens[: min(model.length, 100)])
+        same(model, step_all(model, tokens[model.length :]), fresh(model, tokens))
 
 
 @pytest.mark.parametrize("shape", TREES.values(), ids=TREES.keys())
@@ -360,6 +389,7 @@ class TestClosing:
         own_model.close()
         calls: list[Callable[[], object]] = [
             lambda: own_model.prefill([3]),
+            lambda: own_model.prefill_prompt([3, 4]),
             lambda: own_model.verify(TokenTree.chain(3)),
             lambda: own_model.commit(()),
             lambda: own_model.truncate(0),

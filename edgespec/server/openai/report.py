@@ -105,7 +105,7 @@ def timings(replies: Sequence[Reply]) -> Timings:
     each = [reply.stats for reply in replies]
     cached = sum(stats.cached_prompt_tokens for stats in each)
     processed = sum(stats.prompt_tokens for stats in each) - cached
-    generated = sum(stats.generated_tokens for stats in each)
+    decoded = sum(stats.decoded_tokens for stats in each)
     prefill_seconds = sum(stats.prefill_seconds for stats in each)
     decode_seconds = sum(stats.decode_seconds for stats in each)
     return {
@@ -113,9 +113,9 @@ def timings(replies: Sequence[Reply]) -> Timings:
         "prompt_n": processed,
         "prompt_ms": 1000 * prefill_seconds,
         "prompt_per_second": processed / prefill_seconds if prefill_seconds else None,
-        "predicted_n": generated,
+        "predicted_n": sum(stats.generated_tokens for stats in each),
         "predicted_ms": 1000 * decode_seconds,
-        "predicted_per_second": generated / decode_seconds if decode_seconds else None,
+        "predicted_per_second": decoded / decode_seconds if decoded else None,
         "draft_n": sum(stats.drafted_tokens for stats in each),
         "draft_n_accepted": sum(stats.accepted_tokens for stats in each),
     }
