@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
-from edgespec.backends.base import LanguageModel, Progress
-from edgespec.engine.loop import Step
-from edgespec.engine.stats import Stats
+from edgespec.backends.base import LanguageModel
 from edgespec.errors import BusyError, ClosedError
 from edgespec.methods import DrafterSet
 from edgespec.request import Request
@@ -45,16 +43,8 @@ class SessionPool:
         """The first session, which has the same properties as all others."""
         return self.sessions[0]
 
-    def start(
-        self,
-        request: Request,
-        *,
-        is_stop: Callable[[int], bool],
-        is_cancelled: Callable[[], bool],
-        stats: Stats,
-        progress: Progress | None = None,
-    ) -> tuple[Session, Iterator[Step]]:
-        """Start a reply in the free session whose KV cache saves the most prefill. See `Session.start`.
+    def start(self, request: Request) -> Session:
+        """Reserve the free session whose KV cache saves the most prefill. See `Session.start`.
 
         Raises:
             BusyError: All sessions are generating replies.
@@ -71,13 +61,11 @@ class SessionPool:
                 sessions = sorted(sessions, key=lambda session: (-cached[session], session.ended_at))
             for session in sessions:
                 try:
-                    steps = session.start(
-                        request, is_stop=is_stop, is_cancelled=is_cancelled, stats=stats, progress=progress
-                    )
+                    session.start(request)
                 except BusyError as error:
                     busy = error
                 else:
-                    return session, steps
+                    return session
         if len(self.sessions) == 1:
             raise busy
         raise BusyError(
