@@ -108,6 +108,10 @@ class Session:
         """Return how many of the first `tokens` are in the target's KV cache. Call it between replies."""
         return self._target_cache.common_tokens(tokens)
 
+    def cached_prefixes(self) -> list[list[int]]:
+        """Return the token sequences in the prefix cache."""
+        return [tokens.tolist() for tokens in self.prefix_cache.sequences()] if self.prefix_cache else []
+
     def start(self, request: Request) -> None:
         """Reserve this session for a reply. Read its `steps` next, then call `end`.
 
