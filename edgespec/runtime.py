@@ -8,8 +8,9 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progress
+from edgespec.backends.base import LanguageModel, LoadOptions, Progress
 from edgespec.backends.mapped_files import MappedFiles
+from edgespec.backends.model_facts import ModelFacts
 from edgespec.catalog.acceptance_history import AcceptanceRecorder
 from edgespec.costs.curve import CostCurve
 from edgespec.costs.target_costs import TargetCosts

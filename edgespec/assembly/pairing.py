@@ -9,7 +9,8 @@ from functools import partial
 
 from edgespec.assembly.drafting_options import DraftingOptions
 from edgespec.assembly.heads import FindHead, find_heads, without_heads
-from edgespec.backends.base import Adapter, LanguageModel, LoadOptions, ModelFacts, Progress
+from edgespec.backends.base import LanguageModel, LoadOptions, Progress
+from edgespec.backends.model_facts import Adapter, ModelFacts
 from edgespec.backends.registry import Backend, same_backend
 from edgespec.backends.trial_load import TrialModel, check_loadable
 from edgespec.catalog import MetadataCache, Resolved, choose_draft, resolve

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-from edgespec.backends.base import Capabilities
+from edgespec.backends.model_facts import Capabilities
 from edgespec.costs.curve import CostCurve
 from edgespec.drafters.base import Drafter
 from edgespec.engine.acceptance import Acceptance

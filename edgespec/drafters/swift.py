@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import SkippedLayers
 from edgespec.backends.optional_features import Skippable
+from edgespec.backends.self_draft_methods import SkippedLayers
 from edgespec.costs.curve import CostFunction, assumed_cost
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.model import ModelDrafter

@@ -18,11 +18,12 @@ from safetensors.numpy import save_file
 import edgespec
 from edgespec.assembly.loading import always_draft
 from edgespec.backends import llamacpp
-from edgespec.backends.base import Head, LanguageModel, LoadOptions
+from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.hidden_state_log import HiddenStateLog
 from edgespec.backends.llamacpp import state_taps
 from edgespec.backends.llamacpp.eagle import EagleHead
 from edgespec.backends.llamacpp.model import LlamaCppModel
+from edgespec.backends.self_draft_methods import Head
 from edgespec.drafters.head_cache import HeadCache
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import (

@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 import edgespec
 from edgespec.assembly.loading import always_draft
 from edgespec.backends import mlx
-from edgespec.backends.base import EarlyExit, Head, LoadOptions
+from edgespec.backends.base import LoadOptions
 from edgespec.backends.hidden_state_log import POST_NORM
 from edgespec.backends.mlx.eagle import EagleHead
 from edgespec.backends.mlx.eagle_loading import estimate_eagle_head
 from edgespec.backends.mlx.model import MlxModel
+from edgespec.backends.self_draft_methods import EarlyExit, Head
 from edgespec.drafters.head_cache import HeadCache
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, CapabilityError, ClosedError, MemoryBudgetError, ModelFileError

@@ -15,10 +15,11 @@ from safetensors.numpy import load_file
 import edgespec
 from edgespec.assembly.loading import always_draft
 from edgespec.backends import mlx
-from edgespec.backends.base import Head, LoadOptions
+from edgespec.backends.base import LoadOptions
 from edgespec.backends.mlx.eagle import EagleHead
 from edgespec.backends.mlx.mtp import estimate_mtp_head
 from edgespec.backends.mlx_metadata import read_mlx_info
+from edgespec.backends.self_draft_methods import Head
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.heads.mtp_files import read_mtp
 from tests.backends.head_histories import ROUNDS, Round, check_history
