@@ -73,7 +73,7 @@ class MessagePrompts:
             context_tokens: The context size.
             context_full: `slide` drops the oldest turns, `refuse` raises ContextFullError.
             tools: The tools that the model can call.
-            settings: What the chat template renders besides the messages, such as the tools.
+            settings: The chat template's inputs besides the messages, including the same tools.
             reply_start: Text with which the reply begins.
             progress: Called repeatedly. Returning False cancels the call.
 

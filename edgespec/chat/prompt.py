@@ -93,7 +93,7 @@ class PromptBuilder:
         Args:
             messages: The conversation.
             progress: Called repeatedly. Returning False cancels the call.
-            settings: What the chat template renders besides the messages, such as tools.
+            settings: The chat template's inputs besides the messages, such as tools.
 
         Raises:
             CancelledError: `progress` returned False.
@@ -203,7 +203,7 @@ class PromptBuilder:
             context_tokens: The context size.
             context_full: `slide` drops the oldest turns, `refuse` raises ContextFullError.
             progress: Called repeatedly. Returning False cancels the call.
-            settings: What the chat template renders besides the messages, such as tools.
+            settings: The chat template's inputs besides the messages, such as tools.
 
         Raises:
             CancelledError: `progress` returned False.

@@ -18,7 +18,7 @@ __all__ = ["convert_once", "converted_path", "needs_conversion", "prepare_head"]
 
 # Prefix of the names of temporary folders for head conversion.
 _UNFINISHED = ".edgespec-"
-# Age of a folder that no running conversion can still be using.
+# Age at which a temporary folder counts as abandoned. No conversion takes this long.
 _STALE_SECONDS = 24 * 3600.0
 
 
@@ -55,7 +55,7 @@ def convert_once(folder: Path, target: Path) -> Path:
 
 
 def _delete_leftovers(folder: Path) -> None:
-    """Delete what conversions left behind that were killed."""
+    """Delete the temporary folders of conversions that were killed."""
     with suppress(OSError):
         for leftover in folder.glob(f"{_UNFINISHED}*"):
             if leftover.stat().st_mtime < time.time() - _STALE_SECONDS:
