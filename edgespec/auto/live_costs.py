@@ -70,8 +70,8 @@ class LiveCosts:
     number of CPU threads.
 
     If concurrent replies share their passes, a pass takes longer for all of them when one drafts more. Costs
-    then assume that all replies verify the same number of tokens. Drafting as far as that pays maximises the
-    total number of tokens per second (goodput, arXiv 2406.14066).
+    then assume that all replies verify the same number of tokens. Drafting as long as it pays off under this
+    assumption maximises the total number of tokens per second (goodput, arXiv 2406.14066).
 
     Args:
         curve: The initial cost curve.

@@ -33,10 +33,11 @@ class _Layout:
     Attributes:
         prefix: Regular expression for the start of all names. Its group, if any, is the layer's number.
         marker: A name that only an MTP layer has, because DeepSeek numbers MTP layers like all others.
-        names: Names outside the decoder layer, and the same names in Qwen3-Next. Those with an empty name
-            are not read, because they are copies of the target's tensors.
-        decoder_prefix: What names in the decoder layer lack, compared with Qwen3-Next.
-        hidden_first: Whether `fc` reads the hidden state before the embedding, and not after it.
+        names: Maps names outside the decoder layer to Qwen3-Next's names. Tensors with an empty new name are
+            skipped, because they are copies of the target's tensors.
+        decoder_prefix: Prefix that turns names in the decoder layer into Qwen3-Next's names.
+        hidden_first: Whether the input of `fc` is the hidden state followed by the embedding, not the
+            reverse.
     """
 
     prefix: str
@@ -121,5 +122,5 @@ def _layers(stored: Mapping[str, StoredTensor], layout: _Layout) -> Iterator[dic
 
 
 def _with_halves_swapped(matrix: StoredTensor) -> StoredTensor:
-    """Return a matrix [rows, 2n] with its first n columns after the others."""
+    """Swap the first and the last n columns of a matrix [rows, 2n]."""
     return replace(matrix, read=lambda: np.roll(matrix.read(), matrix.shape[-1] // 2, axis=-1))

@@ -162,7 +162,7 @@ def read_residual_heads(path: Path) -> ResidualHeads:
 
 
 def _read_config(path: Path) -> Mapping[str, Any]:
-    """Return the settings in `config.json`. The file is optional, because weights tell all sizes."""
+    """Return the settings in `config.json`. The file is optional, because the weights determine all sizes."""
     try:
         if path.stat().st_size > _MAX_CONFIG_BYTES:
             raise ValueError("it is too large")

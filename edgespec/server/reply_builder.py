@@ -23,7 +23,8 @@ Event: TypeAlias = dict[str, Any]
 class ReplyBuilder(Protocol):
     """Builds the response of one reply from its chunks, and the events that stream it.
 
-    Events refer to parts of the response, which change. So encode each event before requesting the next one.
+    Events share objects with the response, which later calls change. Encode each event before requesting the
+    next one.
 
     Attributes:
         response: The response, which is complete after `finish`.

@@ -51,7 +51,7 @@ async def generate(call: Call[OllamaGenerateRequest]) -> Response:
             raise invalid_request(message, name)
     if body.raw and body.system:
         raise invalid_request(
-            "raw continues the prompt as it is, so there is no place for system; leave one of them out",
+            "raw continues the prompt as it is, without a system prompt; leave out raw or system",
             "system",
         )
     if not body.prompt:

@@ -117,7 +117,7 @@ def _logprobs(tokens: Sequence[TokenLogprobs], before: str) -> TextLogprobs | No
 
 
 async def _stream(call: Call[CompletionRequest], requests: list[ReplyRequest]) -> AsyncGenerator[bytes, None]:
-    """Yield the events of streamed texts. The usage is where chat completions have it."""
+    """Yield the events of streamed texts. The usage is sent as for chat completions."""
     body = call.body
     own_event = bool(body.stream_options and body.stream_options.include_usage)
     async with call.service.generate(body.model, requests) as generation:

@@ -17,7 +17,7 @@ __all__ = ["ChatMessage", "chat_prompt"]
 
 
 class ContentPart(RequestFields):
-    """A part of a message's content. Only texts are supported."""
+    """A part of a message's content. Only text is supported."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -30,7 +30,7 @@ class ResponseFormat(RequestFields):
 
 
 def answer_schema(wanted: ResponseFormat | None) -> dict[str, Any]:
-    """Return the reply option for a response format: a JSON schema, or none for any text."""
+    """Return the reply options for a response format: a JSON schema, or nothing if it allows any text."""
     if wanted is None or wanted.type == "text":
         return {}
     if wanted.type == "json_object":

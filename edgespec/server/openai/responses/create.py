@@ -45,7 +45,7 @@ def _request(body: ResponsesRequest) -> ReplyRequest:
 
 
 def _schema(wanted: TextFormat | None) -> dict[str, Any]:
-    """Return the reply option for a format of the answer: a JSON schema, or none for any text."""
+    """Return the reply options for a text format: a JSON schema, or nothing if it allows any text."""
     if wanted is None or wanted.type == "text":
         return {}
     if wanted.type == "json_object":

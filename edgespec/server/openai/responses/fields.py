@@ -17,7 +17,7 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 class InputPart(RequestFields):
-    """A part of a message's content. Only texts are supported."""
+    """A part of a message's content. Only text is supported."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -94,7 +94,7 @@ class ResponsesRequest(OpenAIFields):
     truncation: Ignored
 
     def ignored_fields(self) -> list[str]:
-        """Return the names of the fields that are ignored, and the places of list items that are skipped."""
+        """Return the names of the ignored fields and the positions of the skipped list items."""
         tools = [f"tools.{at}" for at, tool in enumerate(self.tools or ()) if tool.get("type") != "function"]
         include = [f"include.{at}" for at, name in enumerate(self.include or ()) if name != LOGPROBS]
         return [*super().ignored_fields(), *tools, *include]

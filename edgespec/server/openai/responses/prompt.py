@@ -13,7 +13,7 @@ from edgespec.server.openai.responses.fields import InputItem, InputPart, Respon
 
 __all__ = ["chat_prompt"]
 
-# The fields that an item of each type needs.
+# The required fields of each type of item.
 _NEEDED = {
     "message": ("role", "content"),
     "reasoning": (),
