@@ -205,7 +205,7 @@ class ReplyMethods:
                 mention tools, the system prompt describes them.
             tool_choice: `auto` lets the model decide, `none` offers no tools, and `required` makes the reply
                 one call. `{"type": "function", "function": {"name": NAME}}` makes it a call of that tool.
-            reply_start: Text with which the reply begins, such as the start of an interrupted reply. The
+            reply_start: Text that the reply begins with, such as the start of an interrupted reply. The
                 stream yields only what the model writes after it.
             context_full: What to do if the conversation does not fit the context. `slide` drops its oldest
                 turns, `refuse` raises ContextFullError.

@@ -1,4 +1,4 @@
-"""The sessions of a runtime, each of which generates one of several concurrent replies."""
+"""The sessions of a runtime. Each session generates one reply at a time."""
 
 from __future__ import annotations
 

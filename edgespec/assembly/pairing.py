@@ -78,7 +78,7 @@ class ModelPair:
 
     @property
     def backends(self) -> tuple[Backend, ...]:
-        """The backends of the models, starting with that of the target."""
+        """The backends of the models, the target's first."""
         return tuple(found.backend for found in (self.target, self.draft) if found)
 
 
@@ -391,7 +391,7 @@ def _load_models(found: Resolved, options: LoadOptions, progress: Progress | Non
 def draft_load_options(
     options: LoadOptions, drafting: DraftingOptions, context_tokens: int, memory_bytes: int | None
 ) -> LoadOptions:
-    """Return the draft model's load options, derived from those of the target.
+    """Return the draft model's load options, derived from the target's.
 
     Args:
         options: The target's load options.

@@ -1,4 +1,4 @@
-"""The ways in which a model can draft for itself: with fewer layers, at lower precision, or with a head."""
+"""Methods for self-drafting: running fewer layers, running at lower precision, or using a head."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class MessagePrompts:
             context_full: `slide` drops the oldest turns, `refuse` raises ContextFullError.
             tools: The tools that the model can call.
             settings: The chat template's inputs besides the messages, including the same tools.
-            reply_start: Text with which the reply begins.
+            reply_start: Text that the reply begins with.
             progress: Called repeatedly. Returning False cancels the call.
 
         Raises:

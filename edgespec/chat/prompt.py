@@ -63,8 +63,8 @@ class PromptBuilder:
     Args:
         template: The model's chat template.
         vocabulary: The model's tokenizer.
-        cached_prefixes: Function that returns the token sequences in the prefix cache, from which a resumed
-            conversation can continue.
+        cached_prefixes: Function that returns the token sequences in the prefix cache, so that a resumed
+            conversation can reuse them.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """In the answer, to which the constraint applies."""
+    """Inside the answer. The constraint applies here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class AnswerStart:
         vocabulary: The target's tokenizer.
         prompt: Tokens of the prompt.
         reply_start: Text at the end of the prompt that already belongs to the reply.
-        answer_tokens: Mask of the tokens with which an answer can start.
+        answer_tokens: Mask of the tokens that an answer can start with.
 
     Attributes:
         phase: The phase of the first token.

@@ -163,7 +163,7 @@ class ConstraintProcessor(LogitsProcessor):
         return consumed
 
     def _check(self) -> None:
-        """Raise BackendError if the matcher has reached one of its limits, after which it is unusable."""
+        """Raise BackendError if the matcher has reached one of its limits and can no longer be used."""
         if self._matcher.is_error():
             message = self._matcher.get_error().replace("<non-verbose/>", "").strip()
             raise BackendError(

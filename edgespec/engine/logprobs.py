@@ -51,7 +51,7 @@ def token_logprobs(
     Args:
         logits: The logits of the target's pass.
         nodes: The root and the accepted nodes of the draft tree. There can be more of them than tokens.
-        tokens: The emitted tokens, each of which follows the node at the same index.
+        tokens: The emitted tokens. Each one follows the node at the same index.
         count: Number of most likely tokens.
     """
     pairs = zip(nodes, tokens, strict=False)

@@ -87,7 +87,8 @@ def read_mtp(folder: Path) -> dict[str, StoredTensor]:
     stored = read_folder_tensors(folder)
     layers = [(layout, layer) for layout in _LAYOUTS for layer in _layers(stored, layout)]
     if len(layers) != 1 or any(name.startswith("layers.1.") for name in layers[0][1]):
-        raise _unusable(folder, "it has more than one MTP layer" if layers else "there are no tensors of one")
+        reason = "it has more than one MTP layer" if layers else "it has no tensors of an MTP layer"
+        raise _unusable(folder, reason)
     layout, tensors = layers[0]
     missing = [name for name in _NEEDED if name not in tensors]
     if missing:

@@ -189,7 +189,7 @@ class _NamedTensors:
         self._tensors = read_tensor_file(file)
 
     def numbers(self, before: str, after: str) -> list[int]:
-        """Return every n for which there is a tensor named `{before}{n}{after}`, in ascending order."""
+        """Return every n with a tensor named `{before}{n}{after}`, in ascending order."""
         pattern = re.compile(rf"{re.escape(before)}(\d{{1,4}}){re.escape(after)}")
         return sorted(int(found[1]) for name in self._tensors if (found := pattern.fullmatch(name)))
 

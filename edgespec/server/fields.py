@@ -51,7 +51,7 @@ class RequestFields(BaseModel):
 
 # Maximum number of entries in a list or object. Bounds the validation time.
 _MAX_ENTRIES = 10_000
-# Options for which -1 means the default, as in llama.cpp and LM Studio.
+# Options that interpret -1 as the default, as in llama.cpp and LM Studio.
 _MINUS_ONE_IS_DEFAULT = ("max_tokens", "seed")
 
 

@@ -26,7 +26,7 @@ class ChatPrompt:
 
     Attributes:
         messages: The whole conversation.
-        reply_start: Text with which the reply begins.
+        reply_start: Text that the reply begins with.
         tools: The tools that the model can call, as in OpenAI's API.
         tool_choice: See `Runtime.stream_messages`.
     """

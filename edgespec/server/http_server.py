@@ -22,14 +22,14 @@ __all__ = ["HttpServer"]
 
 # Time limit in seconds for receiving the headers of a request.
 _HEADER_SECONDS = 20.0
-# Time in seconds after which an idle connection is closed.
+# Close a connection after this many seconds without a request.
 _KEEP_ALIVE_SECONDS = 15
 _MAX_HEADER_BYTES = 64 * 1024
 # Maximum number of connections. Additional ones are rejected with status 503.
 _MAX_CONNECTIONS = 512
 # Maximum time in seconds that replies may continue after a stop request.
 _GRACE_SECONDS = 5.0
-# Seconds after which a stopping server closes connections whose clients neither send nor read.
+# When stopping, wait this many seconds for clients that neither send nor read.
 _CLOSE_SECONDS = 10
 
 

@@ -37,7 +37,7 @@ class KnownModel:
 
     Attributes:
         name: The name.
-        created: Unix time in seconds at which its file was last changed, or 0 if unknown.
+        created: Modification time of its file (Unix time in seconds), or 0 if unknown.
         info: The metadata in its files, or None if they could not be read.
         loaded: The loaded model, or None if it is not loaded.
     """
@@ -52,10 +52,10 @@ class LoadedModel:
     """A loaded model and the queue of its requests.
 
     Attributes:
-        name: The reference with which the model was first requested.
+        name: The name used in the first request for the model.
         runtime: The loaded model. Only the queue's threads may generate with it.
         queue: Runs the model's requests.
-        loaded_at: Unix time at which the model was loaded, in seconds.
+        loaded_at: Load time of the model (Unix time in seconds).
     """
 
     def __init__(self, name: str, runtime: Runtime, max_waiting: int) -> None:

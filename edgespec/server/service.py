@@ -40,7 +40,7 @@ class Service:
 
         Args:
             model: Reference to the model, or None for the server's own model.
-            requests: The replies to generate. Their options take precedence over those of the settings.
+            requests: The replies to generate. Their options override the options in the settings.
 
         Raises:
             BusyError: Too many requests are waiting.

@@ -56,7 +56,7 @@ class DraftToTrain:
         """Return the draft model as a student of the target.
 
         Raises:
-            OptionError: The vocabulary of the draft model differs from that of the target.
+            OptionError: The draft model and the target have different vocabularies.
         """
         path = self.model.path
         own, other = format_at(path).read_tokens(path), format_at(target.path).read_tokens(target.path)
@@ -165,7 +165,7 @@ def _trainable(path: Path, name: str, weights: Path | None) -> Path:
     if difference := _difference(path, weights):
         raise OptionError(
             f"--weights {weights} is not the same model as {name}: {difference}",
-            "pass the model from which the GGUF file was made",
+            "pass the model that the GGUF file was made from",
         )
     return weights
 

@@ -47,7 +47,7 @@ class TaggedForm:
         value_open: The text before a value, if there is one besides the key.
         value_end: The text after a value.
         call_end: The text after the last parameter.
-        padded: Whether values are on lines of their own, whose line breaks do not belong to the values.
+        padded: Whether each value is on separate lines. The line breaks around it are not part of the value.
         closes: The texts after a call, also those after the last of several calls. They may be missing.
     """
 

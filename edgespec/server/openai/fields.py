@@ -19,7 +19,7 @@ class StreamOptions(RequestFields):
     """Options of an event stream."""
 
     include_usage: bool | None = Field(
-        default=None, description="Send the usage in an event of its own, as OpenAI does."
+        default=None, description="Send the usage in a separate event, as OpenAI does."
     )
     include_obfuscation: Ignored
 
