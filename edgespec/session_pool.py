@@ -28,8 +28,8 @@ class SessionPool:
     """Starts each reply in a free session. All methods can be called from any thread.
 
     Attributes:
-        sessions: The sessions. They have the same models and drafters, which share computations and cached
-            prefixes, so any of them can generate any reply.
+        sessions: The sessions. Any of them can generate any reply, because all use the same models and
+            drafters, and share cached prefixes.
     """
 
     def __init__(self, sessions: Sequence[Session]) -> None:

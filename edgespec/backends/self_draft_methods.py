@@ -60,7 +60,7 @@ class Head:
 
     @property
     def shown_path(self) -> Path:
-        """The path that the user knows, for messages. Heads in the target's own files have none."""
+        """The path to show to the user. Heads in the target's own files have none."""
         path = self.converted_from or self.path
         assert path is not None
         return path

@@ -46,11 +46,11 @@ def token_logprob(logits: Logits, row: int, token: int, count: int) -> TokenLogp
 def token_logprobs(
     logits: Logits, nodes: Sequence[int], tokens: Sequence[int], count: int
 ) -> tuple[TokenLogprob, ...]:
-    """Return the log-probabilities of emitted tokens, as `token_logprob` does for one.
+    """Return the log-probabilities of emitted tokens. See `token_logprob`.
 
     Args:
         logits: The logits of the target's pass.
-        nodes: The root and the accepted nodes of the draft tree. There can be more of them than tokens.
+        nodes: The root and the accepted nodes of the draft tree. Can be longer than `tokens`.
         tokens: The emitted tokens. Each one follows the node at the same index.
         count: Number of most likely tokens.
     """

@@ -19,8 +19,8 @@ from edgespec.heads.tensor_files import read_folder_tensors
 
 __all__ = ["MTP_MODELS", "QWEN_MODELS", "read_mtp"]
 
-# Values of `model_type` in `config.json` whose MTP layout `read_mtp` supports. The original files of Qwen
-# models contain the weights of norms minus 1.
+# Values of `model_type` in `config.json` whose MTP layout `read_mtp` supports. Qwen's original files store
+# the weights of norms minus 1.
 QWEN_MODELS = ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 MTP_MODELS = (*QWEN_MODELS, "deepseek_v3", "glm4_moe", "mimo")
 _NEEDED = ("fc.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "norm.weight")

@@ -64,7 +64,7 @@ def invalid_request(message: str, param: str | None = None, code: str | None = N
 def unsupported_content(place: str, kind: str) -> ApiError:
     """Return the error for a part of a message that is not text, such as an image."""
     return invalid_request(
-        f"{place} is of the type {kind[:40]!r}, but edgespec's models read only text;"
+        f"{place} has the type {kind[:40]!r}, but edgespec's models read only text;"
         " remove it, or describe it in words",
         place,
         "unsupported_content",
@@ -72,7 +72,7 @@ def unsupported_content(place: str, kind: str) -> ApiError:
 
 
 def api_error(error: Exception) -> ApiError:
-    """Convert an exception raised while a request was handled to the error that the client receives."""
+    """Convert an exception from a request handler to the error to send to the client."""
     retry = {"Retry-After": str(_RETRY_SECONDS)}
     match error:
         case ApiError():

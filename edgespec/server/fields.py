@@ -109,7 +109,7 @@ _REPLY_FIELDS = _reply_fields()
 if TYPE_CHECKING:
 
     class ReplyFields(RequestFields):
-        """The options of a reply, with edgespec's names."""
+        """The options of a reply, under edgespec's names."""
 
 else:
     ReplyFields = create_model("ReplyFields", __base__=RequestFields, **_REPLY_FIELDS)

@@ -252,7 +252,7 @@ class ModelPool:
         return options
 
     def _last_used(self, path: Path) -> tuple[bool, bool, float]:
-        """Sort key for unloading: models without users first, then those not used for the longest time."""
+        """Sort key for unloading: models without users first, then the least recently used."""
         entry = self._entries[path]
         return (entry.loaded is None, entry.users > 0, entry.last_used)
 

@@ -21,7 +21,7 @@ Event: TypeAlias = dict[str, Any]
 
 
 class ReplyBuilder(Protocol):
-    """Builds the response of one reply from its chunks, and the events that stream it.
+    """Builds a response from the chunks of its reply, and the events of a streamed response.
 
     Events share objects with the response, which later calls change. Encode each event before requesting the
     next one.

@@ -96,7 +96,7 @@ async def open_stream(
 ) -> EventStream:
     """Return the response that sends `parts`.
 
-    Waits for the first part for a while, so that most errors become error responses.
+    Waits briefly for the first part, so that most errors can still be sent as error responses.
 
     Args:
         parts: Generates the encoded events.

@@ -296,7 +296,7 @@ def test_logprobs(client: openai.OpenAI) -> None:
         (
             {"input": [{"type": "item_reference", "id": "msg_1"}]},
             "input.0",
-            "input.0 is of the type 'item_reference', which edgespec does not support",
+            "input.0 has the type 'item_reference', which edgespec does not support",
         ),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "the server keeps no responses"),
         ({"background": True}, "background", "only while the client waits"),

@@ -20,7 +20,7 @@ _STRING_RUN = re.compile(r'[^"\\\x00-\x1f]*')
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 _SCALAR_RUN = re.compile(r"[-+.\w]*")
 _SCALAR = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?|true|false|null", re.ASCII)
-# The longest escape in a JSON string, such as \u00e9.
+# Length of the longest escape in a JSON string, such as \u00e9.
 _ESCAPE_CHARACTERS = 6
 _CLOSING = {"{": "}", "[": "]"}
 

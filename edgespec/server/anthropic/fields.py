@@ -20,7 +20,7 @@ __all__ = [
 
 
 class ContentBlock(RequestFields):
-    """A part of a message's content. `chat_prompt` checks that it has the fields that its type needs."""
+    """A part of a message's content. `chat_prompt` checks the fields that its type requires."""
 
     model_config = ConfigDict(extra="allow")
 

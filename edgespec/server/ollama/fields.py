@@ -20,7 +20,7 @@ _RENAMED = {
 
 
 class OllamaOptions(ReplyFields):
-    """The field `options`: Ollama's names and edgespec's own.
+    """The field `options`, which accepts Ollama's and edgespec's option names.
 
     The ignored options only choose how a model is loaded, which `edgespec serve` has already decided. A
     prompt that does not fit the loaded model's context is an error, so `num_ctx` cannot shorten it unnoticed.

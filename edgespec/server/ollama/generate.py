@@ -29,7 +29,7 @@ class OllamaGenerateRequest(OllamaFields):
     system: str | None = Field(default=None, description="The system prompt.")
     raw: bool | None = Field(default=None, description="Continue the prompt without the chat template.")
     images: list[str] | None = Field(default=None, description="Must be empty.")
-    # Ollama's own client always sends these two, usually empty.
+    # Ollama's client always sends these two fields, usually empty.
     suffix: str | None = Field(default=None, description="Must be empty.")
     template: str | None = Field(default=None, description="Must be empty.")
     context: list[int] | None = Field(default=None, description="Must be empty.")

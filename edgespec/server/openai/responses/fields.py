@@ -1,4 +1,4 @@
-"""The body of a request for a response."""
+"""The body of a request to create a response."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _Parts = TypeAliasType("_Parts", Annotated[list[InputPart], FailFast()])
 
 
 class InputItem(RequestFields):
-    """An item of the conversation. `chat_prompt` checks that it has the fields that its type needs."""
+    """An item of the conversation. `chat_prompt` checks the fields that its type requires."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -66,7 +66,7 @@ class TextConfig(RequestFields):
 
 
 class ResponsesRequest(OpenAIFields):
-    """The body of a request for a response."""
+    """The body of a request to create a response."""
 
     input: str | _Items = Field(description="The user's message, or the whole conversation.")
     instructions: str | None = Field(default=None, description="The system prompt.")

@@ -46,7 +46,7 @@ def _add(messages: list[dict[str, Any]], place: str, item: InputItem) -> None:
     kind = item.type or "message"
     if kind not in _NEEDED:
         raise invalid_request(
-            f"{place} is of the type {kind[:40]!r}, which edgespec does not support; use one of the types"
+            f"{place} has the type {kind[:40]!r}, which edgespec does not support; use one of the types"
             f" {', '.join(_NEEDED)}",
             place,
             "unsupported_content",
