@@ -56,7 +56,7 @@ class SessionPool:
             # If none is free, a busy one may hold an abandoned reply, which `Session.start` ends.
             sessions = [session for session in self.sessions if not session.is_busy] or self.sessions
             if len(sessions) > 1:
-                # Among equal ones, prefer the session whose last reply is the oldest.
+                # On a tie, prefer the session that has been idle the longest.
                 cached = {session: session.cached_prefix_tokens(request.tokens) for session in sessions}
                 sessions = sorted(sessions, key=lambda session: (-cached[session], session.ended_at))
             for session in sessions:

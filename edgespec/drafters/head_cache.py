@@ -112,7 +112,7 @@ class HeadCache(DraftCache):
     def restore(self, tokens: Sequence[int], copy: bytes) -> None:
         """Load a copy of the head's state after the target has restored the same tokens.
 
-        If the copy is empty or does not fit, the head begins after the tokens.
+        If the copy is empty or does not fit, the head's KV cache starts after the tokens.
 
         Args:
             tokens: All tokens in the target's KV cache. They end with the copied ones.

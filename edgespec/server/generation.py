@@ -1,4 +1,4 @@
-"""Replies being generated for one HTTP request, as asynchronous events."""
+"""Generate the replies to one HTTP request, and yield them as asynchronous events."""
 
 from __future__ import annotations
 

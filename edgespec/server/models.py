@@ -280,7 +280,8 @@ class ModelPool:
     async def close(self) -> None:
         """Cancel loading and all replies, and free all models."""
         self._stopping.set()
-        # Closing a queue ends its replies, so that a load that waits for them can end.
+        # Close the queues first. This ends their replies, which a model that is being loaded may be waiting
+        # for.
         for model in [*self.loaded, *self._leaving]:
             await asyncio.to_thread(model.queue.close)
         async with self._turn:

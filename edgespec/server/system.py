@@ -36,7 +36,9 @@ SYSTEM = Protocol(
     "edgespec",
     (),
     (
-        Operation("GET", "/health", "Report that the server is running.", health, response=Health, public=True),
+        Operation(
+            "GET", "/health", "Report that the server is running.", health, response=Health, public=True
+        ),
         Operation("GET", "/metrics", "Return the server's counters for Prometheus.", metrics, response=str),
     ),
     error_body,

@@ -34,7 +34,7 @@ class ContentBlock(RequestFields):
     content: str | _Blocks | None = None
 
 
-# Unlike an annotated type, an alias can be part of a union.
+# A type alias, because a union cannot contain an annotated type directly.
 _Blocks = TypeAliasType("_Blocks", Annotated[list[ContentBlock], FailFast()])
 
 

@@ -26,7 +26,7 @@ from edgespec.server.responses import json_response, open_stream, server_sent_ev
 __all__ = ["Completion", "CompletionRequest", "create_completion"]
 
 
-# Unlike an annotated type, an alias can be part of a union.
+# A type alias, because a union cannot contain an annotated type directly.
 _Prompts = TypeAliasType("_Prompts", Annotated[list[str], FailFast()])
 
 

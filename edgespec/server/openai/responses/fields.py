@@ -26,7 +26,7 @@ class InputPart(RequestFields):
     refusal: str | None = None
 
 
-# Unlike an annotated type, an alias can be part of a union.
+# A type alias, because a union cannot contain an annotated type directly.
 _Parts = TypeAliasType("_Parts", Annotated[list[InputPart], FailFast()])
 
 

@@ -1,4 +1,4 @@
-"""Convert the input and the tools of a response to a prompt."""
+"""Convert the input and the tools of a response request to a prompt."""
 
 from __future__ import annotations
 
