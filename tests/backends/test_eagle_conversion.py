@@ -142,8 +142,8 @@ def test_what_llama_cpp_does_not_support_is_not_converted(target_path: Path, tmp
             ({"rope_scaling": {"type": "linear", "factor": 0}}, "its factor is 0, but must be a positive"),
             ({"rope_scaling": {"type": "yarn", "factor": float("nan")}}, "its factor is nan"),
             ({"rope_scaling": llama3 | {"factor": 0.0}}, "its factor is 0.0"),
-            ({"rope_scaling": llama3 | {"low_freq_factor": 4.0}}, "and differ"),
-            ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "must be given"),
+            ({"rope_scaling": llama3 | {"low_freq_factor": 4.0}}, "must differ"),
+            ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "must both be given"),
             ({"rope_theta": -1.0}, "its rope_theta is -1.0"),
         ]
     ):

@@ -302,7 +302,11 @@ def test_logprobs(client: openai.OpenAI) -> None:
         ({"background": True}, "background", "only while the client waits"),
         ({"tools": [{"type": "function"}]}, None, "tool 1 has an invalid name"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice", "tool_choice must be"),
-        ({"text": {"format": {"type": "json_schema"}}}, "text.format", "but no schema; add it"),
+        (
+            {"text": {"format": {"type": "json_schema"}}},
+            "text.format",
+            "but no schema; add text.format.schema",
+        ),
         ({"max_output_tokens": 0}, "max_output_tokens", "greater than or equal to 1"),
     ],
 )

@@ -112,5 +112,7 @@ def _tool_choice(choice: AnthropicToolChoice | None) -> ToolChoice:
     if choice.type == "any":
         return "required"
     if choice.name is None:
-        raise invalid_request("tool_choice has the type tool, but no name; add it", "tool_choice.name")
+        raise invalid_request(
+            "tool_choice has the type tool, but no name; add tool_choice.name", "tool_choice.name"
+        )
     return {"type": "function", "function": {"name": choice.name}}

@@ -37,6 +37,7 @@ def answer_schema(wanted: ResponseFormat | None) -> dict[str, Any]:
         return {"schema": wanted.schema_ or {"type": "object"}}
     if wanted.json_schema is None:
         raise invalid_request(
-            "response_format has the type json_schema, but no json_schema; add it", "response_format"
+            "response_format has the type json_schema, but no json_schema; add response_format.json_schema",
+            "response_format",
         )
     return {"schema": wanted.json_schema.schema_}

@@ -51,5 +51,7 @@ def _schema(wanted: TextFormat | None) -> dict[str, Any]:
     if wanted.type == "json_object":
         return {"schema": {"type": "object"}}
     if wanted.schema_ is None:
-        raise invalid_request("text.format has the type json_schema, but no schema; add it", "text.format")
+        raise invalid_request(
+            "text.format has the type json_schema, but no schema; add text.format.schema", "text.format"
+        )
     return {"schema": wanted.schema_}
