@@ -12,6 +12,7 @@ from edgespec import Runtime
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.drafters.model import ModelDrafter
+from edgespec.engine.logits import Logits
 from edgespec.errors import BackendError, BusyError
 from edgespec.methods import DrafterSet
 from tests.runtime.questions import HOWTO, REPEATS
@@ -28,6 +29,10 @@ class Recording:
     def prefill(self, tokens: Sequence[int], progress: Any = None) -> None:
         self.prefilled.append(len(tokens))
         self._model.prefill(tokens, progress)
+
+    def prefill_prompt(self, tokens: Sequence[int], progress: Any = None) -> Logits | None:
+        self.prefilled.append(len(tokens) - 1)
+        return self._model.prefill_prompt(tokens, progress)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -85,7 +90,7 @@ class TestCacheReuse:
         assert reply.tokens == first.tokens
         assert reply.stats.cached_prompt_tokens == 0
         assert sum(target.prefilled) == reply.stats.prompt_tokens - 1
-        assert draft.prefilled[0] == reply.stats.prompt_tokens - 1
+        assert draft.prefilled[0] == reply.stats.prompt_tokens
 
     def test_a_running_reply_keeps_its_caches(self, pair: tuple[Runtime, Recording, Recording]) -> None:
         runtime, *_ = pair

@@ -154,7 +154,8 @@ class TestReports:
         assert (json["target"], json["draft"], json["seed"]) == ("demo", "demo-draft", 3)
         stats: Any = json["stats"]
         assert set(stats) == {
-            "prompt_tokens", "cached_prompt_tokens", "generated_tokens", "target_passes", "drafted_tokens",
+            "prompt_tokens", "cached_prompt_tokens", "generated_tokens", "prompt_pass_tokens",
+            "target_passes", "drafted_tokens",
             "accepted_tokens", "accepted_per_position", "drafted_per_position", "acceptance_rate",
             "tokens_per_target_pass", "draft_seconds", "verify_seconds", "rollback_seconds",
             "sampling_seconds", "overhead_seconds", "prefill_seconds", "growth_seconds",
@@ -176,11 +177,13 @@ class TestReports:
         assert sum(stats.accepted_per_position) == stats.accepted_tokens
         assert sum(stats.drafted_per_position) == stats.drafted_tokens
         assert stats.accepted_per_position == sorted(stats.accepted_per_position, reverse=True)
-        assert stats.target_passes + stats.accepted_tokens >= stats.generated_tokens
+        assert (
+            stats.target_passes + stats.accepted_tokens >= stats.decoded_tokens == stats.generated_tokens - 1
+        )
         if method == "none":
             assert stats.drafted_tokens == 0
             assert stats.acceptance_rate is None
-            assert stats.target_passes == stats.generated_tokens
+            assert stats.target_passes == stats.decoded_tokens
 
     def test_live_stats_can_be_read_while_it_runs(self, demo: Runtime) -> None:
         stream = demo.stream(HOWTO, max_tokens=30, seed=1)
