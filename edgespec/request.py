@@ -110,7 +110,7 @@ def build_request(
             context_tokens=context_tokens,
         )
     params, values = check_options(facts, options)
-    _check_vocabulary("prompt", tokens, facts)
+    check_vocabulary("prompt", tokens, facts)
     if values["seed"] is None:
         values["seed"] = secrets.randbits(32)
     values["max_tokens"] = values["max_tokens"] or default_max_tokens(context_tokens)
@@ -174,11 +174,13 @@ def check_options(facts: ModelFacts, options: Mapping[str, Any]) -> tuple[Sampli
     values["constraint"] = constraint_from(values)
     for name in CONSTRAINT_NAMES:
         del values[name]
-    _check_vocabulary("logit_bias", params.logit_bias, facts)
+    check_vocabulary("logit_bias", params.logit_bias, facts)
     return params, values
 
 
-def _check_vocabulary(source: str, tokens: Iterable[Any], facts: ModelFacts) -> None:
+def check_vocabulary(source: str, tokens: Iterable[Any], facts: ModelFacts) -> None:
+    """Raise OptionError if a token is not in the model's vocabulary."""
+
     def is_token(value: Any) -> bool:
         return isinstance(value, Integral) and 0 <= int(value) < facts.vocab_size
 

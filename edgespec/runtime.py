@@ -25,6 +25,7 @@ from edgespec.constraints import ConstraintCompiler
 from edgespec.conversation import Chat
 from edgespec.costs.curve import CostCurve
 from edgespec.costs.target_costs import TargetCosts
+from edgespec.embedding import Embedding, tokenize_texts
 from edgespec.engine.processors import LogitsProcessor
 from edgespec.errors import ClosedError, OptionError, TemplateError
 from edgespec.memory import MemoryPlan, resident_bytes
@@ -393,6 +394,35 @@ class Runtime:
         settings = _template_settings({"thinking": thinking}, as_tool_set(tools, tool_choice))
         with self._prompts_lock:
             return self._prompt_builder().count_tokens(checked, self.context_tokens, settings)
+
+    def embed(
+        self,
+        texts: Sequence[str | Sequence[int]],
+        *,
+        truncate: bool = False,
+        progress: Progress | None = None,
+    ) -> list[Embedding]:
+        """Return a vector for each text that represents its meaning, for example to search in documents.
+
+        Models that were trained for embeddings, such as Qwen3-Embedding, give good vectors. Those of other
+        models are the mean over all tokens, and are less useful. Only GGUF models can embed texts. The work
+        takes the place of a reply.
+
+        Args:
+            texts: The texts, each as a string or as token ids.
+            truncate: Whether to drop the end of texts that do not fit in the context.
+            progress: Called as the texts are processed. Returning False cancels the work.
+
+        Raises:
+            BusyError: A reply is running.
+            CancelledError: `progress` returned False.
+            CapabilityError: The model cannot embed texts.
+            ContextFullError: A text does not fit in the context.
+            OptionError: A text is empty or invalid.
+        """
+        tokens = tokenize_texts(texts, self.vocabulary, self.target, self.context_tokens, truncate, progress)
+        vectors = self._sessions.embed(tokens, progress) if tokens else []
+        return [Embedding.of(vector, len(each)) for vector, each in zip(vectors, tokens, strict=True)]
 
     def chat(
         self, system: str | None = None, messages: Sequence[Message] = (), context_full: ContextFull = "slide"

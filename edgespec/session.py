@@ -13,10 +13,12 @@ from dataclasses import replace
 from time import perf_counter as now
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edgespec.auto.active_replies import ACTIVE_REPLIES
 from edgespec.auto.controller import AutoController
 from edgespec.backends.base import LanguageModel, Progress
+from edgespec.backends.base_model import scaled_progress
 from edgespec.drafters.base import Drafter
 from edgespec.engine.acceptance import Invariant, RandomDraws, Rejection
 from edgespec.engine.loop import Step, decode
@@ -315,11 +317,33 @@ class Session:
         try:
             with self._compute_lock:
                 self._idle_drafters = ()
-                self._target_cache.invalidate()
-                self.target.truncate(0)
+                self._target_cache.set_aside()
                 yield self.target
         finally:
             self.end(borrower)
+
+    def embed(
+        self, texts: Sequence[Sequence[int]], progress: Progress | None = None
+    ) -> list[NDArray[np.float32]]:
+        """Return the embedding of each text with the target. See `LanguageModel.embed`.
+
+        Raises:
+            BusyError: A reply is running.
+            CapabilityError: The target cannot embed texts.
+            ClosedError: The session was closed.
+            ContextFullError: There is not enough memory for the context of a text.
+        """
+        with self.borrowed_target() as target:
+            longest = max(map(len, texts), default=0) + 1
+            self.memory_pressure.drop_prefixes()
+            self.context.grow_to(longest)
+            self.context.check_fits(longest)
+            return [
+                target.embed(
+                    tokens, progress and scaled_progress(progress, done / len(texts), 1 / len(texts))
+                )
+                for done, tokens in enumerate(texts)
+            ]
 
     def clear_cache(self) -> None:
         """Clear the prefix cache and the target's and drafters' caches. Raises BusyError or ClosedError."""

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
 
@@ -375,6 +378,19 @@ class LanguageModel(Protocol):
             ContextFullError: The tokens do not fit. The cache is unchanged.
             CancelledError: `interrupt` or `progress` stopped the prefill. The cache keeps the tokens
                 processed so far. Check `length` afterwards.
+        """
+
+    def embed(self, tokens: Sequence[int], progress: Progress | None = None) -> NDArray[np.float32]:
+        """Return the embedding of a text, float32 [size]. The cache must be empty, and is so afterwards.
+
+        Args:
+            tokens: The text. Models that end texts with the EOS token append it.
+            progress: Called after each batch. Returning False cancels the work.
+
+        Raises:
+            CapabilityError: The model cannot embed texts.
+            ContextFullError: The text does not fit.
+            CancelledError: `interrupt` or `progress` stopped the work.
         """
 
     def verify(self, tree: TokenTree, first: int = 0) -> Logits:

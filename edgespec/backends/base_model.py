@@ -9,6 +9,9 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from edgespec.backends.base import LanguageModel, ModelFacts, Progress, SelfDraft, Vocabulary
 from edgespec.backends.hidden_state_log import OpenLogs
 from edgespec.backends.memory_check import check_tokens_fit
@@ -69,6 +72,12 @@ class BaseModel(ABC):
         raise CapabilityError(
             f"the scales of adapters for {self.facts.name} are fixed when it is loaded",
             "load the model again with other values for --adapter",
+        )
+
+    def embed(self, tokens: Sequence[int], progress: Progress | None = None) -> NDArray[np.float32]:  # noqa: ARG002
+        raise CapabilityError(
+            f"{self.facts.name} cannot embed texts",
+            "choose a GGUF model that was not prepared for early exit",
         )
 
     def run_ahead(self, enabled: bool) -> None:  # noqa: B027

@@ -39,7 +39,10 @@ class PassPart:
         positions: The position of each token in its text.
         sequences: The ids of the llama.cpp sequences that each token belongs to.
         needs_logits: Whether the pass computes logits for the tokens.
-        rows: The resulting logits as float32 [tokens, vocabulary size]. Empty if they were not needed.
+        needs_states: Whether the pass returns the tokens' hidden states after the last layer instead of their
+            logits. Other replies do not share such a pass.
+        rows: The resulting logits as float32 [tokens, vocabulary size], or the hidden states. Empty if
+            neither was needed.
         error: Why the pass failed, or None.
         pass_tokens: Number of tokens of all replies in the pass.
         is_done: Whether the pass has ended.
@@ -50,6 +53,7 @@ class PassPart:
     positions: Sequence[int]
     sequences: Sequence[Sequence[int]]
     needs_logits: bool
+    needs_states: bool = False
     rows: NDArray[np.float32] = field(default_factory=lambda: np.empty((0, 0), np.float32))
     error: Exception | None = None
     pass_tokens: int = 0
@@ -279,7 +283,8 @@ class PassScheduler:
         for part in list(self._waiting):
             tokens += len(part.tokens)
             rows += len(part.tokens) if part.needs_logits else 0
-            if taken and (tokens > self._max_tokens or rows > self._max_rows):
+            is_full = tokens > self._max_tokens or rows > self._max_rows
+            if taken and (is_full or part.needs_states or taken[0].needs_states):
                 break
             self._waiting.remove(part)
             taken.append(part)

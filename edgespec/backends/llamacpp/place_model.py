@@ -8,11 +8,15 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progress, SelfDraft, Snapshot
 from edgespec.backends.base_model import BaseModel
 from edgespec.backends.llamacpp.adapters import LoraAdapters, adapter_bytes
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_planning import plan_context
+from edgespec.backends.llamacpp.embedding import Pooling
 from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.kv_types import parse_kv_types
 from edgespec.backends.llamacpp.loading import describe, load_weights, threads_for
@@ -91,7 +95,7 @@ def load_places(
         library().llama_model_free(weights)
         raise
     return [
-        PlaceModel(facts, place, vocabulary, options.max_branches)
+        PlaceModel(facts, place, vocabulary, Pooling.of(weights), options.max_branches)
         for place, vocabulary in zip(shared.places, vocabularies, strict=True)
     ]
 
@@ -106,15 +110,21 @@ class PlaceModel(BaseModel):
         facts: The facts of the model, with the reply's share of the context.
         place: The reply's place in the shared context.
         vocabulary: The reply's own tokenizer, which `close` closes.
+        pooling: How the model embeds texts.
         max_branches: The maximum number of leaves in a token tree.
     """
 
     def __init__(
-        self, facts: ModelFacts, place: ContextPlace, vocabulary: LlamaVocabulary, max_branches: int
+        self,
+        facts: ModelFacts,
+        place: ContextPlace,
+        vocabulary: LlamaVocabulary,
+        pooling: Pooling,
+        max_branches: int,
     ) -> None:
         self.facts = facts
         self.vocabulary = self._vocabulary = vocabulary
-        self._place = place
+        self._place, self._pooling = place, pooling
         self._cells = KvCells(place, max_branches)
 
     @property
@@ -147,6 +157,15 @@ class PlaceModel(BaseModel):
             done += len(batch)
             if progress and not progress("prefill", done / len(tokens)):
                 raise CancelledError("processing the prompt was cancelled")
+
+    def embed(self, tokens: Sequence[int], progress: Progress | None = None) -> NDArray[np.float32]:
+        text = self._pooling.whole_text(tokens)
+        self._check(len(text))
+        batch_tokens = min(self._place.batch_tokens, self._place.max_width)
+        try:
+            return self._pooling.embed(text, self._place.run_states, batch_tokens, progress)
+        finally:
+            self._cells.truncate(0)
 
     def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
         try:
