@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from edgespec.backends.base import ModelFacts, Progress, Vocabulary
 from edgespec.chat.tokenizing import check_size, tokenize
+from edgespec.chat.waiting import check_cancelled
 from edgespec.errors import ContextFullError, OptionError
 from edgespec.request import check_vocabulary
 
@@ -65,7 +66,7 @@ def tokenize_texts(
         context_tokens: Size of the context. One of its tokens is left for the EOS token, which some models
             need after the text.
         truncate: Whether to drop the end of texts that do not fit in the context.
-        progress: Called while long texts are tokenized. Returning False cancels this.
+        progress: Called as texts are tokenized. Returning False cancels this.
 
     Raises:
         CancelledError: `progress` returned False.
@@ -76,6 +77,7 @@ def tokenize_texts(
         raise OptionError(f"texts must be a list, not {type(texts).__name__}", "pass a list of texts")
     limit, result = context_tokens - 1, []
     for number, text in enumerate(texts, 1):
+        check_cancelled(progress)
         if not isinstance(text, str | Sequence):
             raise OptionError(f"text {number} is {text!r}, which is no text", "pass a string or token ids")
         if not text:

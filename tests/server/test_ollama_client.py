@@ -250,4 +250,4 @@ def test_other_errors(client: ollama.Client, http: httpx.Client) -> None:
     with pytest.raises(ResponseError) as long:
         list(client.chat("demo", [{"role": "user", "content": "word " * 1500}], stream=True))
     assert "1024" in str(long.value)
-    assert "there is nothing at /api/embed" in http.post("/api/embed", json={}).json()["error"]
+    assert "there is nothing at /api/pull" in http.post("/api/pull", json={}).json()["error"]
