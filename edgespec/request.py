@@ -61,6 +61,7 @@ class Request:
     draft_length: int | None
     acceptance: str
     adapter_scales: tuple[float, ...]
+    max_loss: float | None = None
     logprobs: int | None = None
     constraint: Constraint | None = None
     processors: tuple[LogitsProcessor, ...] = ()

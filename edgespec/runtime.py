@@ -174,7 +174,7 @@ class Runtime:
             OptionError: An option is unknown, or its value is invalid.
         """
         _, values = check_options(self.target, self._with_defaults(options))
-        self._session.drafters.check(values["method"])
+        self._session.drafters.check(values["method"], limited=values["max_loss"] is not None)
         if values["constraint"]:
             self._constraints.check(values["constraint"])
 
@@ -499,6 +499,7 @@ class Runtime:
             self._mapped.check()
         values = self._with_defaults(options)
         request = build_request(tokens, self.target, self.context_tokens, values, processors)
+        self._session.drafters.check(request.method, limited=request.max_loss is not None)
         if request.constraint:
             constraint = self._constraints.processor(request.constraint, request.tokens, reply_start)
             request = replace(request, processors=(constraint, *request.processors))

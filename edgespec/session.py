@@ -191,7 +191,12 @@ class Session:
         progress: Progress | None,
     ) -> Iterator[Step]:
         """Yield the steps of a reply: prefill the prompt, then decode, resizing the context if needed."""
-        drafter, _ = self.drafters.choose(request.method, constrained=request.constraint is not None)
+        limited = request.max_loss is not None
+        drafter, _ = self.drafters.choose(
+            request.method, constrained=request.constraint is not None, limited=limited
+        )
+        if isinstance(drafter, AutoController):
+            drafter.limit_loss(request.max_loss)
         tokens = list(request.tokens)
         self._idle_drafters = ()
         started = now()
@@ -208,7 +213,7 @@ class Session:
                     drafter.begin(tokens)
                     _count_draft_memory(stats, drafter)
                     self._idle_drafters = drafters_with_idle_work(drafter)
-                self.target.pipeline_with(self.drafters.chain_model(request.method))
+                self.target.pipeline_with(self.drafters.chain_model(request.method, limited=limited))
         except CancelledError:
             yield Step((), 0, "cancelled")
             return
@@ -285,9 +290,9 @@ class Session:
         ):
             self._idle_worker.start(self._use_idle_time, self._reclaim_memory)
 
-    def report(self, method: str, *, constrained: bool = False) -> MethodReport:
-        """Return the report on the current or last reply with this method, with or without a constraint."""
-        drafter, report = self.drafters.choose(method, constrained=constrained)
+    def report(self, method: str, *, constrained: bool = False, limited: bool = False) -> MethodReport:
+        """Return the report on the current or last reply with this method. See `DrafterSet.choose`."""
+        drafter, report = self.drafters.choose(method, constrained=constrained, limited=limited)
         notes = [self.context.notice, self.memory_pressure.notice]
         if drafter:
             failures = [self._idle_worker.failures.get(part.name, "") for part in drafter.parts]
@@ -301,6 +306,7 @@ class Session:
                 reason=progress.reason,
                 gain=None if progress.speed_up is None else progress.speed_up - 1.0,
                 gain_uncertainty=progress.uncertainty,
+                loss_limits=drafter.loss_limit.limits,
             )
         return report
 

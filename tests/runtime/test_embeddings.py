@@ -175,12 +175,12 @@ class TestQueue:
         expected = small.embed(TEXTS)
         reply = small.generate(HOWTO, max_tokens=16, temperature=0.0)
         with RequestQueue(small) as queue:
-            queued = [queue.stream(HOWTO, max_tokens=16, temperature=0.0), queue.embed(TEXTS)]
-            queued += [queue.stream(HOWTO, max_tokens=16, temperature=0.0), queue.embed(TEXTS)]
-            for each in queued[::2]:
-                assert each.wait().tokens == reply.tokens
-            for each in queued[1::2]:
-                for found, other in zip(each.wait(), expected, strict=True):
+            queued = [
+                (queue.stream(HOWTO, max_tokens=16, temperature=0.0), queue.embed(TEXTS)) for _ in range(2)
+            ]
+            for queued_reply, embeddings in queued:
+                assert queued_reply.wait().tokens == reply.tokens
+                for found, other in zip(embeddings.wait(), expected, strict=True):
                     np.testing.assert_array_equal(found.vector, other.vector)
 
     def test_errors_reach_the_caller(self, small: Runtime) -> None:

@@ -39,7 +39,7 @@ def test_openai_vectors(
     assert result.usage.prompt_tokens == result.usage.total_tokens == sum(counts)
     if encoding == "float":
         for item, vector in zip(result.data, expected, strict=True):
-            np.testing.assert_array_equal(np.float32(item.embedding), vector)
+            np.testing.assert_array_equal(np.array(item.embedding, np.float32), vector)
     raw = http.post("/v1/embeddings", json={"input": TEXTS[0], "encoding_format": encoding}).json()
     assert isinstance(raw["data"][0]["embedding"], str if encoding == "base64" else list)
     assert raw["model"] == "demo"
@@ -48,7 +48,7 @@ def test_openai_vectors(
 def test_openai_decodes_its_default_encoding(client: openai.OpenAI, expected: list[Any]) -> None:
     # The client asks for base64 by itself.
     (item,) = client.embeddings.create(model="demo", input=TEXTS[0]).data
-    np.testing.assert_array_equal(np.float32(item.embedding), expected[0])
+    np.testing.assert_array_equal(np.array(item.embedding, np.float32), expected[0])
 
 
 def test_openai_tokens(client: openai.OpenAI, plain: Runtime, expected: list[Any]) -> None:
@@ -56,16 +56,16 @@ def test_openai_tokens(client: openai.OpenAI, plain: Runtime, expected: list[Any
     (one,) = client.embeddings.create(model="demo", input=tokens[0]).data
     both = client.embeddings.create(model="demo", input=tokens).data
     for item, vector in zip((one, *both), (expected[0], *expected), strict=True):
-        np.testing.assert_array_equal(np.float32(item.embedding), vector)
+        np.testing.assert_array_equal(np.array(item.embedding, np.float32), vector)
 
 
 def test_fewer_dimensions(client: openai.OpenAI, server: HttpServer, plain: Runtime) -> None:
     (short,) = [each.shortened(8).vector for each in plain.embed(TEXTS[:1])]
     (item,) = client.embeddings.create(model="demo", input=TEXTS[0], dimensions=8).data
-    np.testing.assert_array_equal(np.float32(item.embedding), short)
+    np.testing.assert_array_equal(np.array(item.embedding, np.float32), short)
     with ollama.Client(server.url) as theirs:
         (vector,) = theirs.embed("demo", TEXTS[0], dimensions=8).embeddings
-    np.testing.assert_array_equal(np.float32(vector), short)
+    np.testing.assert_array_equal(np.array(vector, np.float32), short)
 
 
 def test_ollama_vectors(server: HttpServer, expected: list[Any], counts: list[int]) -> None:
@@ -76,7 +76,7 @@ def test_ollama_vectors(server: HttpServer, expected: list[Any], counts: list[in
         vectors = [*both.embeddings, *client.embed("demo", TEXTS[0]).embeddings]
         vectors.append(client.embeddings("demo", TEXTS[0]).embedding)
         for vector, other in zip(vectors, (*expected, expected[0], expected[0]), strict=True):
-            np.testing.assert_array_equal(np.float32(vector), other)
+            np.testing.assert_array_equal(np.array(vector, np.float32), other)
         assert client.embed("demo", []).embeddings == []
         with pytest.raises(ollama.ResponseError, match="text 1 has 1501 tokens") as error:
             client.embed("demo", "word " * 1500)
@@ -126,7 +126,7 @@ def test_vectors_and_replies_at_the_same_time(client: openai.OpenAI, expected: l
     for thread in threads:
         thread.start()
         (item,) = client.embeddings.create(model="demo", input=TEXTS[0]).data
-        np.testing.assert_array_equal(np.float32(item.embedding), expected[0])
+        np.testing.assert_array_equal(np.array(item.embedding, np.float32), expected[0])
     for thread in threads:
         thread.join(60)
     assert len(texts) == 3

@@ -173,5 +173,5 @@ def _end(fields: OllamaFields, reply: Reply, generation: Generation, started: in
         "prompt_eval_duration": round(stats.prefill_seconds * 1e9),
         "eval_count": stats.generated_tokens,
         "eval_duration": round(stats.decode_seconds * 1e9),
-        "edgespec": report(reply, generation.model, ignored_fields(fields)),
+        "edgespec": report(reply, ignored_fields(fields)),
     }
