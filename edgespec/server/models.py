@@ -132,6 +132,8 @@ class ModelPool:
         self._leaving: list[LoadedModel] = []
         # Held while a model is loaded or unloaded. Waiting tasks get it in order.
         self._turn = asyncio.Lock()
+        # Keeps references to running tasks, which asyncio does not.
+        self._unloading: set[asyncio.Task[None]] = set()
         self._budget_bytes = 0
         self._stopping = threading.Event()
 
@@ -265,6 +267,29 @@ class ModelPool:
         await asyncio.to_thread(model.close)
         self._leaving.remove(model)
         _log.info("unloaded %s", model.name)
+
+    async def unload(self, name: str | None) -> None:
+        """Unload a model after its last request. Has no effect if it is not loaded.
+
+        The model is also unloaded if the caller is cancelled.
+
+        Args:
+            name: A reference to a model on this machine, or None for the server's own model.
+
+        Raises:
+            ModelNotFoundError: There is no such model.
+        """
+        path = await asyncio.to_thread(self._find, name or self._settings.target)
+        task = asyncio.create_task(self._unload_if_loaded(path))
+        self._unloading.add(task)
+        task.add_done_callback(self._unloading.discard)
+        await asyncio.shield(task)
+
+    async def _unload_if_loaded(self, path: Path) -> None:
+        async with self._turn:
+            entry = self._entries.get(path)
+            if entry and entry.loaded:
+                await self._unload(path)
 
     async def unload_idle(self) -> None:
         """Unload models that were not used for a while. Runs until it is cancelled."""
