@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
+import gguf
 import httpx
 import numpy as np
 import ollama
@@ -15,6 +17,7 @@ from numpy.typing import NDArray
 
 from edgespec import Runtime
 from edgespec.server.http_server import HttpServer
+from tests.backends.tiny_models import write_llama
 from tests.server.conftest import MESSAGES, running
 
 TEXTS = ["How do I list files by size?", "Make a folder"]
@@ -108,11 +111,12 @@ def test_invalid_requests_are_explained(http: httpx.Client, body: dict[str, Any]
     assert message in reply.json()["error"]["message"]
 
 
-def test_models_without_embeddings() -> None:
-    with running(target="demo-mlx", load_options={"context": 256}) as server:
+def test_models_without_embeddings(tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "ranker.gguf", pooling=gguf.PoolingType.RANK)
+    with running(target=str(path), load_options={"context": 256}) as server:
         reply = httpx.post(f"{server.url}/v1/embeddings", json={"input": "One"}, timeout=60)
     assert reply.status_code == 400
-    assert "demo-mlx cannot embed texts; choose a GGUF model" in reply.json()["error"]["message"]
+    assert "was trained to rank texts, not to embed them" in reply.json()["error"]["message"]
 
 
 def test_vectors_and_replies_at_the_same_time(client: openai.OpenAI, expected: list[Any]) -> None:
