@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import ModelFacts, Progress, Vocabulary
+from edgespec.backends.base import Progress, Vocabulary
+from edgespec.backends.model_facts import ModelFacts
 from edgespec.chat.tokenizing import check_size, tokenize
 from edgespec.chat.waiting import check_cancelled
 from edgespec.errors import ContextFullError, OptionError

@@ -10,8 +10,10 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import LanguageModel, ModelFacts, Progress, SelfDraft, Snapshot, Vocabulary
+from edgespec.backends.base import LanguageModel, Progress, Snapshot, Vocabulary
 from edgespec.backends.base_model import BaseModel
+from edgespec.backends.model_facts import ModelFacts
+from edgespec.backends.self_draft_methods import SelfDraft
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, ClosedError

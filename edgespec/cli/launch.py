@@ -19,7 +19,7 @@ from edgespec.files import write_private_file
 __all__ = ["command"]
 
 _CONNECT_SECONDS = 5.0
-# Lines around our entry in a file with the user's other entries.
+# Comment lines that mark our entry among the user's entries.
 _BEGIN, _END = "# begin: written by edgespec launch\n", "# end: written by edgespec launch\n"
 
 
@@ -56,9 +56,9 @@ _BEGIN, _END = "# begin: written by edgespec launch\n", "# end: written by edges
 def command(
     client: str | None, write: bool, model: str | None, url: str, api_key: str | None, as_json: bool
 ) -> None:
-    """Print the configuration with which a program uses a running `edgespec serve`, or write it with --write.
+    """Print the configuration that lets a program use `edgespec serve`. With --write, save it to a file.
 
-    Without the name of a program, list the programs. Start the server first, or pass --model.
+    Without a program, list the supported programs. Start the server first, or pass --model.
     """
     if client is None:
         if write:
@@ -106,12 +106,12 @@ def _list(as_json: bool) -> None:
 
 
 def _own_model(url: str, api_key: str | None) -> str:
-    """Return the name of the model that a running server uses for requests that name none."""
+    """Return the name of the running server's default model."""
     import httpx2
 
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        # A proxy for the internet would not find a server on this machine.
+        # Do not use a proxy, because it cannot reach a server on this machine.
         reply = httpx2.get(f"{url}/v1/models", headers=headers, timeout=_CONNECT_SECONDS, trust_env=False)
         if reply.status_code == 401:
             raise EdgespecError(f"the server at {url} needs an API key", "pass --api-key")
@@ -157,13 +157,13 @@ def _write(path: Path, text: str, shared: bool) -> _Written:
     copy = _unused(path) if old else None
     if copy:
         write_private_file(copy, old.encode())
-    # Write to the file itself if the path is a link, as in folders of settings under version control.
+    # If the path is a symbolic link, for example to settings under version control, write to its target.
     write_private_file(path.resolve(), new.encode())
     return _Written(path, changed=True, copy=copy)
 
 
 def _with_entry(old: str, entry: str) -> str:
-    """Return a list in YAML with our entry at its end, instead of an earlier one of ours."""
+    """Append our entry to a YAML list, replacing our earlier entry."""
     others = re.sub(f"{re.escape(_BEGIN)}.*?{re.escape(_END)}", "", old, flags=re.DOTALL)
     if others and not others.endswith("\n"):
         others += "\n"
