@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from edgespec.chat.message import Message
     from edgespec.chat.tool_calls.calls import ToolCall, ToolCallDelta
     from edgespec.conversation import Chat
+    from edgespec.embedding import Embedding
     from edgespec.engine.sampling_params import SamplingParams
     from edgespec.engine.stats import Stats
     from edgespec.errors import EdgespecError
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from edgespec.memory.use import MemoryUse
     from edgespec.reply import MethodReport, Reply, TextChunk, TokenLogprobs
     from edgespec.reply_options import ReplyArguments
-    from edgespec.request_queue import QueuedReply, RequestQueue
+    from edgespec.request_queue import QueuedEmbeddings, QueuedReply, RequestQueue
     from edgespec.runtime import Runtime
     from edgespec.saved_data import delete_data
     from edgespec.stream import ReplyStream
@@ -36,6 +37,7 @@ __all__ = [
     "Capabilities",
     "Chat",
     "EdgespecError",
+    "Embedding",
     "LoadArguments",
     "MemoryPlan",
     "MemoryUse",
@@ -44,6 +46,7 @@ __all__ = [
     "ModelFacts",
     "PrefixCacheUsage",
     "Preview",
+    "QueuedEmbeddings",
     "QueuedReply",
     "Reply",
     "ReplyArguments",
@@ -71,6 +74,7 @@ _HOMES = {
     "edgespec.chat.message": ("Message",),
     "edgespec.chat.tool_calls.calls": ("ToolCall", "ToolCallDelta"),
     "edgespec.conversation": ("Chat",),
+    "edgespec.embedding": ("Embedding",),
     "edgespec.engine.sampling_params": ("SamplingParams",),
     "edgespec.engine.stats": ("Stats",),
     "edgespec.errors": ("EdgespecError",),
@@ -80,7 +84,7 @@ _HOMES = {
     "edgespec.memory.use": ("MemoryUse",),
     "edgespec.reply": ("MethodReport", "Reply", "TextChunk", "TokenLogprobs"),
     "edgespec.reply_options": ("ReplyArguments",),
-    "edgespec.request_queue": ("QueuedReply", "RequestQueue"),
+    "edgespec.request_queue": ("QueuedEmbeddings", "QueuedReply", "RequestQueue"),
     "edgespec.runtime": ("Runtime",),
     "edgespec.saved_data": ("delete_data",),
     "edgespec.stream": ("ReplyStream",),

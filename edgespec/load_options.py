@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Annotated, Literal, TypedDict
 
 from edgespec.method_names import HEADS
-from edgespec.option import ACCEPTANCE, DRAFT_LENGTH, METHOD, Option, declared_options
+from edgespec.option import ACCEPTANCE, DRAFT_LENGTH, MAX_LOSS, METHOD, Option, declared_options
 from edgespec.option_kinds import (
     Adapters,
     Branches,
@@ -17,7 +17,6 @@ from edgespec.option_kinds import (
     MethodList,
     Number,
     PathName,
-    Share,
     Size,
     Text,
 )
@@ -111,10 +110,7 @@ class LoadArguments(TypedDict, total=False):
         default=(), api_only=True)]
     draft_length: Annotated[int | None, DRAFT_LENGTH]
     acceptance: Annotated[str, ACCEPTANCE]
-    max_loss: Annotated[float | None, Option(Share(), "drafting",
-        "Maximum slowdown that drafting may cause in a reply, such as 5%, plus a fixed allowance of two"
-        " tokens' time. If set, the limit also applies to methods other than `auto`.",
-        default_text="2% for auto, no limit for other methods")]
+    max_loss: Annotated[float | None, MAX_LOSS]
     draft_confidence: Annotated[float, Option(Number(0.0, 1.0, below_high=True, metavar="P"), "drafting",
         "Stop drafting when the draft model's confidence falls below P (0 to 1).",
         default=0.0, read_by=("model", "layerskip", "lowbit", "swift", *HEADS))]

@@ -123,12 +123,15 @@ class DrafterSet:
         """
         return self._auto_config.limits if self._auto_config else None
 
-    def choose(self, method: str, *, constrained: bool = False) -> tuple[Drafter | None, MethodReport]:
+    def choose(
+        self, method: str, *, constrained: bool = False, limited: bool = False
+    ) -> tuple[Drafter | None, MethodReport]:
         """Return the drafter for a method and a report on the drafters in use.
 
         Args:
             method: The method.
             constrained: Whether the reply has a constraint, so that `auto` also uses `grammar`.
+            limited: Whether the reply has a loss limit of its own, which any method must keep.
 
         Raises:
             OptionError: The method is unknown, or one of its drafters is unavailable.
@@ -136,13 +139,32 @@ class DrafterSet:
         names, report = self._resolve(method, constrained)
         if not names:
             return None, report
-        if self._auto_config and (method == "auto" or self._auto_config.controls_named):
+        if self._auto_config and self._is_controlled(method, limited):
             return self._controlled(self._auto_config, names), report
         return self._drafters[names[0]] if len(names) == 1 else self._combined(names), report
 
-    def check(self, method: str) -> None:
-        """Raise OptionError if the method is unknown or one of its drafters is unavailable."""
-        self._resolve(method)
+    def _is_controlled(self, method: str, limited: bool) -> bool:
+        config = self._auto_config
+        return config is not None and (method == "auto" or limited or config.controls_named)
+
+    def check(self, method: str, *, limited: bool = False) -> None:
+        """Raise OptionError if the method is unknown or unavailable.
+
+        Args:
+            method: The method.
+            limited: Whether the reply has a loss limit of its own, which the method must be able to keep.
+        """
+        names, _ = self._resolve(method)
+        if limited and method == "none":
+            raise OptionError(
+                "max_loss limits what drafting can cost, but the method none drafts nothing",
+                "leave max_loss out, or choose another method",
+            )
+        if limited and names and self._auto_config is None:
+            raise OptionError(
+                "max_loss needs measured costs, which this model was loaded without",
+                "load it with the method auto, or with max_loss",
+            )
 
     def _resolve(self, method: str, constrained: bool = False) -> tuple[tuple[str, ...], MethodReport]:
         names = parse_method(method)
@@ -219,9 +241,9 @@ class DrafterSet:
             )
         return self._combinations[names]
 
-    def chain_model(self, method: str) -> LanguageModel | None:
+    def chain_model(self, method: str, *, limited: bool = False) -> LanguageModel | None:
         """Return the draft model if the method uses no other drafter and drafts no branches, or else None."""
-        is_controlled = self._auto_config is not None and self._auto_config.controls_named
+        is_controlled = self._is_controlled(method, limited)
         return self._chain_model if method == "model" and not is_controlled else None
 
     def reset(self) -> None:

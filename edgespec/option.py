@@ -3,13 +3,14 @@
 from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, Any, Literal, TypeAlias, get_origin, get_type_hints
 
-from edgespec.option_kinds import Choice, Integer, Kind, MethodName
+from edgespec.option_kinds import Choice, Integer, Kind, MethodName, Share
 
 __all__ = [
     "ACCEPTANCE",
     "ACCEPTANCES",
     "DRAFT_LENGTH",
     "MAX_DRAFT_LENGTH",
+    "MAX_LOSS",
     "METHOD",
     "Group",
     "Option",
@@ -72,6 +73,10 @@ ACCEPTANCE = Option(Choice(ACCEPTANCES), "method",
     " `rejection`: replies follow the same probability distribution, but a given seed can give a different"
     " reply with another method, and, with `auto` or several drafters, each time you run the command.",
     default="invariant")
+MAX_LOSS = Option(Share(), "drafting",
+    "Maximum slowdown that drafting may cause in a reply, such as 5%, plus a fixed allowance of two"
+    " tokens' time. If set, the limit also applies to methods other than `auto`.",
+    default_text="2% for auto, no limit for other methods")
 # fmt: on
 
 

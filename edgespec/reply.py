@@ -73,6 +73,8 @@ class MethodReport:
         gain: The speed-up over plain decoding, minus 1. For example, 0.6 means 1.6 times as fast. None if not
             measured.
         gain_uncertainty: Standard error of the gain.
+        loss_limits: Maximum slowdown that drafting may cause in the reply, as in `Runtime.loss_limits`. None
+            if unlimited.
     """
 
     requested: str
@@ -81,6 +83,7 @@ class MethodReport:
     note: str = ""
     gain: float | None = None
     gain_uncertainty: float | None = None
+    loss_limits: tuple[float, float] | None = None
 
     @property
     def summary(self) -> str:

@@ -96,7 +96,7 @@ class ReplyMethods:
             OptionError: An option is unknown, or its value is invalid.
         """
         _, values = check_options(self._session.target.facts, self._with_defaults(options))
-        self._session.drafters.check(values["method"])
+        self._session.drafters.check(values["method"], limited=values["max_loss"] is not None)
         if values["constraint"]:
             self._constraints.check(values["constraint"])
 
@@ -323,6 +323,7 @@ class ReplyMethods:
         values = self._with_defaults(options)
         facts = self._session.target.facts
         request = build_request(tokens, facts, self.context_tokens, values, processors)
+        self._session.drafters.check(request.method, limited=request.max_loss is not None)
         if request.constraint:
             constraint = self._constraints.processor(request.constraint, request.tokens, reply_start)
             request = replace(request, processors=(constraint, *request.processors))

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, TypedDict
 
 from edgespec.engine.sampling_params import SamplingParams
-from edgespec.option import ACCEPTANCE, DRAFT_LENGTH, METHOD, Option, declared_options
+from edgespec.option import ACCEPTANCE, DRAFT_LENGTH, MAX_LOSS, METHOD, Option, declared_options
 from edgespec.option_kinds import (
     AdapterScales,
     Choice,
@@ -36,8 +36,8 @@ def _sampling(metavar: str, description: str, convert: Callable[[str], float] = 
 class ReplyArguments(TypedDict, total=False):
     """Keyword arguments of `Runtime.generate`, `Runtime.stream` and `Chat.stream`.
 
-    If `method`, `draft_length` or `acceptance` is None, the value passed to `load` applies. At most one of
-    `schema`, `regex`, `grammar` and `choice` can be used.
+    If `method`, `draft_length`, `acceptance` or `max_loss` is None, the value passed to `load` applies. At
+    most one of `schema`, `regex`, `grammar` and `choice` can be used.
     """
 
     # fmt: off
@@ -77,6 +77,7 @@ class ReplyArguments(TypedDict, total=False):
     method: Annotated[str | None, METHOD]
     draft_length: Annotated[int | None, DRAFT_LENGTH]
     acceptance: Annotated[str | None, ACCEPTANCE]
+    max_loss: Annotated[float | None, MAX_LOSS]
     temperature: Annotated[float, Option(SamplingNumber("T"), "sampling",
         "Sampling temperature. Higher values make replies more varied; 0 always picks the most likely token.",
         common=True)]

@@ -62,6 +62,7 @@ class Request:
     draft_length: int | None
     acceptance: str
     adapter_scales: tuple[float, ...]
+    max_loss: float | None = None
     logprobs: int | None = None
     constraint: Constraint | None = None
     processors: tuple[LogitsProcessor, ...] = ()
@@ -111,7 +112,7 @@ def build_request(
             context_tokens=context_tokens,
         )
     params, values = check_options(facts, options)
-    _check_vocabulary("prompt", tokens, facts)
+    check_vocabulary("prompt", tokens, facts)
     if values["seed"] is None:
         values["seed"] = secrets.randbits(32)
     values["max_tokens"] = values["max_tokens"] or default_max_tokens(context_tokens)
@@ -175,11 +176,13 @@ def check_options(facts: ModelFacts, options: Mapping[str, Any]) -> tuple[Sampli
     values["constraint"] = constraint_from(values)
     for name in CONSTRAINT_NAMES:
         del values[name]
-    _check_vocabulary("logit_bias", params.logit_bias, facts)
+    check_vocabulary("logit_bias", params.logit_bias, facts)
     return params, values
 
 
-def _check_vocabulary(source: str, tokens: Iterable[Any], facts: ModelFacts) -> None:
+def check_vocabulary(source: str, tokens: Iterable[Any], facts: ModelFacts) -> None:
+    """Raise OptionError if a token is not in the model's vocabulary."""
+
     def is_token(value: Any) -> bool:
         return isinstance(value, Integral) and 0 <= int(value) < facts.vocab_size
 

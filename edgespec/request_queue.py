@@ -5,20 +5,26 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, Unpack
+from typing import Any, TypeVar, Unpack
 
+from edgespec.backends.base import Progress
 from edgespec.chat.message import Message, as_messages
 from edgespec.chat.prompt import ContextFull, check_context_full
 from edgespec.chat.tool_calls.tool_set import ToolChoice, as_tool_set
 from edgespec.checks import check_integer
+from edgespec.embedding import Embedding
 from edgespec.errors import BusyError, CancelledError, ClosedError, EdgespecError
 from edgespec.reply import Reply, TextChunk
 from edgespec.request import StreamArguments
 from edgespec.runtime import Runtime
 from edgespec.stream import ReplyStream
 
-__all__ = ["QueuedReply", "RequestQueue"]
+__all__ = ["QueuedEmbeddings", "QueuedReply", "RequestQueue"]
+
+
+_Queued = TypeVar("_Queued", "QueuedReply", "QueuedEmbeddings")
 
 
 class RequestQueue:
@@ -37,8 +43,8 @@ class RequestQueue:
     def __init__(self, runtime: Runtime, *, max_waiting: int = 16) -> None:
         self._runtime = runtime
         self._max_waiting = check_integer("max_waiting", max_waiting, 0, (1 << 31) - 1)
-        self._waiting: deque[QueuedReply] = deque()
-        self._running: set[QueuedReply] = set()
+        self._waiting: deque[QueuedReply | QueuedEmbeddings] = deque()
+        self._running: set[QueuedReply | QueuedEmbeddings] = set()
         self._closed = False
         self._changed = threading.Condition()
         self._threads = [
@@ -70,9 +76,11 @@ class RequestQueue:
             OptionError: An option is unknown, or its value is invalid.
         """
         self._runtime.check_options(**options)
-        return self._submit(
-            lambda: self._runtime.stream(prompt, system=system, raw=raw, on_end=on_end, **options)
-        )
+
+        def start() -> ReplyStream:
+            return self._runtime.stream(prompt, system=system, raw=raw, on_end=on_end, **options)
+
+        return self._submit(QueuedReply(start, self._remove))
 
     def stream_messages(
         self,
@@ -93,8 +101,9 @@ class RequestQueue:
         check_context_full(context_full)
         checked = as_messages(messages)
         as_tool_set(tools, tool_choice)
-        return self._submit(
-            lambda: self._runtime.stream_messages(
+
+        def start() -> ReplyStream:
+            return self._runtime.stream_messages(
                 checked,
                 tools=tools,
                 tool_choice=tool_choice,
@@ -103,20 +112,33 @@ class RequestQueue:
                 on_end=on_end,
                 **options,
             )
-        )
 
-    def _submit(self, start: Callable[[], ReplyStream]) -> QueuedReply:
+        return self._submit(QueuedReply(start, self._remove))
+
+    def embed(self, texts: Sequence[str | Sequence[int]], *, truncate: bool = False) -> QueuedEmbeddings:
+        """Queue a request to embed texts. See `Runtime.embed` for the arguments.
+
+        Raises:
+            BusyError: Too many requests are waiting.
+            ClosedError: The queue was closed.
+        """
+
+        def work(progress: Progress) -> list[Embedding]:
+            return self._runtime.embed(texts, truncate=truncate, progress=progress)
+
+        return self._submit(QueuedEmbeddings(work, self._remove))
+
+    def _submit(self, queued: _Queued) -> _Queued:
         with self._changed:
             if self._closed:
                 raise ClosedError("the request queue is closed", "create a new one")
             if len(self._waiting) + len(self._running) >= self._max_waiting + len(self._threads):
                 raise BusyError(f"{self._max_waiting} requests are already waiting", "try again later")
-            queued = QueuedReply(start, self._remove)
             self._waiting.append(queued)
             self._changed.notify_all()
             return queued
 
-    def _remove(self, queued: QueuedReply) -> bool:
+    def _remove(self, queued: QueuedReply | QueuedEmbeddings) -> bool:
         """Remove a waiting request. Return False if it has already started."""
         with self._changed:
             if queued not in self._waiting:
@@ -226,14 +248,65 @@ class QueuedReply:
                 stream.cancel()
             for chunk in stream:
                 self._chunks.put(chunk)
-        except Exception as error:
-            return error
         except BaseException as error:
-            # A callback that raises SystemExit must not end the queue's thread.
-            failure = EdgespecError(f"the reply was ended by {type(error).__name__}", "submit it again")
-            failure.__cause__ = error
-            return failure
+            return _as_exception(error)
         return None
 
     def _end(self, error: Exception | None) -> None:
         self._chunks.put(error)
+
+
+class QueuedEmbeddings:
+    """The embeddings of queued texts. Created by `RequestQueue`.
+
+    Attributes:
+        future: Provides the embeddings or the error, for programs that use asyncio. It cannot be cancelled;
+            use `cancel`.
+    """
+
+    def __init__(
+        self, work: Callable[[Progress], list[Embedding]], remove: Callable[[QueuedEmbeddings], bool]
+    ) -> None:
+        self._work = work
+        self._remove = remove
+        self._cancelled = threading.Event()
+        self._result: list[Embedding] = []
+        self.future: Future[list[Embedding]] = Future()
+        # From now on, `Future.cancel` has no effect.
+        self.future.set_running_or_notify_cancel()
+
+    def wait(self) -> list[Embedding]:
+        """Wait until all texts are embedded. Raises the same errors as `Runtime.embed`.
+
+        If the request is cancelled or the queue is closed first, this raises CancelledError or ClosedError.
+        """
+        return self.future.result()
+
+    def cancel(self) -> None:
+        """Remove the request if it is still waiting. Otherwise, end it after the current forward pass."""
+        self._cancelled.set()
+        if self._remove(self):
+            self._end(CancelledError("the request was cancelled before it started"))
+
+    def _run(self) -> Exception | None:
+        """Embed the texts. Return the error, if any."""
+        try:
+            self._result = self._work(lambda *_: not self._cancelled.is_set())
+        except BaseException as error:
+            return _as_exception(error)
+        return None
+
+    def _end(self, error: Exception | None) -> None:
+        if error:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(self._result)
+
+
+def _as_exception(error: BaseException) -> Exception:
+    """Return an error that a queue's thread can survive. Callbacks can raise SystemExit, for example."""
+    if isinstance(error, Exception):
+        return error
+    failure = EdgespecError(f"the request was ended by {type(error).__name__}", "submit it again")
+    failure.__cause__ = error
+    return failure

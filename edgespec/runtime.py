@@ -14,6 +14,7 @@ from edgespec.backends.model_facts import ModelFacts
 from edgespec.catalog.acceptance_history import AcceptanceRecorder
 from edgespec.costs.curve import CostCurve
 from edgespec.costs.target_costs import TargetCosts
+from edgespec.embedding import Embedding, tokenize_texts
 from edgespec.memory import MemoryPlan, resident_bytes
 from edgespec.memory.budget import DEFAULT_RESERVE_BYTES
 from edgespec.memory.prefix_cache import PrefixCache, PrefixCacheUsage
@@ -159,6 +160,35 @@ class Runtime(ReplyMethods):
     def cached_prefixes(self) -> Iterable[Sequence[int]]:
         """Return the token sequences in the prefix cache."""
         return self._session.cached_prefixes()
+
+    def embed(
+        self,
+        texts: Sequence[str | Sequence[int]],
+        *,
+        truncate: bool = False,
+        progress: Progress | None = None,
+    ) -> list[Embedding]:
+        """Return a vector for each text that represents its meaning, for example to search in documents.
+
+        Models that were trained for embeddings, such as Qwen3-Embedding, give good vectors. Those of other
+        models are the mean over all tokens, and are less useful. Only GGUF models can embed texts. The work
+        takes the place of a reply.
+
+        Args:
+            texts: The texts, each as a string or as token ids.
+            truncate: Whether to drop the end of texts that do not fit in the context.
+            progress: Called as the texts are processed. Returning False cancels the work.
+
+        Raises:
+            BusyError: A reply is running.
+            CancelledError: `progress` returned False.
+            CapabilityError: The model cannot embed texts.
+            ContextFullError: A text does not fit in the context.
+            OptionError: A text is empty or invalid.
+        """
+        tokens = tokenize_texts(texts, self.vocabulary, self.target, self.context_tokens, truncate, progress)
+        vectors = self._sessions.embed(tokens, progress) if tokens else []
+        return [Embedding.of(vector, len(each)) for vector, each in zip(vectors, tokens, strict=True)]
 
     def borrowed_target(self) -> AbstractContextManager[LanguageModel]:
         """Return a context manager that provides the target model with an empty KV cache.

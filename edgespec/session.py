@@ -13,10 +13,12 @@ from dataclasses import replace
 from time import perf_counter as now
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edgespec.auto.active_replies import ACTIVE_REPLIES
 from edgespec.auto.controller import AutoController
 from edgespec.backends.base import LanguageModel, Progress
+from edgespec.backends.base_model import scaled_progress
 from edgespec.drafters.base import Drafter
 from edgespec.engine.acceptance import Invariant, RandomDraws, Rejection
 from edgespec.engine.logits import Logits
@@ -145,7 +147,12 @@ class Session:
         def must_stop() -> bool:
             return self._stopping or is_cancelled()
 
-        drafter, _ = self.drafters.choose(request.method, constrained=request.constraint is not None)
+        limited = request.max_loss is not None
+        drafter, _ = self.drafters.choose(
+            request.method, constrained=request.constraint is not None, limited=limited
+        )
+        if isinstance(drafter, AutoController):
+            drafter.limit_loss(request.max_loss)
         tokens = list(request.tokens)
         self._idle_drafters = ()
         first_logits: Logits | None = None
@@ -163,7 +170,7 @@ class Session:
                     drafter.begin(tokens)
                     _count_draft_memory(stats, drafter)
                     self._idle_drafters = drafters_with_idle_work(drafter)
-                self.target.pipeline_with(self.drafters.chain_model(request.method))
+                self.target.pipeline_with(self.drafters.chain_model(request.method, limited=limited))
         except CancelledError:
             yield Step((), 0, "cancelled")
             return
@@ -287,9 +294,9 @@ class Session:
         ):
             self._idle_worker.start(self._use_idle_time, self._reclaim_memory)
 
-    def report(self, method: str, *, constrained: bool = False) -> MethodReport:
-        """Return the report on the current or last reply with this method, with or without a constraint."""
-        drafter, report = self.drafters.choose(method, constrained=constrained)
+    def report(self, method: str, *, constrained: bool = False, limited: bool = False) -> MethodReport:
+        """Return the report on the current or last reply with this method. See `DrafterSet.choose`."""
+        drafter, report = self.drafters.choose(method, constrained=constrained, limited=limited)
         notes = [self.context.notice, self.memory_pressure.notice]
         if drafter:
             failures = [self._idle_worker.failures.get(part.name, "") for part in drafter.parts]
@@ -303,6 +310,7 @@ class Session:
                 reason=progress.reason,
                 gain=None if progress.speed_up is None else progress.speed_up - 1.0,
                 gain_uncertainty=progress.uncertainty,
+                loss_limits=drafter.loss_limit.limits,
             )
         return report
 
@@ -319,11 +327,33 @@ class Session:
         try:
             with self._compute_lock:
                 self._idle_drafters = ()
-                self._target_cache.invalidate()
-                self.target.truncate(0)
+                self._target_cache.set_aside()
                 yield self.target
         finally:
             self.end(borrower)
+
+    def embed(
+        self, texts: Sequence[Sequence[int]], progress: Progress | None = None
+    ) -> list[NDArray[np.float32]]:
+        """Return the embedding of each text with the target. See `LanguageModel.embed`.
+
+        Raises:
+            BusyError: A reply is running.
+            CapabilityError: The target cannot embed texts.
+            ClosedError: The session was closed.
+            ContextFullError: There is not enough memory for the context of a text.
+        """
+        with self.borrowed_target() as target:
+            longest = max(map(len, texts), default=0) + 1
+            self.memory_pressure.drop_prefixes()
+            self.context.grow_to(longest)
+            self.context.check_fits(longest)
+            return [
+                target.embed(
+                    tokens, progress and scaled_progress(progress, done / len(texts), 1 / len(texts))
+                )
+                for done, tokens in enumerate(texts)
+            ]
 
     def clear_cache(self) -> None:
         """Clear the prefix cache and the target's and drafters' caches. Raises BusyError or ClosedError."""

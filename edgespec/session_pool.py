@@ -7,7 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
-from edgespec.backends.base import LanguageModel
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.backends.base import LanguageModel, Progress
 from edgespec.errors import BusyError, ClosedError
 from edgespec.methods import DrafterSet
 from edgespec.request import Request
@@ -51,10 +54,7 @@ class SessionPool:
             ClosedError: The pool was closed.
         """
         with self._starting:
-            if self._closed:
-                raise ClosedError("the runtime is closed", "load the model again")
-            # If none is free, a busy one may hold an abandoned reply, which `Session.start` ends.
-            sessions = [session for session in self.sessions if not session.is_busy] or self.sessions
+            sessions = self._free_sessions()
             if len(sessions) > 1:
                 # On a tie, prefer the session that has been idle the longest.
                 cached = {session: session.cached_prefix_tokens(request.tokens) for session in sessions}
@@ -66,9 +66,35 @@ class SessionPool:
                     busy = error
                 else:
                     return session
+        raise self._all_busy(busy)
+
+    def embed(
+        self, texts: Sequence[Sequence[int]], progress: Progress | None = None
+    ) -> list[NDArray[np.float32]]:
+        """Embed texts in a free session. See `Session.embed`."""
+        with self._starting:
+            sessions = self._free_sessions()
+        for session in sessions:
+            try:
+                return session.embed(texts, progress)
+            except BusyError as error:
+                busy = error
+        raise self._all_busy(busy)
+
+    def _free_sessions(self) -> Sequence[Session]:
+        """Return the sessions that are not busy. If all are, one may hold an abandoned reply, so return all.
+
+        Raises:
+            ClosedError: The pool was closed.
+        """
+        if self._closed:
+            raise ClosedError("the runtime is closed", "load the model again")
+        return [session for session in self.sessions if not session.is_busy] or self.sessions
+
+    def _all_busy(self, error: BusyError) -> BusyError:
         if len(self.sessions) == 1:
-            raise busy
-        raise BusyError(
+            return error
+        return BusyError(
             f"{len(self.sessions)} other replies are still being generated",
             "wait for one of them, cancel one, or use a RequestQueue",
         )

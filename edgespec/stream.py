@@ -57,8 +57,11 @@ class ReplyStream:
         self.prompt_tokens = len(request.tokens)
         self.dropped_messages = 0
         self.reply_start = reply_start
-        self._constrained = request.constraint is not None
-        self._method = session.drafters.choose(request.method, constrained=self._constrained)[1]
+        self._reply_kind: dict[str, bool] = {
+            "constrained": request.constraint is not None,
+            "limited": request.max_loss is not None,
+        }
+        self._method = session.drafters.choose(request.method, **self._reply_kind)[1]
         self._request = request
         self._on_end = on_end
         self._progress = progress
@@ -93,7 +96,7 @@ class ReplyStream:
         """The drafting method of this reply and its speed-up so far."""
         if self._reply or not self.stats.generated_tokens:
             return self._method
-        report = self._session.report(self._request.method, constrained=self._constrained)
+        report = self._session.report(self._request.method, **self._reply_kind)
         notes = self._adapter_note(report), report.note
         return replace(report, note=" · ".join(filter(None, notes)))
 

@@ -64,7 +64,9 @@ class Chosen(DrafterSet):
         super().__init__(target)
         self._drafter = drafter
 
-    def choose(self, method: str, *, constrained: bool = False) -> tuple[Drafter | None, MethodReport]:
+    def choose(
+        self, method: str, *, constrained: bool = False, limited: bool = False
+    ) -> tuple[Drafter | None, MethodReport]:
         if method == "none":
             return None, MethodReport(method, "none", "asked for")
         return self._drafter, MethodReport(method, self._drafter.name, "the only one")

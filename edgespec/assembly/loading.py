@@ -12,7 +12,14 @@ from edgespec.assembly.drafting import make_drafters
 from edgespec.assembly.drafting_options import DraftingOptions
 from edgespec.assembly.exact import restrict_to_exact
 from edgespec.assembly.load_request import LoadRequest
-from edgespec.assembly.pairing import ModelPair, find_pair, load_draft, load_target, try_pair
+from edgespec.assembly.pairing import (
+    ModelPair,
+    find_pair,
+    load_draft,
+    load_target,
+    try_pair,
+    with_own_adapters,
+)
 from edgespec.assembly.planning import LoadPlan, budget_for, check_fits, plan_pair
 from edgespec.assembly.prefix_cache_options import create_prefix_cache, file_states
 from edgespec.backends.base import LoadOptions, Progress
@@ -75,11 +82,12 @@ def load(
     request = LoadRequest.read(target, draft, options)
     check_room_to_plan()
     pair = find_pair(request.target, request.draft, request.drafting, progress, request.options)
+    load_options = with_own_adapters(request.options, pair.target)
     trial_notice = ""
     if not request.trust:
-        pair, trial_notice = try_pair(pair, request.options, progress)
+        pair, trial_notice = try_pair(pair, load_options, progress)
     budget = budget_for(pair.backends, request.drafting.arguments)
-    planned = plan_pair(pair, request.drafting, request.options, budget, request.plan)
+    planned = plan_pair(pair, request.drafting, load_options, budget, request.plan)
     check_fits(planned)
     return _load_planned(planned, trial_notice, progress)
 
@@ -131,7 +139,7 @@ def _load_planned(planned: LoadPlan, trial_notice: str, progress: Progress | Non
             costs=costs,
             notice=" · ".join(filter(None, notices)),
             plan=planned.plan,
-            record=_acceptance_recorder(pair, drafting),
+            record=_acceptance_recorder(pair, drafting, options),
             prefix_cache=create_prefix_cache(
                 arguments["prefix_cache"],
                 as_bytes(arguments["prefix_cache_disk"]),
@@ -174,14 +182,13 @@ def _unadapted_acceptance(pair: ModelPair, options: LoadOptions) -> float | None
     return history.rate((pair.target.path, pair.target.format), (pair.draft.path, pair.draft.format))
 
 
-def _acceptance_recorder(pair: ModelPair, drafting: DraftingOptions) -> AcceptanceRecorder | None:
+def _acceptance_recorder(
+    pair: ModelPair, drafting: DraftingOptions, options: LoadOptions
+) -> AcceptanceRecorder | None:
     """Return a recorder for the draft model's acceptance rate, or None if the options would distort it."""
     arguments = drafting.arguments
     distorts = (
-        arguments["adapter"]
-        or arguments["draft_branches"]
-        or arguments["draft_confidence"]
-        or arguments["learn"]
+        options.adapters or arguments["draft_branches"] or arguments["draft_confidence"] or arguments["learn"]
     )
     if pair.draft is None or distorts:
         return None

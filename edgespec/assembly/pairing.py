@@ -41,6 +41,7 @@ __all__ = [
     "load_target",
     "options_in_pair",
     "try_pair",
+    "with_own_adapters",
 ]
 
 
@@ -129,8 +130,8 @@ def find_pair(
         EdgespecError: Any error raised by `catalog.resolve`.
     """
     find_model = find_model or partial(resolve, progress=progress)
-    options = options or LoadOptions()
     found = find_model(target)
+    options = with_own_adapters(options or LoadOptions(), found)
     metadata = MetadataCache()
     _check_is_model(found, metadata)
     heads = find_heads(found, drafting, metadata, find_head, progress)
@@ -158,6 +159,12 @@ def find_pair(
     return ModelPair(found, found_draft, why_none, why_draft, heads.chosen, heads.why_none, heads.notice)
 
 
+def with_own_adapters(options: LoadOptions, target: Resolved) -> LoadOptions:
+    """Add the adapters that are part of the target, as in some models of Ollama, before the user's own."""
+    own = (Adapter(str(path)) for path in target.adapters)
+    return replace(options, adapters=(*own, *options.adapters))
+
+
 def _check_is_model(found: Resolved, metadata: MetadataCache) -> None:
     """Raise an error if `found` is a head instead of a model."""
     info = model_info_or_none(found, metadata)
@@ -173,7 +180,7 @@ def _check_adapters(adapters: Sequence[Adapter], target: Resolved, drafting: Dra
     form.check_adapters(adapters, target.path)
     if "layerskip" in form.preparations & drafting.named_drafters:
         raise OptionError(
-            "method 'layerskip' cannot be used with --adapter for a GGUF model, because the files that"
+            "method 'layerskip' cannot be used with adapters for a GGUF model, because the files that"
             " `edgespec prepare layerskip` makes do not support adapters",
             "omit --adapter, or use another method, such as suffix",
         )

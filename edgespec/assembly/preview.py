@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Unpack
 
 from edgespec.assembly.load_request import LoadRequest
-from edgespec.assembly.pairing import find_pair, try_pair
+from edgespec.assembly.pairing import find_pair, try_pair, with_own_adapters
 from edgespec.assembly.planning import LoadPlan, budget_for, plan_pair
 from edgespec.assembly.speed_prediction import SpeedPrediction, predict_pair
 from edgespec.backends.base import Progress
@@ -96,9 +96,10 @@ def plan(
         pair = find_pair(
             request.target, request.draft, request.drafting, progress, request.options, find, find_head
         )
+        load_options = with_own_adapters(request.options, pair.target)
         if not request.trust:
             # With a limit of 0 bytes, the trial reads only the metadata.
-            try_pair(pair, replace(request.options, memory_bytes=0), progress)
+            try_pair(pair, replace(load_options, memory_bytes=0), progress)
         budget = budget_for(pair.backends, request.drafting.arguments)
-        planned = plan_pair(pair, request.drafting, request.options, budget, request.plan)
+        planned = plan_pair(pair, request.drafting, load_options, budget, request.plan)
         return Preview(planned, predict_pair(planned.pair))

@@ -118,6 +118,7 @@ class AutoController(Drafter):
         self.name = drafter.name
         self.loss_limit = loss_limit
         self.costs = costs
+        self._default_limits = loss_limit.limits
         self._drafter = drafter
         self._text_kind = text_kind
         self._run_ahead = run_ahead
@@ -151,6 +152,14 @@ class AutoController(Drafter):
     def allowance_seconds(self) -> float:
         """Maximum time that the next draft can lose compared with plain decoding."""
         return self.loss_limit.allowance_seconds(self.target_step_seconds)
+
+    def limit_loss(self, rate: float | None) -> None:
+        """Set the loss limit of the next reply, as a share of its plain decoding time. None is the default.
+
+        Call this before `begin`.
+        """
+        limits = self._default_limits
+        self.loss_limit.limits = limits if rate is None else limits._replace(rate=rate)
 
     @property
     def memory_use(self) -> MemoryUse:

@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from edgespec.backends.model_facts import Adapter, ModelFacts
 from edgespec.backends.self_draft_methods import SelfDraft
 from edgespec.engine.logits import Logits
@@ -208,6 +211,19 @@ class LanguageModel(Protocol):
         Raises:
             ContextFullError: See `prefill`.
             CancelledError: See `prefill`.
+        """
+
+    def embed(self, tokens: Sequence[int], progress: Progress | None = None) -> NDArray[np.float32]:
+        """Return the embedding of a text, float32 [size]. The cache must be empty, and is so afterwards.
+
+        Args:
+            tokens: The text. Models that end texts with the EOS token append it.
+            progress: Called after each batch. Returning False cancels the work.
+
+        Raises:
+            CapabilityError: The model cannot embed texts.
+            ContextFullError: The text does not fit.
+            CancelledError: `interrupt` or `progress` stopped the work.
         """
 
     def verify(self, tree: TokenTree, first: int = 0) -> Logits:

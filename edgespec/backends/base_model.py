@@ -9,6 +9,9 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from edgespec.backends.base import LanguageModel, Progress, Vocabulary
 from edgespec.backends.hidden_state_log import OpenLogs
 from edgespec.backends.memory_check import check_tokens_fit
@@ -105,6 +108,12 @@ class BaseModel(ABC):
     def prefill_prompt(self, tokens: Sequence[int], progress: Progress | None = None) -> Logits | None:
         self.prefill(tokens[:-1], progress)
         return None
+
+    def embed(self, tokens: Sequence[int], progress: Progress | None = None) -> NDArray[np.float32]:  # noqa: ARG002
+        raise CapabilityError(
+            f"{self.facts.name} cannot embed texts",
+            "choose a GGUF model that was not prepared for early exit",
+        )
 
     def run_ahead(self, enabled: bool) -> None:  # noqa: B027
         pass

@@ -140,6 +140,9 @@ class ReplayModel(BaseModel):
                 self._go_back(self.length)
                 raise
 
+    def embed(self, tokens: Sequence[int], progress: Progress | None = None) -> NDArray[np.float32]:
+        return self._inner.embed(tokens, progress)
+
     def verify(self, tree: TokenTree, first: int = 0) -> Logits:
         self._check(0)
         try:

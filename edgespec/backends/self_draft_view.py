@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Generic, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from edgespec.backends.base import LanguageModel, Progress, Snapshot, Vocabulary
 from edgespec.backends.base_model import BaseModel
 from edgespec.backends.model_facts import ModelFacts
@@ -66,6 +69,9 @@ class SelfDraftView(ABC, Generic[M]):
 
     def prefill_prompt(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
         self.prefill(tokens[:-1], progress)
+
+    def embed(self, tokens: Sequence[int], progress: Progress | None = None) -> NDArray[np.float32]:  # noqa: ARG002
+        raise self._no_cache_error("a self-draft model cannot embed texts; call `embed` on the target")
 
     @abstractmethod
     def verify(self, tree: TokenTree, first: int = 0) -> Logits:

@@ -51,6 +51,7 @@ class InstalledModel:
         format: Name of its file format.
         info: The model's metadata.
         entry: Its entry in the catalogue, if it has one.
+        adapters: Adapters that are part of the model.
     """
 
     reference: str
@@ -59,6 +60,12 @@ class InstalledModel:
     format: ModelFormat
     info: ModelInfo
     entry: ModelEntry | None = None
+    adapters: tuple[Path, ...] = ()
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The model's path and its adapters, which together identify the model."""
+        return (self.path, *self.adapters)
 
 
 class UnusableModel(NamedTuple):
@@ -104,7 +111,11 @@ def find_installed(*, include_embedded: bool = False) -> InstalledModels:
             if info.kind != "model":
                 raise ModelFileError(_NOT_MODELS[info.kind])
             reference, entry = _shortest_reference(stored)
-            models.append(InstalledModel(reference, stored.store, stored.path, stored.format, info, entry))
+            models.append(
+                InstalledModel(
+                    reference, stored.store, stored.path, stored.format, info, entry, stored.adapters
+                )
+            )
         except (EdgespecError, OSError) as error:
             unusable.append(UnusableModel(stored.names[0], str(error)))
     metadata.save()

@@ -75,32 +75,45 @@ def _stored(folder: Path, manifest: Path, place: str) -> StoredModel:
     shown = f"{name.removeprefix(f'{_REGISTRY}/').removeprefix(f'{_OWN}/')}:{tag}"
     names = (shown, f"ollama:{shown}")
     try:
-        return StoredModel("ollama", names, _gguf_file(folder, manifest))
+        model, adapters = _gguf_files(folder, manifest)
+        return StoredModel("ollama", names, model, adapters=adapters)
     except ModelFileError as error:
         return StoredModel("ollama", names, None, problem=error.what)
 
 
-def _gguf_file(folder: Path, manifest: Path) -> Path:
-    """Return the GGUF file of a model. Raises ModelFileError if edgespec cannot run the model."""
+def _gguf_files(folder: Path, manifest: Path) -> tuple[Path, tuple[Path, ...]]:
+    """Return the GGUF file of a model, and those of its adapters.
+
+    Raises:
+        ModelFileError: edgespec cannot run the model.
+    """
     try:
         layers = json.loads(read_regular_file(manifest, _MAX_MANIFEST_BYTES))["layers"]
-        kinds = {str(layer["mediaType"]): str(layer["digest"]) for layer in layers}
+        parts = [(str(layer["mediaType"]), str(layer["digest"])) for layer in layers]
     except OSError as error:
         raise ModelFileError(f"the model's manifest cannot be read: {error_reason(error)}") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         # Ollama may change the format of its manifests at any time.
         raise ModelFileError("edgespec cannot parse the model's manifest") from error
-    digest = _DIGEST.fullmatch(kinds.get(_MODEL, ""))
-    if digest is None:
+    models = [digest for kind, digest in parts if kind == _MODEL]
+    if not models:
         raise ModelFileError("the model has no GGUF file")
-    if _ADAPTER in kinds:
-        raise ModelFileError("the model uses an adapter, which edgespec cannot load")
-    blob = folder / "blobs" / f"sha256-{digest[1]}"
+    adapters = [digest for kind, digest in parts if kind == _ADAPTER]
+    model = _gguf_file(folder, models[-1], "the model's file")
+    return model, tuple(_gguf_file(folder, digest, "the model's adapter") for digest in adapters)
+
+
+def _gguf_file(folder: Path, digest: str, what: str) -> Path:
+    """Return the file with a digest. Raises ModelFileError if it is not a GGUF file."""
+    match = _DIGEST.fullmatch(digest)
+    if match is None:
+        raise ModelFileError(f"{what} has an invalid digest")
+    blob = folder / "blobs" / f"sha256-{match[1]}"
     try:
         regular_file_bytes(blob)
         with blob.open("rb") as file:
             if file.read(4) != b"GGUF":
-                raise ModelFileError("the model's file is not a GGUF file")
+                raise ModelFileError(f"{what} is not a GGUF file")
     except OSError as error:
-        raise ModelFileError(f"the model's file {blob} cannot be read: {error_reason(error)}") from error
+        raise ModelFileError(f"{what} {blob} cannot be read: {error_reason(error)}") from error
     return blob

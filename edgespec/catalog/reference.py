@@ -70,6 +70,7 @@ class Resolved:
         entry: Its entry in the catalogue, if it has one.
         note: A line that tells the user how the reference was resolved.
         format: Name of its file format.
+        adapters: Adapters that are part of the model, as in some models of Ollama.
     """
 
     name: str
@@ -78,6 +79,12 @@ class Resolved:
     entry: ModelEntry | None
     note: str
     format: ModelFormat = "gguf"
+    adapters: tuple[Path, ...] = ()
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The model's path and its adapters, which together identify the model."""
+        return (self.path, *self.adapters)
 
     @property
     def backend(self) -> Backend:
@@ -215,7 +222,7 @@ def _resolve_stored(typed: str, stored: StoredModel, entry: ModelEntry | None = 
             f"{program}'s {stored.names[0]} cannot be used: {stored.problem}", "choose another model"
         )
     note = f"{typed} -> {program}'s {stored.names[0]}: {stored.path}"
-    return Resolved(typed, stored.path, stored.store, entry, note, stored.format)
+    return Resolved(typed, stored.path, stored.store, entry, note, stored.format, stored.adapters)
 
 
 def refused_head(name: str, target: str = "TARGET") -> ModelFileError:

@@ -41,6 +41,7 @@ class StoredModel:
         path: Its file or folder. None if the model is unusable.
         format: Name of its file format.
         problem: Why the model is unusable. Empty if it is usable.
+        adapters: Adapters that are part of the model.
     """
 
     store: Store
@@ -48,6 +49,7 @@ class StoredModel:
     path: Path | None
     format: ModelFormat = "gguf"
     problem: str = ""
+    adapters: tuple[Path, ...] = ()
 
 
 def find_child(folder: Path, name: str) -> Path | None:

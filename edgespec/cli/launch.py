@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 
 from edgespec.cli.clients import CLIENTS, DEFAULT_URL, Server
 from edgespec.cli.help import HelpfulCommand
-from edgespec.cli.screen import note, print_table, printable, write_text
+from edgespec.cli.options import json_option
+from edgespec.cli.screen import note, print_json, print_table, printable, write_text
 from edgespec.errors import ConfigurationError, EdgespecError, OptionError
 from edgespec.files import write_private_file
 
@@ -50,7 +52,10 @@ _BEGIN, _END = "# begin: written by edgespec launch\n", "# end: written by edges
     "--api-key", metavar="KEY", envvar="EDGESPEC_API_KEY",
     help="The server's API key, if it needs one. The environment variable EDGESPEC_API_KEY also sets it.",
 )  # fmt: skip
-def command(client: str | None, write: bool, model: str | None, url: str, api_key: str | None) -> None:
+@json_option
+def command(
+    client: str | None, write: bool, model: str | None, url: str, api_key: str | None, as_json: bool
+) -> None:
     """Print the configuration that lets a program use `edgespec serve`. With --write, save it to a file.
 
     Without a program, list the supported programs. Start the server first, or pass --model.
@@ -58,22 +63,46 @@ def command(client: str | None, write: bool, model: str | None, url: str, api_ke
     if client is None:
         if write:
             raise OptionError("--write needs a program", f"name one of {', '.join(CLIENTS)}")
-        print_table(("program", "what it is"), [(name, each.about) for name, each in CLIENTS.items()])
+        _list(as_json)
         return
     chosen, url = CLIENTS[client], url.rstrip("/").removesuffix("/v1")
     path = chosen.path() if chosen.path else None
     use = chosen.use.format(path=shlex.quote(str(path)))
     if write and path is None:
         raise OptionError(f"--write cannot configure {client}", f"without --write, {use}")
-    text = chosen.configuration(Server(url, model or _own_model(url, api_key), api_key or "edgespec"))
-    if write and path:
-        _write(path, text, chosen.shared)
+    server = Server(url, model or _own_model(url, api_key), api_key or "edgespec")
+    text = chosen.configuration(server)
+    written = _write(path, text, chosen.shared) if write and path else None
+    if as_json:
+        print_json(
+            {
+                "program": client,
+                "url": server.url,
+                "model": server.model,
+                "configuration": text,
+                "path": path and str(path),
+                "changed": written is not None and written.changed,
+                "copy": written and written.copy and str(written.copy),
+                "use": use,
+            }
+        )
+        return
+    if written:
+        for line in written.lines:
+            click.echo(printable(line))
         click.echo(printable(f"To use it, {use}"))
         return
     write_text(text)
     if path:
         note(f"to save this as {path}, add --write")
     note(f"to use it, {use}")
+
+
+def _list(as_json: bool) -> None:
+    if as_json:
+        print_json({"programs": [{"name": name, "about": each.about} for name, each in CLIENTS.items()]})
+    else:
+        print_table(("program", "what it is"), [(name, each.about) for name, each in CLIENTS.items()])
 
 
 def _own_model(url: str, api_key: str | None) -> str:
@@ -94,8 +123,24 @@ def _own_model(url: str, api_key: str | None) -> str:
         ) from error
 
 
-def _write(path: Path, text: str, shared: bool) -> None:
-    """Write a configuration and say so. Keep a copy of the file if it had other contents.
+class _Written(NamedTuple):
+    """A file with a configuration, whether writing changed it, and the copy of its old contents, if any."""
+
+    path: Path
+    changed: bool
+    copy: Path | None = None
+
+    @property
+    def lines(self) -> list[str]:
+        """What happened, for the user."""
+        if not self.changed:
+            return [f"{self.path} already has this configuration."]
+        copied = [f"Copied the old {self.path} to {self.copy.name}."] if self.copy else []
+        return [*copied, f"Wrote {self.path}."]
+
+
+def _write(path: Path, text: str, shared: bool) -> _Written:
+    """Write a configuration. Keep a copy of the file if it had other contents.
 
     Args:
         path: The file.
@@ -108,15 +153,13 @@ def _write(path: Path, text: str, shared: bool) -> None:
         raise ConfigurationError(f"{path} is not a UTF-8 text file", "move it elsewhere") from error
     new = _with_entry(old, text) if shared else text
     if new == old:
-        click.echo(f"{printable(str(path))} already has this configuration.")
-        return
-    if old:
-        copy = _unused(path)
+        return _Written(path, changed=False)
+    copy = _unused(path) if old else None
+    if copy:
         write_private_file(copy, old.encode())
-        click.echo(f"Copied the old {printable(str(path))} to {printable(copy.name)}.")
     # If the path is a symbolic link, for example to settings under version control, write to its target.
     write_private_file(path.resolve(), new.encode())
-    click.echo(f"Wrote {printable(str(path))}.")
+    return _Written(path, changed=True, copy=copy)
 
 
 def _with_entry(old: str, entry: str) -> str:

@@ -65,14 +65,15 @@ _REPLY_NAMES = ("max_tokens", *SAMPLING_NAMES)
 )  # fmt: skip
 @click.option(
     "--json", "as_json", is_flag=True, cls=SectionOption,
-    help="Print the server's address as JSON when it is ready.",
+    help="Print the server's addresses as JSON when it is ready.",
 )  # fmt: skip
 def command(as_json: bool, **options: Any) -> int:
     """Let editors, agents and scripts on this machine use models over HTTP.
 
-    Programs that can use OpenAI's API work with the address http://127.0.0.1:11435/v1 and any API key. A
-    request can name any model that `edgespec models list` shows on this machine. edgespec loads it, and
-    unloads others if memory is short. --target is the model for requests that name none.
+    Programs that can use OpenAI's API work with the address http://127.0.0.1:11435/v1 and any API key. Those
+    for Anthropic's or Ollama's API use http://127.0.0.1:11435. A request can name any model that `edgespec
+    models list` shows on this machine. edgespec loads it, and unloads others if memory is short. --target is
+    the model for requests that name none.
 
     Settings such as --temperature apply to requests that do not set them. Press Ctrl-C to stop.
     """
@@ -107,10 +108,19 @@ def _serve(stop: Stop, as_json: bool, options: dict[str, Any]) -> None:
 
     def on_ready() -> None:
         if as_json:
-            print_json({"url": server.url, "openai_url": f"{server.url}/v1"})
+            openai_url = f"{server.url}/v1"
+            print_json(
+                {
+                    "url": server.url,
+                    "openai_url": openai_url,
+                    "anthropic_url": server.url,
+                    "ollama_url": server.url,
+                }
+            )
         else:
             click.echo(f"Serving {settings.target} at {server.url}")
             click.echo(f"For programs that use OpenAI's API: {server.url}/v1")
+            click.echo(f"For programs that use Anthropic's or Ollama's API: {server.url}")
             click.echo("Press Ctrl-C to stop.")
         sys.stdout.flush()
 

@@ -52,14 +52,18 @@ class TargetCache:
         """
         if scales == self._adapter_scales:
             return False
+        self.set_aside()
+        self._target.set_adapter_scales(scales)
+        self._adapter_scales = scales
+        return True
+
+    def set_aside(self) -> None:
+        """Empty the target's cache, and keep its tokens in the prefix cache if there is one."""
         if self._cache and self._tokens:
             self._truncate_to_reusable()
             self._cache.add(self._tokens)
         self._tokens = []
         self._target.truncate(0)
-        self._target.set_adapter_scales(scales)
-        self._adapter_scales = scales
-        return True
 
     @property
     def _cache(self) -> PrefixCache | None:

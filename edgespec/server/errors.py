@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from edgespec.errors import (
     BusyError,
     CancelledError,
+    CapabilityError,
     ClosedError,
     ContextFullError,
     EdgespecError,
@@ -88,7 +89,7 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(404, str(error), code="model_not_found", param="model")
         case MemoryBudgetError():
             return ApiError(400, str(error), code="model_does_not_fit", param="model")
-        case OptionError() | TemplateError():
+        case OptionError() | TemplateError() | CapabilityError():
             return invalid_request(_shortened(str(error)))
         case BusyError():
             return ApiError(429, str(error), "rate_limit_error", "queue_full", headers=retry)

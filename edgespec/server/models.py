@@ -128,10 +128,13 @@ class ModelPool:
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
-        self._entries: dict[Path, _Entry] = {}
+        # The keys are the files of the models and of their adapters.
+        self._entries: dict[tuple[Path, ...], _Entry] = {}
         self._leaving: list[LoadedModel] = []
         # Held while a model is loaded or unloaded. Waiting tasks acquire it in order.
         self._turn = asyncio.Lock()
+        # Keeps references to running tasks, which asyncio does not.
+        self._unloading: set[asyncio.Task[None]] = set()
         self._budget_bytes = 0
         self._stopping = threading.Event()
 
@@ -153,13 +156,13 @@ class ModelPool:
             EdgespecError: The model cannot be found or loaded.
         """
         name = name or self._settings.target
-        path = await asyncio.to_thread(self._find, name)
+        files = await asyncio.to_thread(self._find, name)
         if self._stopping.is_set():
             raise ClosedError("the server is stopping", "start it again")
-        entry = self._entries.get(path)
+        entry = self._entries.get(files)
         if entry is None:
-            entry = self._entries[path] = _Entry()
-            entry.ready = asyncio.create_task(self._load(name, path, entry))
+            entry = self._entries[files] = _Entry()
+            entry.ready = asyncio.create_task(self._load(name, files, entry))
             # Retrieve the exception even if no request is waiting, because asyncio would log it otherwise.
             entry.ready.add_done_callback(lambda task: task.cancelled() or task.exception())
         elif entry.loaded is None and entry.users > self._settings.max_waiting:
@@ -170,22 +173,22 @@ class ModelPool:
 
     async def known(self) -> list[KnownModel]:
         """Return the models on this machine that requests can name, the server's own first."""
-        loaded = {path: model for path, entry in self._entries.items() if (model := entry.loaded)}
+        loaded = {files: model for files, entry in self._entries.items() if (model := entry.loaded)}
         return await asyncio.to_thread(self._known, loaded)
 
-    def _known(self, loaded: Mapping[Path, LoadedModel]) -> list[KnownModel]:
+    def _known(self, loaded: Mapping[tuple[Path, ...], LoadedModel]) -> list[KnownModel]:
         installed = {each.reference: each for each in find_installed(include_embedded=True).models}
-        known: dict[Path, KnownModel] = {}
+        known: dict[tuple[Path, ...], KnownModel] = {}
         for name in (self._settings.target, *user_aliases(), *installed):
             try:
-                path = installed[name].path if name in installed else self._find(name)
+                files = installed[name].files if name in installed else self._find(name)
                 if name in installed:
                     self._check_name(name)
-                created = int(path.stat().st_mtime)
+                created = int(files[0].stat().st_mtime)
             except (EdgespecError, OSError):
                 continue
-            info = next((each.info for each in installed.values() if each.path == path), None)
-            known.setdefault(path, KnownModel(name, created, info, loaded.get(path)))
+            info = next((each.info for each in installed.values() if each.path == files[0]), None)
+            known.setdefault(files, KnownModel(name, created, info, loaded.get(files)))
         return list(known.values())
 
     def _check_name(self, name: str) -> None:
@@ -198,18 +201,18 @@ class ModelPool:
                 "name the model with `edgespec models alias NAME PATH`",
             )
 
-    def _find(self, name: str) -> Path:
-        """Return the path of a model on this machine."""
+    def _find(self, name: str) -> tuple[Path, ...]:
+        """Return the files of a model on this machine, which identify it."""
         self._check_name(name)
         try:
-            return resolve(name, allow_download=name == self._settings.target).path
+            return resolve(name, allow_download=name == self._settings.target).files
         except ModelNotFoundError as error:
             if name in error.what:
                 raise
             # The error is about the name behind the client's alias, so add the name that the client used.
             raise ModelNotFoundError(f"{name[:100]}: {error.what}", error.next_step) from error
 
-    async def _load(self, name: str, path: Path, entry: _Entry) -> LoadedModel:
+    async def _load(self, name: str, files: tuple[Path, ...], entry: _Entry) -> LoadedModel:
         try:
             async with self._turn:
                 if self._stopping.is_set():
@@ -221,8 +224,8 @@ class ModelPool:
                 _log.info("loaded %s", runtime.target.name)
                 return LoadedModel(name, runtime, self._settings.max_waiting)
         except BaseException:
-            if self._entries.get(path) is entry:
-                del self._entries[path]
+            if self._entries.get(files) is entry:
+                del self._entries[files]
             raise
 
     def _load_runtime(self, options: Mapping[str, Any]) -> Runtime:
@@ -251,20 +254,43 @@ class ModelPool:
             await self._unload(min(self._entries, key=self._last_used))
         return options
 
-    def _last_used(self, path: Path) -> tuple[bool, bool, float]:
+    def _last_used(self, files: tuple[Path, ...]) -> tuple[bool, bool, float]:
         """Sort key for unloading: models without users first, then the least recently used."""
-        entry = self._entries[path]
+        entry = self._entries[files]
         return (entry.loaded is None, entry.users > 0, entry.last_used)
 
-    async def _unload(self, path: Path) -> None:
+    async def _unload(self, files: tuple[Path, ...]) -> None:
         """Unload a model after its last request. The caller must hold `_turn`."""
-        entry = self._entries.pop(path)
+        entry = self._entries.pop(files)
         model = await entry.ready
         self._leaving.append(model)
         await entry.unused.wait()
         await asyncio.to_thread(model.close)
         self._leaving.remove(model)
         _log.info("unloaded %s", model.name)
+
+    async def unload(self, name: str | None) -> None:
+        """Unload a model after its last request. Has no effect if it is not loaded.
+
+        The model is also unloaded if the caller is cancelled.
+
+        Args:
+            name: A reference to a model on this machine, or None for the server's own model.
+
+        Raises:
+            ModelNotFoundError: There is no such model.
+        """
+        files = await asyncio.to_thread(self._find, name or self._settings.target)
+        task = asyncio.create_task(self._unload_if_loaded(files))
+        self._unloading.add(task)
+        task.add_done_callback(self._unloading.discard)
+        await asyncio.shield(task)
+
+    async def _unload_if_loaded(self, files: tuple[Path, ...]) -> None:
+        async with self._turn:
+            entry = self._entries.get(files)
+            if entry and entry.loaded:
+                await self._unload(files)
 
     async def unload_idle(self) -> None:
         """Unload models that were not used for a while. Runs until it is cancelled."""
@@ -273,9 +299,9 @@ class ModelPool:
             await asyncio.sleep(min(_IDLE_CHECK_SECONDS, limit_seconds))
             async with self._turn:
                 idle_since = time.monotonic() - limit_seconds
-                for path, entry in list(self._entries.items()):
+                for files, entry in list(self._entries.items()):
                     if entry.loaded and not entry.users and entry.last_used < idle_since:
-                        await self._unload(path)
+                        await self._unload(files)
 
     async def close(self) -> None:
         """Cancel loading and all replies, and free all models."""

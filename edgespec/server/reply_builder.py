@@ -93,7 +93,7 @@ async def _events(call: Call[Any], generation: Generation, builder: ReplyBuilder
             events = builder.add(event)
         else:
             ignored = call.body.ignored_fields()
-            more = {"timings": timings([event]), "edgespec": report(event, model, ignored)}
+            more = {"timings": timings([event]), "edgespec": report(event, ignored)}
             events = builder.finish(event, more)
         for each in events:
             yield each

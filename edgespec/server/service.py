@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 
+from edgespec import Embedding
 from edgespec.server.generation import ChatPrompt, Generation, ReplyRequest
 from edgespec.server.metrics import Metrics
 from edgespec.server.models import ModelPool
@@ -55,6 +56,39 @@ class Service:
                 yield generation
             finally:
                 generation.cancel()
+
+    async def embed(
+        self,
+        model: str | None,
+        texts: Sequence[str | Sequence[int]],
+        *,
+        truncate: bool = False,
+        dimensions: int | None = None,
+    ) -> tuple[str, list[Embedding]]:
+        """Load a model if necessary and embed texts. Ends the work if the caller is cancelled.
+
+        Args:
+            model: Reference to the model, or None for the server's own model.
+            texts: The texts, each as a string or as token ids.
+            truncate: Whether to drop the end of texts that do not fit in the context.
+            dimensions: Number of dimensions to keep, or None for all.
+
+        Returns:
+            The model's name, and the embedding of each text.
+
+        Raises:
+            BusyError: Too many requests are waiting.
+            EdgespecError: The model cannot be loaded or cannot embed texts, or a text is invalid.
+        """
+        async with self.models.borrow(model) as loaded:
+            queued = loaded.queue.embed(texts, truncate=truncate)
+            try:
+                embeddings = await asyncio.wrap_future(queued.future)
+            finally:
+                queued.cancel()
+        if dimensions:
+            embeddings = [each.shortened(dimensions) for each in embeddings]
+        return loaded.name, embeddings
 
     async def count_tokens(self, model: str | None, prompt: ChatPrompt, thinking: str | None = None) -> int:
         """Load a model if necessary and return the number of tokens in a prompt.

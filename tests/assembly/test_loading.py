@@ -155,7 +155,6 @@ def test_options_of_llama_cpp_reach_only_the_gguf_model_of_a_pair() -> None:
     ("options", "recorded"),
     [
         ({"draft_length": 3, "kv_type": "q8_0"}, True),
-        ({"adapter": "a"}, False),
         ({"draft_branches": 2}, False),
         ({"draft_confidence": 0.5}, False),
         ({"learn": True}, False),
@@ -166,7 +165,8 @@ def test_acceptance_is_recorded_only_if_it_applies_to_the_plain_pair(
 ) -> None:
     drafting = DraftingOptions.of(**options)
     pair = find_pair("demo-mlx", "demo-mlx-draft", drafting, None)
-    assert (_acceptance_recorder(pair, drafting) is not None) == recorded
+    assert (_acceptance_recorder(pair, drafting, LoadOptions()) is not None) == recorded
+    assert _acceptance_recorder(pair, drafting, LoadOptions(adapters=(Adapter("a"),))) is None
 
 
 @pytest.mark.parametrize(

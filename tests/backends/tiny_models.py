@@ -138,8 +138,13 @@ def write_llama(
     context: int = 512,
     layers: int = 1,
     long_from: int = 0,
+    pooling: gguf.PoolingType | None = None,
 ) -> Path:
-    """Write a transformer. `long_from`: use LongRoPE, with other factors in contexts above this size."""
+    """Write a transformer.
+
+    long_from: use LongRoPE, with other factors in contexts above this size. pooling: embed texts like this,
+    after adding the EOS token.
+    """
     random = np.random.default_rng(seed)
     writer = _open(path, architecture, layers=layers, context=context)
     writer.add_head_count(2)
@@ -148,6 +153,9 @@ def write_llama(
     tensors = _ends(random, vocab)
     for layer in range(layers):
         tensors |= _attention(random, layer, heads_kv=2) | _norms_and_feed_forward(random, layer)
+    if pooling is not None:
+        writer.add_pooling_type(pooling)
+        writer.add_add_eos_token(True)
     if long_from:
         writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)
         writer.add_rope_scaling_orig_ctx_len(long_from)

@@ -73,7 +73,7 @@ class TestOllama:
 
     def test_unusable_models_have_a_reason(self, ollama: OllamaStore, tmp_path: Path) -> None:
         ollama.add("bad", "magic", b"not a model")
-        ollama.add("tuned", "latest", DRAFT.read_bytes(), ("adapter", b"GGUF adapter"))
+        ollama.add("tuned", "latest", DRAFT.read_bytes(), ("adapter", b"no adapter"))
         ollama.add("cut", "latest", DRAFT.read_bytes()[:100_000])
         ollama.add("gone", "latest", b"GGUF gone").unlink()
         projector = gguf.GGUFWriter(tmp_path / "p.gguf", "clip")
@@ -91,15 +91,15 @@ class TestOllama:
             '{"layers": [{"mediaType": "application/vnd.ollama.image.model", "digest": "../../x"}]}'
         )
         why = why_skipped()
-        assert why["odd:latest"] == "the model has no GGUF file"
+        assert why["odd:latest"] == "the model's file has an invalid digest"
         assert why["bad:magic"] == "the model's file is not a GGUF file"
-        assert why["tuned:latest"] == "the model uses an adapter, which edgespec cannot load"
+        assert why["tuned:latest"] == "the model's adapter is not a GGUF file"
         assert "not a complete GGUF file" in why["cut:latest"]
         assert "cannot be read: no such file" in why["gone:latest"]
         assert why["eyes:latest"] == "the file is an image projector, not a language model"
         assert references() == []
         with pytest.raises(
-            ModelFileError, match="Ollama's tuned:latest cannot be used: the model uses an adapter"
+            ModelFileError, match="Ollama's tuned:latest cannot be used: the model's adapter is not"
         ):
             resolve("tuned", allow_download=False)
 

@@ -47,7 +47,7 @@ def test_json_holds_the_contract(run: Run) -> None:
     assert keys == reply.keys()
     assert reply["stats"].keys() >= STATS
     assert reply["method"].keys() == {
-        "requested", "effective", "reason", "note", "gain", "gain_uncertainty",
+        "requested", "effective", "reason", "note", "gain", "gain_uncertainty", "loss_limits",
     }  # fmt: skip
     assert (reply["target"], reply["draft"], reply["seed"]) == ("demo", "demo-draft", 7)
     assert reply["finish_reason"] in ("stop", "length")

@@ -134,6 +134,21 @@ def test_programs_are_listed(run: Run) -> None:
     assert all(name in run("launch").stdout for name in CLIENTS)
 
 
+def test_json(run: Run, own_home: Path, connection: list[str]) -> None:
+    listed = json.loads(run("launch", "--json").stdout)["programs"]
+    assert [each["name"] for each in listed] == list(CLIENTS)
+    shown = json.loads(run("launch", "aider", *connection, "--json").stdout)
+    assert shown["configuration"] == run("launch", "aider", *connection).stdout
+    path = own_home / ".aider.edgespec.yml"
+    assert (shown["path"], shown["changed"], shown["model"]) == (str(path), False, "demo")
+    assert not path.exists()
+    for model, changed, copy in (("one", True, None), ("one", False, None), ("two", True, f"{path}.bak")):
+        written = json.loads(run("launch", "aider", "--write", "--model", model, "--json").stdout)
+        assert (written["changed"], written["copy"], written["path"]) == (changed, copy, str(path))
+        assert path.read_text() == written["configuration"]
+    assert json.loads(run("launch", "zed", "--model", "demo", "--json").stdout)["path"] is None
+
+
 def test_mistakes_are_explained(run: Run, server: HttpServer) -> None:
     nowhere = "http://127.0.0.1:1"
     assert f"no edgespec server answers at {nowhere}" in one_line_error(

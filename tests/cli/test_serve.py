@@ -14,11 +14,28 @@ from tests.cli.conftest import Run, Start, one_line_error
 def test_serving_and_stopping(start: Start) -> None:
     process = start("serve", "--port", "0", "--json", "--temperature", "0")
     assert process.stdout
-    url = json.loads(process.stdout.readline())["openai_url"]
+    addresses = json.loads(process.stdout.readline())
+    url = addresses["openai_url"]
+    assert url == f"{addresses['anthropic_url']}/v1" == f"{addresses['ollama_url']}/v1"
     body = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
     replies = [httpx.post(f"{url}/chat/completions", json=body, timeout=60).json() for _ in range(2)]
     texts = {reply["choices"][0]["message"]["content"] for reply in replies}
     assert len(texts) == 1
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0
+
+
+def test_the_addresses_are_shown(start: Start) -> None:
+    process = start("serve", "--port", "0")
+    assert process.stdout
+    first, *more = [process.stdout.readline().decode().strip() for _ in range(4)]
+    url = first.removeprefix("Serving demo at ")
+    assert more == [
+        f"For programs that use OpenAI's API: {url}/v1",
+        f"For programs that use Anthropic's or Ollama's API: {url}",
+        "Press Ctrl-C to stop.",
+    ]
+    assert httpx.get(f"{url}/health").json()["status"] == "ok"
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 0
 

@@ -150,6 +150,7 @@ class TestReports:
         }  # fmt: skip
         method: Any = json["method"]
         assert (method.pop("note"), method.pop("gain"), method.pop("gain_uncertainty")) == ("", None, None)
+        assert method.pop("loss_limits") is None
         assert method == {"requested": "model+ngram", "effective": "model+ngram", "reason": "as requested"}
         assert (json["target"], json["draft"], json["seed"]) == ("demo", "demo-draft", 3)
         stats: Any = json["stats"]

@@ -178,8 +178,27 @@ def test_logprobs(client: ollama.Client) -> None:
 def test_empty_prompts_load_the_model(client: ollama.Client) -> None:
     assert client.chat("demo").done_reason == "load"
     assert client.generate("demo", "").done_reason == "load"
-    with pytest.raises(ResponseError, match="requests cannot unload models"):
-        client.generate("demo", "", keep_alive=0)
+
+
+def test_keep_alive_0_unloads_the_model(client: ollama.Client, plain: Runtime) -> None:
+    expected = plain.reply(MESSAGES, max_tokens=8, temperature=0.0).answer
+    options = {"num_predict": 8}
+    for stream in (False, True):
+        if stream:
+            parts = client.chat("demo", MESSAGES, options=options, keep_alive=0, stream=True)
+            answer = "".join(part.message.content or "" for part in parts)
+        else:
+            answer = client.chat("demo", MESSAGES, options=options, keep_alive=0).message.content or ""
+        assert answer == expected
+        assert not client.ps().models
+    assert client.generate("demo", "").done_reason == "load"
+    assert client.ps().models
+    assert client.generate("demo", "", keep_alive=0).done_reason == "unload"
+    assert client.chat("demo", keep_alive="0s").done_reason == "unload"
+    assert not client.ps().models
+    with pytest.raises(ResponseError) as missing:
+        client.generate("gpt-77", "", keep_alive=0)
+    assert missing.value.status_code == 404
 
 
 def test_models_are_described(client: ollama.Client, http: httpx.Client) -> None:
@@ -250,4 +269,4 @@ def test_other_errors(client: ollama.Client, http: httpx.Client) -> None:
     with pytest.raises(ResponseError) as long:
         list(client.chat("demo", [{"role": "user", "content": "word " * 1500}], stream=True))
     assert "1024" in str(long.value)
-    assert "there is nothing at /api/embed" in http.post("/api/embed", json={}).json()["error"]
+    assert "there is nothing at /api/pull" in http.post("/api/pull", json={}).json()["error"]

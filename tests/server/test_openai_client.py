@@ -66,6 +66,20 @@ def test_usage_has_its_own_event_if_asked_for(client: openai.OpenAI) -> None:
     assert chunks[-2].choices[0].finish_reason == "length"
 
 
+@pytest.mark.parametrize("method", ["auto", "model"])
+def test_the_loss_limit_of_a_request(client: openai.OpenAI, plain: Runtime, method: str) -> None:
+    expected = plain.reply(MESSAGES, max_tokens=24, temperature=0.0).answer
+    for max_loss in (0.25, None):
+        more = {"method": method} if max_loss is None else {"method": method, "max_loss": max_loss}
+        reply = client.chat.completions.create(
+            model="demo", messages=MESSAGES, max_tokens=24, extra_body=more
+        )
+        assert reply.choices[0].message.content == expected
+        limit = reply.choices[0].edgespec["loss_limit"]  # type: ignore[attr-defined]
+        default = {"share": 0.02, "passes": 2.0} if method == "auto" else None
+        assert limit == (default if max_loss is None else {"share": 0.25, "passes": 2.0})
+
+
 def test_the_method_and_ignored_fields_are_reported(client: openai.OpenAI) -> None:
     reply = client.chat.completions.create(
         model="demo",
@@ -124,7 +138,9 @@ def test_a_last_assistant_message_is_continued(client: openai.OpenAI) -> None:
         ({"temperature": -1}, "temperature", "temperature must be a number from 0 to 100, not -1"),
         ({"method": "modle"}, "method", "did you mean 'model'?"),
         ({"method": "lookahead"}, None, "lookahead"),
-        ({"max_loss": 0.1}, "max_loss", "start the server with --max-loss"),
+        ({"max_loss": 2}, "max_loss", "max_loss must be a fraction from 0 to 1, not 2"),
+        ({"max_loss": 0.1, "method": "none"}, None, "the method none drafts nothing; leave max_loss out"),
+        ({"draft_window": 64}, "draft_window", "start the server with --draft-window"),
         ({"num_ctx": 4096}, "num_ctx", "start the server with --context"),
         ({"keep_alive": "5m"}, "keep_alive", "start the server with --idle-unload"),
         ({"prompt": "hi"}, "prompt", "unknown field 'prompt'; use messages, or POST /v1/completions"),

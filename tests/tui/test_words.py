@@ -129,7 +129,7 @@ def test_any_stop_text_survives_being_shown(text: str) -> None:
 
 
 def test_every_option_of_a_reply_can_be_set_in_the_chat() -> None:
-    others = {"adapter_scales", "logit_bias", "logprobs", "regex", "grammar", "choice"}
+    others = {"adapter_scales", "max_loss", "logit_bias", "logprobs", "regex", "grammar", "choice"}
     assert {SCHEMA, *SETTINGS} == set(REPLY_OPTIONS) - others
 
 

@@ -134,6 +134,8 @@ class LlamaContext(KvSequences):
         # rollback.
         params.swa_full = True
         params.kv_unified = True
+        # `Pooling` pools hidden states itself, because llama.cpp cannot pool long texts.
+        params.pooling_type = lib.LLAMA_POOLING_TYPE_NONE
         params.no_perf = True
         self._model, self._target, self._adapters = model, target, adapters
         self._vocab_size = vocabulary_size(model)
@@ -307,6 +309,26 @@ class LlamaContext(KvSequences):
             self._logits_address = address
             self._logits = np.ctypeslib.as_array(pointer, (self.max_width, self._vocab_size))
         return self._logits[:count]
+
+    def run_states(
+        self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[Sequence[int]]
+    ) -> NDArray[np.float32]:
+        """Run a forward pass, and return the hidden states after the last layer, float32 [tokens, size].
+
+        Run at most `max_width` tokens. Raises the same errors as `run`.
+        """
+        self._check_allocated()
+        self._lib.llama_set_embeddings(self._context, True)
+        try:
+            self._batch.put(tokens, positions, sequences, logits=True)
+            self._decode(self._batch)
+            pointer = self._lib.llama_get_embeddings(self._context)
+            if not pointer:
+                raise BackendError("llama.cpp returned no hidden states", "choose another model")
+            size = self._lib.llama_model_n_embd_out(self._model)
+            return np.ctypeslib.as_array(pointer, (len(tokens), size)).copy()
+        finally:
+            self._lib.llama_set_embeddings(self._context, False)
 
     def run_to_hook(
         self, inputs: Inputs, positions: Sequence[int], sequences: Sequence[Sequence[int]]

@@ -19,6 +19,7 @@ from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_planning import plan_context
 from edgespec.backends.llamacpp.dflash import load_dflash_head
 from edgespec.backends.llamacpp.eagle import load_eagle_head
+from edgespec.backends.llamacpp.embedding import Pooling
 from edgespec.backends.llamacpp.gguf_model import GgufModel
 from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.kv_types import parse_kv_types
@@ -94,6 +95,7 @@ class LlamaCppModel(GgufModel):
         max_plan = plan_context(weights, options)
         plan = initial_plan(weights, max_plan, options)
         self._adapters = LoraAdapters(weights, options.adapters)
+        self._pooling = Pooling.of(weights)
         context = LlamaContext(weights, options, plan, threads_for(weights, options), adapters=self._adapters)
         try:
             self.probe_result = result = probe(context, weights, options)
@@ -149,6 +151,18 @@ class LlamaCppModel(GgufModel):
         self.cells.length += len(batch) - 1
         self.cells.place_tree(TokenTree.chain(batch[-1]), 0)
         return HostLogits(logits)
+
+    def embed(self, tokens: Sequence[int], progress: Progress | None = None) -> NDArray[np.float32]:
+        text = self._pooling.whole_text(tokens)
+        self._check(len(text))
+        try:
+            return self._pooling.embed(text, self._states, self._context.max_width, progress)
+        finally:
+            self._cut(0)
+
+    def _states(self, tokens: Sequence[int], position: int) -> NDArray[np.float32]:
+        count = len(tokens)
+        return self._context.run_states(tokens, range(position, position + count), [(0,)] * count)
 
     def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
         return self._run(tree, first, self._logits)

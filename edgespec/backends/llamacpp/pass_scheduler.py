@@ -39,7 +39,9 @@ class PassPart:
         positions: The position of each token in its text.
         sequences: The ids of the llama.cpp sequences that each token belongs to.
         outputs: Number of tokens, from the last one backwards, whose logits the pass computes.
-        rows: The resulting logits as float32 [outputs, vocabulary size].
+        needs_states: Whether the pass returns the hidden states after the last layer instead of the logits.
+            Other replies do not share such a pass.
+        rows: The resulting logits as float32 [outputs, vocabulary size], or the hidden states.
         error: Why the pass failed, or None.
         pass_tokens: Number of tokens of all replies in the pass.
         is_done: Whether the pass has ended.
@@ -50,6 +52,7 @@ class PassPart:
     positions: Sequence[int]
     sequences: Sequence[Sequence[int]]
     outputs: int
+    needs_states: bool = False
     rows: NDArray[np.float32] = field(default_factory=lambda: np.empty((0, 0), np.float32))
     error: Exception | None = None
     pass_tokens: int = 0
@@ -284,7 +287,8 @@ class PassScheduler:
         for part in list(self._waiting):
             tokens += len(part.tokens)
             rows += part.outputs
-            if taken and (tokens > self._max_tokens or rows > self._max_rows):
+            is_full = tokens > self._max_tokens or rows > self._max_rows
+            if taken and (is_full or part.needs_states or taken[0].needs_states):
                 break
             self._waiting.remove(part)
             taken.append(part)

@@ -8,11 +8,15 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from edgespec.backends.base import LanguageModel, LoadOptions, Progress, Snapshot
 from edgespec.backends.base_model import BaseModel, check_progress, split_last_batch
 from edgespec.backends.llamacpp.adapters import LoraAdapters, adapter_bytes
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_planning import plan_context
+from edgespec.backends.llamacpp.embedding import Pooling
 from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.kv_types import parse_kv_types
 from edgespec.backends.llamacpp.loading import describe, load_weights, threads_for
@@ -93,7 +97,7 @@ def load_places(
         library().llama_model_free(weights)
         raise
     return [
-        PlaceModel(facts, place, vocabulary, options.max_branches)
+        PlaceModel(facts, place, vocabulary, Pooling.of(weights), options.max_branches)
         for place, vocabulary in zip(shared.places, vocabularies, strict=True)
     ]
 
@@ -108,15 +112,21 @@ class PlaceModel(BaseModel):
         facts: The facts of the model, with the reply's share of the context.
         place: The reply's place in the shared context.
         vocabulary: The reply's own tokenizer, which `close` closes.
+        pooling: How the model embeds texts.
         max_branches: The maximum number of leaves in a token tree.
     """
 
     def __init__(
-        self, facts: ModelFacts, place: ContextPlace, vocabulary: LlamaVocabulary, max_branches: int
+        self,
+        facts: ModelFacts,
+        place: ContextPlace,
+        vocabulary: LlamaVocabulary,
+        pooling: Pooling,
+        max_branches: int,
     ) -> None:
         self.facts = facts
         self.vocabulary = self._vocabulary = vocabulary
-        self._place = place
+        self._place, self._pooling = place, pooling
         self._cells = KvCells(place, max_branches)
 
     @property
@@ -163,6 +173,15 @@ class PlaceModel(BaseModel):
         self._cells.length += len(batch) - 1
         self._cells.place_tree(TokenTree.chain(batch[-1]), 0)
         return HostLogits(part.rows, part.pass_tokens - 1)
+
+    def embed(self, tokens: Sequence[int], progress: Progress | None = None) -> NDArray[np.float32]:
+        text = self._pooling.whole_text(tokens)
+        self._check(len(text))
+        batch_tokens = min(self._place.batch_tokens, self._place.max_width)
+        try:
+            return self._pooling.embed(text, self._place.run_states, batch_tokens, progress)
+        finally:
+            self._cells.truncate(0)
 
     def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
         try:

@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
 from edgespec.backends.llamacpp.kv_sequences import KvSequences
@@ -93,6 +96,10 @@ class SharedContext:
                         self._run([part])
 
     def _run_together(self, parts: Sequence[PassPart]) -> None:
+        if parts[0].needs_states:
+            (part,) = parts
+            part.rows = self._context.run_states(part.tokens, part.positions, part.sequences)
+            return
         logits = self._context.run(
             list(chain.from_iterable(part.tokens for part in parts)),
             list(chain.from_iterable(part.positions for part in parts)),
@@ -184,15 +191,24 @@ class ContextPlace(KvSequences):
         """
         return self._run(tokens, positions, sequences, len(tokens))
 
+    def run_states(self, tokens: Sequence[int], position: int) -> NDArray[np.float32]:
+        """Append tokens like `append`, and return their hidden states after the last layer."""
+        count = len(tokens)
+        positions, sequences = range(position, position + count), [(0,)] * count
+        return self._run(tokens, positions, sequences, count, needs_states=True).rows
+
     def _run(
         self,
         tokens: Sequence[int],
         positions: Sequence[int],
         sequences: Sequence[Sequence[int]],
         outputs: int,
+        *,
+        needs_states: bool = False,
     ) -> PassPart:
         ids = [[self._first + sequence for sequence in each] for each in sequences]
-        return self.shared.scheduler.run(PassPart(self._place, tokens, positions, ids, outputs))
+        part = PassPart(self._place, tokens, positions, ids, outputs, needs_states)
+        return self.shared.scheduler.run(part)
 
     def interrupt(self, enabled: bool) -> None:
         """Cancel the current and all later passes of this place with CancelledError, or stop cancelling."""

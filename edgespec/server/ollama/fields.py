@@ -60,9 +60,16 @@ class OllamaFields(RequestFields):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
         default=None, description="Number of the most likely tokens to return at each position."
     )
-    keep_alive: Ignored
+    keep_alive: float | str | None = Field(
+        default=None, description="0 unloads the model after the request. Other values are ignored."
+    )
     shift: Ignored
     truncate: Ignored
+
+    @property
+    def unloads(self) -> bool:
+        """Whether to unload the model after the request."""
+        return self.keep_alive in (0, "0", "0s")
 
     @classmethod
     def known_fields(cls) -> list[str]:
@@ -73,7 +80,8 @@ class OllamaFields(RequestFields):
 def ignored_fields(fields: OllamaFields) -> list[str]:
     """Return the names of the ignored fields that the request sets, including those in `options`."""
     inner = fields.options.ignored_fields() if fields.options else []
-    return [*fields.ignored_fields(), *(f"options.{name}" for name in inner)]
+    kept = [] if fields.keep_alive is None or fields.unloads else ["keep_alive"]
+    return [*kept, *fields.ignored_fields(), *(f"options.{name}" for name in inner)]
 
 
 def options_of(fields: OllamaFields) -> dict[str, Any]:

@@ -6,6 +6,14 @@ from starlette.responses import PlainTextResponse, Response
 from typing_extensions import TypedDict
 
 from edgespec.server.ollama.chat import OllamaChat, OllamaChatRequest, chat
+from edgespec.server.ollama.embed import (
+    OllamaEmbedding,
+    OllamaEmbeddingRequest,
+    OllamaEmbeddings,
+    OllamaEmbedRequest,
+    embed,
+    embed_prompt,
+)
 from edgespec.server.ollama.generate import OllamaGenerateRequest, OllamaGeneration, generate
 from edgespec.server.ollama.model_list import (
     LoadedModels,
@@ -70,6 +78,10 @@ OLLAMA = Protocol(
             OllamaGenerateRequest,
             OllamaGeneration,
             streams=True,
+        ),
+        Operation("POST", "/api/embed", "Embed texts.", embed, OllamaEmbedRequest, OllamaEmbeddings),
+        Operation(
+            "POST", "/api/embeddings", "Embed a text.", embed_prompt, OllamaEmbeddingRequest, OllamaEmbedding
         ),
     ),
     error_body,

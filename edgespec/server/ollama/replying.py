@@ -17,7 +17,6 @@ from edgespec.chat.tool_calls.calls import ToolCall
 from edgespec.reply import TokenLogprobs
 from edgespec.server.errors import ApiError, invalid_request
 from edgespec.server.generation import Generation, ReplyRequest, TextPrompt
-from edgespec.server.models import LoadedModel
 from edgespec.server.ollama.fields import OllamaFields, ignored_fields
 from edgespec.server.openai.logprobs import ContentLogprob, chat_logprobs
 from edgespec.server.openai.report import Report, report
@@ -81,9 +80,12 @@ async def respond(call: Call[Any], request: ReplyRequest, formatted: Formatter) 
         raw = isinstance(request.prompt, TextPrompt)
         part = Part(reply.text) if raw else Part(reply.answer, reply.reasoning, reply.tool_calls)
         logprobs = _logprobs(reply.logprobs) if fields.logprobs else {}
-        head = _head(fields, generation.model)
+        head = _head(fields.model or generation.model.name)
         end = _end(fields, reply, generation, started)
-        return json_response({**head, **formatted(part), **logprobs, **end})
+        response = json_response({**head, **formatted(part), **logprobs, **end})
+    if fields.unloads:
+        await call.service.models.unload(fields.model)
+    return response
 
 
 async def _stream(
@@ -95,7 +97,7 @@ async def _stream(
     async with call.service.generate(fields.model, [request]) as generation:
         raw = isinstance(request.prompt, TextPrompt)
         async for _, event in generation.events():
-            head = _head(fields, generation.model)
+            head = _head(fields.model or generation.model.name)
             if isinstance(event, TextChunk):
                 part = _part(event, raw)
                 logprobs = _logprobs(event.logprobs) if event.logprobs else {}
@@ -106,24 +108,24 @@ async def _stream(
                 yield _line({**head, **formatted(Part(tool_calls=event.tool_calls))})
             end = _end(fields, event, generation, started)
             yield _line({**head, **formatted(Part()), **end})
+    if fields.unloads:
+        await call.service.models.unload(fields.model)
 
 
 async def load_model(call: Call[Any], formatted: Formatter) -> Response:
     """Load the model of a request that has no prompt, as Ollama does, so that the next reply starts sooner.
 
-    Raises:
-        ApiError: The request asks to unload the model.
+    With `keep_alive: 0`, the model is unloaded instead.
     """
     fields: OllamaFields = call.body
-    if fields.keep_alive in (0, "0", "0s"):
-        raise invalid_request(
-            "keep_alive is 0, but requests cannot unload models; the server unloads models that are not used"
-            " (edgespec serve --idle-unload SECONDS)",
-            "keep_alive",
-        )
-    async with call.service.models.borrow(fields.model) as model:
-        head = _head(fields, model)
-        return json_response({**head, **formatted(Part()), "done": True, "done_reason": "load"})
+    models = call.service.models
+    if fields.unloads:
+        await models.unload(fields.model)
+        name, reason = fields.model or call.service.settings.target, "unload"
+    else:
+        async with models.borrow(fields.model) as model:
+            name, reason = fields.model or model.name, "load"
+    return json_response({**_head(name), **formatted(Part()), "done": True, "done_reason": reason})
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
@@ -145,9 +147,8 @@ def _line(value: Mapping[str, Any]) -> bytes:
     return (json.dumps(value, ensure_ascii=False) + "\n").encode("utf-8", "replace")
 
 
-def _head(fields: OllamaFields, model: LoadedModel) -> dict[str, Any]:
-    now = datetime.now(UTC).isoformat()
-    return {"model": fields.model or model.name, "created_at": now, "done": False}
+def _head(name: str) -> dict[str, Any]:
+    return {"model": name, "created_at": datetime.now(UTC).isoformat(), "done": False}
 
 
 def _logprobs(tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
@@ -173,5 +174,5 @@ def _end(fields: OllamaFields, reply: Reply, generation: Generation, started: in
         "prompt_eval_duration": round(stats.prefill_seconds * 1e9),
         "eval_count": stats.generated_tokens,
         "eval_duration": round(stats.decode_seconds * 1e9),
-        "edgespec": report(reply, generation.model, ignored_fields(fields)),
+        "edgespec": report(reply, ignored_fields(fields)),
     }

@@ -111,7 +111,7 @@ async def create_chat_completion(call: Call[ChatRequest]) -> Response:
                     "message": _message(reply),
                     "finish_reason": _finish_reason(reply),
                     "logprobs": chat_logprobs(logprobs[index]) if call.body.logprobs else None,
-                    "edgespec": report(reply, generation.model, call.body.ignored_fields()),
+                    "edgespec": report(reply, call.body.ignored_fields()),
                 }
                 for index, reply in enumerate(ordered)
             ],
@@ -197,7 +197,7 @@ async def _stream(call: Call[ChatRequest]) -> AsyncGenerator[bytes, None]:
                 index,
                 {},
                 finish_reason=_finish_reason(event),
-                edgespec=report(event, generation.model, body.ignored_fields()),
+                edgespec=report(event, body.ignored_fields()),
             )
             if is_last and own_event:
                 yield server_sent_event({**head, "choices": [], **totals})

@@ -80,7 +80,7 @@ async def create_completion(call: Call[CompletionRequest]) -> Response:
                     "text": _echoed(body, requests[index]) + reply.text,
                     "finish_reason": reply.finish_reason,
                     "logprobs": _logprobs(reply.logprobs, _echoed(body, requests[index])),
-                    "edgespec": report(reply, generation.model, body.ignored_fields()),
+                    "edgespec": report(reply, body.ignored_fields()),
                 }
                 for index, reply in enumerate(replies)
             ],
@@ -150,7 +150,7 @@ async def _stream(call: Call[CompletionRequest], requests: list[ReplyRequest]) -
                 index,
                 "",
                 finish_reason=event.finish_reason,
-                edgespec=report(event, generation.model, body.ignored_fields()),
+                edgespec=report(event, body.ignored_fields()),
             )
             if is_last and own_event:
                 yield server_sent_event({**head, "choices": [], **totals})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from edgespec.server.openai.chat import ChatCompletion, ChatRequest, create_chat_completion
 from edgespec.server.openai.completions import Completion, CompletionRequest, create_completion
+from edgespec.server.openai.embeddings import EmbeddingList, EmbeddingRequest, create_embeddings
 from edgespec.server.openai.errors import error_body
 from edgespec.server.openai.model_list import Model, ModelList, list_models, retrieve_model
 from edgespec.server.openai.responses import ResponseObject, ResponsesRequest, create_response
@@ -41,6 +42,9 @@ OPENAI = Protocol(
             ResponsesRequest,
             ResponseObject,
             streams=True,
+        ),
+        Operation(
+            "POST", "/v1/embeddings", "Embed texts.", create_embeddings, EmbeddingRequest, EmbeddingList
         ),
         Operation("GET", "/v1/models", "List the models on this machine.", list_models, response=ModelList),
         Operation("GET", "/v1/models/{model:path}", "Describe a model.", retrieve_model, response=Model),

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing_extensions import TypedDict
 
 from edgespec import Reply
-from edgespec.server.models import LoadedModel
 
 __all__ = ["Report", "Timings", "Usage", "report", "timings", "usage"]
 
@@ -121,10 +120,10 @@ def timings(replies: Sequence[Reply]) -> Timings:
     }
 
 
-def report(reply: Reply, model: LoadedModel, ignored_fields: list[str]) -> Report:
+def report(reply: Reply, ignored_fields: list[str]) -> Report:
     """Return how a reply was generated."""
     method = reply.method
-    limits = model.runtime.loss_limits if reply.stats.worst_case_loss is not None else None
+    limits = method.loss_limits
     return {
         "method": method.summary,
         "drafters": method.effective,

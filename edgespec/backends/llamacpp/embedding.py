@@ -1,0 +1,80 @@
+"""Embed texts with a GGUF model: pool the hidden states of its last layer into one vector."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.backends.base import Progress
+from edgespec.backends.base_model import in_batches
+from edgespec.backends.llamacpp.metadata import architecture_metadata
+from edgespec.backends.llamacpp.native import library
+from edgespec.errors import CapabilityError
+
+__all__ = ["Pooling"]
+
+# Values of `pooling_type` in the metadata. Models that were not trained to embed texts have none.
+_NONE, _MEAN, _CLS, _LAST = "0", "1", "2", "3"
+
+
+class Pooling(NamedTuple):
+    """How a model turns the hidden states of a text into one vector.
+
+    The states are pooled here, because llama.cpp can only pool texts that fit in one pass.
+
+    Attributes:
+        kind: The value of `pooling_type` in the metadata. Without one, the vector is the mean over all
+            tokens.
+        eos: The token that the model needs at the end of a text, or None.
+    """
+
+    kind: str
+    eos: int | None
+
+    @classmethod
+    def of(cls, weights: Any) -> Pooling:
+        """Read how a model pools texts from its metadata."""
+        lib = library()
+        vocab = lib.llama_model_get_vocab(weights)
+        eos = lib.llama_vocab_eos(vocab) if lib.llama_vocab_get_add_eos(vocab) else None
+        return cls(architecture_metadata(weights, "pooling_type") or _NONE, eos)
+
+    def whole_text(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Return the tokens of a text, with the token that the model needs at the end."""
+        return tokens if self.eos in (None, tokens[-1]) else [*tokens, self.eos]
+
+    def embed(
+        self,
+        tokens: Sequence[int],
+        run: Callable[[Sequence[int], int], NDArray[np.float32]],
+        batch_tokens: int,
+        progress: Progress | None,
+    ) -> NDArray[np.float32]:
+        """Return the embedding of a text, float32 [size].
+
+        Args:
+            tokens: The text, from `whole_text`.
+            run: Appends tokens at a position, and returns their hidden states after the last layer.
+            batch_tokens: Maximum number of tokens per call of `run`.
+            progress: Called after each batch. Returning False cancels the work.
+
+        Raises:
+            CapabilityError: The model's vectors have another purpose, such as ranking.
+            CancelledError: `progress` returned False.
+        """
+        if self.kind not in (_NONE, _MEAN, _CLS, _LAST):
+            raise CapabilityError(
+                f"the model was trained to rank texts, not to embed them (pooling_type {self.kind})",
+                "choose a model for embeddings",
+            )
+        position, first, last, total = 0, None, None, 0.0
+        for batch in in_batches(tokens, batch_tokens, progress):
+            states = run(batch, position)
+            first, last = states[0] if first is None else first, states[-1]
+            total = total + states.sum(axis=0, dtype=np.float64)
+            position += len(batch)
+        pooled = {_CLS: first, _LAST: last}.get(self.kind, total / position)
+        return np.asarray(pooled, np.float32)

@@ -1,0 +1,98 @@
+"""Handle `POST /api/embed`, and the older `POST /api/embeddings`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Annotated
+
+from pydantic import FailFast, Field
+from starlette.responses import Response
+from typing_extensions import TypeAliasType, TypedDict
+
+from edgespec.server.fields import Ignored, RequestFields
+from edgespec.server.protocol import Call
+from edgespec.server.responses import json_response
+
+__all__ = [
+    "OllamaEmbedRequest",
+    "OllamaEmbedding",
+    "OllamaEmbeddingRequest",
+    "OllamaEmbeddings",
+    "embed",
+    "embed_prompt",
+]
+
+# Unlike an annotated type, an alias can be part of a union.
+_Texts = TypeAliasType("_Texts", Annotated[list[str], FailFast()])
+
+
+class _EmbedFields(RequestFields):
+    """Fields of both operations. The ignored ones choose how a model is loaded, which is already decided."""
+
+    model: str | None = Field(default=None, description="The model. Defaults to the server's own model.")
+    options: Ignored
+    keep_alive: Ignored
+
+
+class OllamaEmbedRequest(_EmbedFields):
+    """The body of an embed request."""
+
+    input: str | _Texts = Field(description="A text, or several texts.")
+    truncate: bool | None = Field(
+        default=None, description="Drop the end of texts that do not fit in the context."
+    )
+    dimensions: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description="Number of dimensions to keep, for models that were trained to have fewer of them.",
+    )
+
+
+class OllamaEmbeddingRequest(_EmbedFields):
+    """The body of a request for the embedding of a single text."""
+
+    prompt: str = Field(description="The text.")
+
+
+class OllamaEmbeddings(TypedDict):
+    """The embeddings of all texts. The time is in nanoseconds."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    prompt_eval_count: int
+
+
+class OllamaEmbedding(TypedDict):
+    """The embedding of a single text."""
+
+    embedding: list[float]
+
+
+async def embed(call: Call[OllamaEmbedRequest]) -> Response:
+    """Embed the texts of a request."""
+    started = time.perf_counter_ns()
+    body = call.body
+    texts = [body.input] if isinstance(body.input, str) else body.input
+    model, embeddings = await call.service.embed(
+        body.model, texts, truncate=bool(body.truncate), dimensions=body.dimensions
+    )
+
+    def response() -> Response:
+        result: OllamaEmbeddings = {
+            "model": body.model or model,
+            "embeddings": [each.vector.tolist() for each in embeddings],
+            "total_duration": time.perf_counter_ns() - started,
+            "prompt_eval_count": sum(each.tokens for each in embeddings),
+        }
+        return json_response(result)
+
+    # Writing millions of numbers takes seconds, in which the server could not answer other requests.
+    return await asyncio.to_thread(response)
+
+
+async def embed_prompt(call: Call[OllamaEmbeddingRequest]) -> Response:
+    """Embed a single text."""
+    _, (embedding,) = await call.service.embed(call.body.model, [call.body.prompt])
+    result: OllamaEmbedding = {"embedding": embedding.vector.tolist()}
+    return json_response(result)

@@ -1,0 +1,106 @@
+"""Handle `POST /v1/embeddings`, which returns vectors that represent the meaning of texts."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import FailFast, Field
+from starlette.responses import Response
+from typing_extensions import TypeAliasType, TypedDict
+
+from edgespec import Embedding
+from edgespec.server.errors import invalid_request
+from edgespec.server.fields import Ignored, RequestFields
+from edgespec.server.protocol import Call
+from edgespec.server.responses import json_response
+
+__all__ = ["EmbeddingList", "EmbeddingRequest", "create_embeddings"]
+
+# Maximum number of texts in a request, as in OpenAI's API.
+MAX_TEXTS = 2048
+
+# Unlike annotated types, aliases can be parts of a union.
+_Tokens = TypeAliasType("_Tokens", Annotated[list[int], FailFast()])
+_Texts = TypeAliasType("_Texts", Annotated[list[str], FailFast()])
+_TokenLists = TypeAliasType("_TokenLists", Annotated[list[_Tokens], FailFast()])
+
+
+class EmbeddingRequest(RequestFields):
+    """The body of a request for embeddings."""
+
+    model: str | None = Field(default=None, description="The model. Defaults to the server's own model.")
+    input: str | _Texts | _Tokens | _TokenLists = Field(
+        description="A text, or several texts. Each can also be a list of token ids."
+    )
+    encoding_format: Literal["float", "base64"] | None = Field(
+        default=None, description="base64 returns the bytes of float32 values."
+    )
+    dimensions: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description="Number of dimensions to keep, for models that were trained to have fewer of them.",
+    )
+    user: Ignored
+
+
+class EmbeddingItem(TypedDict):
+    """The embedding of one of the texts."""
+
+    object: str
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(TypedDict):
+    """Numbers of tokens of a request for embeddings."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(TypedDict):
+    """The embeddings of all texts, in the order of the request."""
+
+    object: str
+    data: list[EmbeddingItem]
+    model: str
+    usage: EmbeddingUsage
+
+
+async def create_embeddings(call: Call[EmbeddingRequest]) -> Response:
+    """Embed the texts of a request."""
+    texts = _texts(call.body)
+    model, embeddings = await call.service.embed(call.body.model, texts, dimensions=call.body.dimensions)
+    # Writing millions of numbers takes seconds, in which the server could not answer other requests.
+    return await asyncio.to_thread(_response, call.body, model, embeddings)
+
+
+def _texts(body: EmbeddingRequest) -> list[Any]:
+    given: Any = body.input
+    texts = [given] if isinstance(given, str) or isinstance(next(iter(given), None), int) else given
+    if not 0 < len(texts) <= MAX_TEXTS:
+        raise invalid_request(f"input has {len(texts)} texts; send 1 to {MAX_TEXTS}", "input")
+    return texts
+
+
+def _response(body: EmbeddingRequest, model: str, embeddings: Sequence[Embedding]) -> Response:
+    tokens = sum(each.tokens for each in embeddings)
+    result: EmbeddingList = {
+        "object": "list",
+        "data": [
+            {"object": "embedding", "index": index, "embedding": _encoded(each, body.encoding_format)}
+            for index, each in enumerate(embeddings)
+        ],
+        "model": body.model or model,
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    }
+    return json_response(result)
+
+
+def _encoded(embedding: Embedding, encoding: str | None) -> list[float] | str:
+    if encoding == "base64":
+        return base64.b64encode(embedding.vector.astype("<f4").tobytes()).decode()
+    values: list[float] = embedding.vector.tolist()
+    return values
