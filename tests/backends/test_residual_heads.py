@@ -6,7 +6,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import gguf
 import numpy as np
@@ -56,6 +56,8 @@ class Target(ABC):
     vocab: int
     layers = 3
     attention: Attention
+    # Largest errors of logits with weights of these types. For others, they are hardly larger than float32's.
+    tolerances: ClassVar[dict[str, float]] = {}
     # Embeddings and LM head of the first target.
     table: NDArray[Any]
     lm_head: NDArray[Any]
@@ -84,6 +86,7 @@ class GgufTarget(Target):
     size = 32
     vocab = 259 + len(WORDS)
     attention = Attention(heads=2, kv_heads=2)
+    tolerances: ClassVar[dict[str, float]] = {"float16": 0.01, "bfloat16": 0.1}
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -154,6 +157,7 @@ def test_every_node_of_a_tree_gets_the_logits_of_its_head(
     target: Target, model: LanguageModel, layout: Layout
 ) -> None:
     tree = TREE.pruned(1 << 20, layout.count - 1)
+    tolerance = target.tolerances.get(layout.dtype, 1e-3)
     source = cast(HiddenStateSource, model)
     log = source.log_hidden_states([POST_NORM])
     view = view_of(model, target.head(layout))
@@ -169,12 +173,12 @@ def test_every_node_of_a_tree_gets_the_logits_of_its_head(
         while (node := tree.parents[node]) >= 0:
             path.insert(0, tree.tokens[node])
         expected = target.plain_logits(layout, states, path)
-        np.testing.assert_allclose(rows[at], expected, rtol=0, atol=1e-3)
-    # Grown level by level, as drafters do.
+        np.testing.assert_allclose(rows[at], expected, rtol=0, atol=tolerance)
+    # Grown level by level, as drafters do. The kernels for other numbers of rows can round differently.
     sizes = [sum(depth <= limit for depth in tree.depths) for limit in range(max(tree.depths) + 1)]
     for begin, end in zip([0, *sizes], sizes, strict=False):
         part = tree.subtree(range(end))
-        np.testing.assert_allclose(rows_of(view, part, begin), rows[begin:end], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(rows_of(view, part, begin), rows[begin:end], rtol=0, atol=tolerance / 10)
     view.close()
 
 
@@ -417,12 +421,13 @@ def test_matrices_are_read_from_the_file(gguf_target: GgufTarget, tmp_path: Path
     matrix = FileMatrix(path, "output.weight", "token_embd.weight")
     expected = gguf.quants.dequantize(quantised, of_kind)
     assert np.array_equal(matrix.rows([0, 7, len(table) - 1, 7]), expected[[0, 7, -1, 7]])
-    assert np.array_equal(matrix.all_rows(), expected)
+    assert np.array_equal(matrix.stored(), quantised.view(np.uint8))
+    assert matrix.stored_bytes == quantised.nbytes
     np.testing.assert_allclose(expected, table, rtol=0, atol=1.0)
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size - 100)
     with pytest.raises(ModelFileError, match="truncated"):
-        matrix.all_rows()
+        matrix.stored()
 
 
 def test_a_file_without_the_matrix_is_refused(tmp_path: Path) -> None:
