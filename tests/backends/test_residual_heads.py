@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -36,6 +37,7 @@ from tests.heads.residual_files import (
     Arrays,
     Attention,
     Layout,
+    fitted_arrays,
     plain_logits,
     random_arrays,
     write_heads,
@@ -348,6 +350,51 @@ def test_no_head_changes_a_reply(target: Target, layout: Layout) -> None:
                 if branches != "auto":
                     assert all(reply.stats.drafted_tokens for reply in replies)
                     assert replies[-1].stats.accepted_tokens
+
+
+@pytest.mark.parametrize("layout", [MEDUSA, HYDRA], ids=str)
+def test_heads_that_are_often_right_change_no_reply(target: Target, layout: Layout, tmp_path: Path) -> None:
+    prompt = list(range(40, 60))
+    # The replies consist of few different tokens, so that small heads can learn them.
+    likely = dict.fromkeys((65, 70, 75, 80), 60.0)
+    asked: list[dict[str, Any]] = [
+        {"max_tokens": 32, "temperature": temperature, "seed": 3, "logit_bias": likely}
+        for temperature in (0.0, 0.8, 1.2)
+    ]
+
+    def replies_of(runtime: edgespec.Runtime) -> list[edgespec.Reply]:
+        replies = []
+        for ask in asked:
+            stream = runtime.stream_tokens(prompt, **ask)
+            deque(stream, maxlen=0)
+            replies.append(stream.reply)
+        return replies
+
+    with edgespec.load(str(target.path), "none", method="none", context=256) as plain:
+        expected = [reply.tokens for reply in replies_of(plain)]
+    texts = [[*prompt, *tokens] for tokens in expected]
+    model, states = target.load(), []
+    log = cast(HiddenStateSource, model).log_hidden_states([POST_NORM])
+    for text in texts:
+        model.truncate(0)
+        model.prefill(text)
+        states.append(np.array(log.rows(0, len(text))))
+    model.close()
+    head = write_heads(tmp_path, layout, fitted_arrays(layout, states, texts, len(prompt), target.table))
+    for branches in ((), (2, 2)):
+        with (
+            always_draft(),
+            edgespec.load(
+                str(target.path), "none", method=layout.method, head=str(head), draft_branches=branches,
+                context=256,
+            ) as drafting,
+        ):  # fmt: skip
+            replies = replies_of(drafting)
+        assert [reply.tokens for reply in replies] == expected
+        for reply in replies:
+            assert reply.stats.generated_tokens > 2 * reply.stats.target_passes
+            # Whole drafts were accepted too.
+            assert reply.stats.accepted_per_position[-1]
 
 
 @pytest.mark.parametrize("value", [3e38, -1e30])
