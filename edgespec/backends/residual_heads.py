@@ -23,8 +23,8 @@ from edgespec.heads.residual_network import ResidualNetwork
 
 __all__ = ["ResidualHeadTarget", "WeightBytes", "estimate_residual_heads", "load_residual_heads"]
 
-# Returns the memory in bytes that the heads' weights take, given the heads and the target's vocabulary size.
-WeightBytes: TypeAlias = Callable[[ResidualHeads, int], int]
+# Returns the memory in bytes that the heads' weights take.
+WeightBytes: TypeAlias = Callable[[ResidualHeads], int]
 
 _FLOAT32_BYTES = 4
 # Number of rows of logits to reserve memory for. Enough for one level of a large draft tree.
@@ -44,7 +44,7 @@ class ResidualHeadTarget:
         embed: Returns the token embeddings [tokens, size] for token ids.
         make_product: Returns a function that multiplies by one of the heads' matrices.
         output: Returns a function that multiplies by the target's LM head, for heads without output matrices.
-        weight_bytes: Returns the memory in bytes that the heads' weights take. See `WeightBytes`.
+        weight_bytes: See `WeightBytes`.
     """
 
     model: BaseModel
@@ -136,7 +136,7 @@ def _facts(target: ResidualHeadTarget, heads: ResidualHeads, path: Path) -> Mode
         description=f"{len(heads.heads)} heads, {heads.parameters / 1e6:,.1f} M weights",
         parameters=heads.parameters,
         file_bytes=heads.file.stat().st_size,
-        weight_bytes=target.weight_bytes(heads, model.vocab_size),
+        weight_bytes=target.weight_bytes(heads),
         kv_bytes=_token_bytes(heads) * model.context_tokens,
         capabilities=Capabilities(
             rollback=True,
@@ -176,7 +176,7 @@ def estimate_residual_heads(
         context_tokens,
         "f32",
         (
-            MemoryPart("weights", weight_bytes(heads, vocab_size)),
+            MemoryPart("weights", weight_bytes(heads)),
             MemoryPart("cache", _token_bytes(heads) * context_tokens),
             MemoryPart("compute", state_bytes),
             MemoryPart("output", _MAX_ROWS * vocab_size * _FLOAT32_BYTES),

@@ -13,12 +13,10 @@ from edgespec.errors import ModelFileError
 from edgespec.heads.stored_tensor import StoredTensor
 
 __all__ = [
-    "NUMPY_BYTES_PER_WEIGHT",
     "Array",
     "MakeProduct",
     "Product",
     "WeightLoader",
-    "numpy_product",
     "rms_norm",
     "silu",
 ]
@@ -27,22 +25,9 @@ Array: TypeAlias = NDArray[np.float32]
 # Function that multiplies an array [rows, inputs] by a matrix. Returns [rows, outputs].
 Product: TypeAlias = Callable[[Array], Array]
 # Function that returns the `Product` for a float16 or float32 matrix [outputs, inputs]. The second argument
-# is the matrix's data type in the file (see `StoredTensor`), such as BF16.
+# is the matrix's data type in the file (see `StoredTensor`), such as BF16. The matrix must be copied, because
+# it may be mapped from a file that could change.
 MakeProduct: TypeAlias = Callable[[NDArray[np.floating], str], Product]
-
-
-# Bytes per weight used by `numpy_product`.
-NUMPY_BYTES_PER_WEIGHT = 4
-
-
-def numpy_product(matrix: NDArray[np.floating], _dtype: str = "") -> Product:
-    """Return a function that multiplies by a matrix with NumPy in float32.
-
-    The matrix is copied, because it may be mapped from a file that could change. float16 matrices are
-    converted to float32, which doubles their memory, because NumPy has no fast float16 product.
-    """
-    transposed = np.array(matrix, np.float32).T
-    return lambda rows: rows @ transposed
 
 
 class WeightLoader:

@@ -383,6 +383,26 @@ def test_more_layers_than_llama_cpp_can_run_are_refused(tmp_path: Path) -> None:
         read_mtp_layers(path)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "tensor"),
+    [("gemma4-assistant", "blk.0.nextn.pre_projection.weight"), ("deepseek4", "blk.2.nextn.eh_proj.weight")],
+)
+def test_other_kinds_of_layers_are_one_clear_error(
+    glm: Files, tmp_path: Path, architecture: str, tensor: str
+) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "head.gguf", architecture)
+    writer.add_block_count(3)
+    writer.add_embedding_length(32)
+    writer.add_nextn_predict_layers(1)
+    writer.add_tensor(tensor, np.ones((32, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(CapabilityError, match=f"cannot draft with the 1 MTP layer .* '{architecture}'"):
+        edgespec.load(str(glm.target), "none", head=str(tmp_path / "head.gguf"), context=256)
+
+
 def test_the_plan_counts_the_layers_once(files: Files) -> None:
     def planned(method: str, **options: Any) -> dict[str, int]:
         plan = edgespec.plan(str(files.target), "none", method=method, context=256, **options).plan

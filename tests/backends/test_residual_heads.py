@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import gguf
 import numpy as np
@@ -36,6 +37,7 @@ from tests.heads.residual_files import (
     Arrays,
     Attention,
     Layout,
+    fitted_arrays,
     plain_logits,
     random_arrays,
     write_heads,
@@ -56,6 +58,8 @@ class Target(ABC):
     vocab: int
     layers = 3
     attention: Attention
+    # Largest errors of logits with weights of these types. For others, they are hardly larger than float32's.
+    tolerances: ClassVar[dict[str, float]] = {}
     # Embeddings and LM head of the first target.
     table: NDArray[Any]
     lm_head: NDArray[Any]
@@ -84,6 +88,7 @@ class GgufTarget(Target):
     size = 32
     vocab = 259 + len(WORDS)
     attention = Attention(heads=2, kv_heads=2)
+    tolerances: ClassVar[dict[str, float]] = {"float16": 0.01, "bfloat16": 0.1}
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -154,6 +159,7 @@ def test_every_node_of_a_tree_gets_the_logits_of_its_head(
     target: Target, model: LanguageModel, layout: Layout
 ) -> None:
     tree = TREE.pruned(1 << 20, layout.count - 1)
+    tolerance = target.tolerances.get(layout.dtype, 1e-3)
     source = cast(HiddenStateSource, model)
     log = source.log_hidden_states([POST_NORM])
     view = view_of(model, target.head(layout))
@@ -169,12 +175,12 @@ def test_every_node_of_a_tree_gets_the_logits_of_its_head(
         while (node := tree.parents[node]) >= 0:
             path.insert(0, tree.tokens[node])
         expected = target.plain_logits(layout, states, path)
-        np.testing.assert_allclose(rows[at], expected, rtol=0, atol=1e-3)
-    # Grown level by level, as drafters do.
+        np.testing.assert_allclose(rows[at], expected, rtol=0, atol=tolerance)
+    # Grown level by level, as drafters do. The kernels for other numbers of rows can round differently.
     sizes = [sum(depth <= limit for depth in tree.depths) for limit in range(max(tree.depths) + 1)]
     for begin, end in zip([0, *sizes], sizes, strict=False):
         part = tree.subtree(range(end))
-        np.testing.assert_allclose(rows_of(view, part, begin), rows[begin:end], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(rows_of(view, part, begin), rows[begin:end], rtol=0, atol=tolerance / 10)
     view.close()
 
 
@@ -346,6 +352,51 @@ def test_no_head_changes_a_reply(target: Target, layout: Layout) -> None:
                     assert replies[-1].stats.accepted_tokens
 
 
+@pytest.mark.parametrize("layout", [MEDUSA, HYDRA], ids=str)
+def test_heads_that_are_often_right_change_no_reply(target: Target, layout: Layout, tmp_path: Path) -> None:
+    prompt = list(range(40, 60))
+    # The replies consist of few different tokens, so that small heads can learn them.
+    likely = dict.fromkeys((65, 70, 75, 80), 60.0)
+    asked: list[dict[str, Any]] = [
+        {"max_tokens": 32, "temperature": temperature, "seed": 3, "logit_bias": likely}
+        for temperature in (0.0, 0.8, 1.2)
+    ]
+
+    def replies_of(runtime: edgespec.Runtime) -> list[edgespec.Reply]:
+        replies = []
+        for ask in asked:
+            stream = runtime.stream_tokens(prompt, **ask)
+            deque(stream, maxlen=0)
+            replies.append(stream.reply)
+        return replies
+
+    with edgespec.load(str(target.path), "none", method="none", context=256) as plain:
+        expected = [reply.tokens for reply in replies_of(plain)]
+    texts = [[*prompt, *tokens] for tokens in expected]
+    model, states = target.load(), []
+    log = cast(HiddenStateSource, model).log_hidden_states([POST_NORM])
+    for text in texts:
+        model.truncate(0)
+        model.prefill(text)
+        states.append(np.array(log.rows(0, len(text))))
+    model.close()
+    head = write_heads(tmp_path, layout, fitted_arrays(layout, states, texts, len(prompt), target.table))
+    for branches in ((), (2, 2)):
+        with (
+            always_draft(),
+            edgespec.load(
+                str(target.path), "none", method=layout.method, head=str(head), draft_branches=branches,
+                context=256,
+            ) as drafting,
+        ):  # fmt: skip
+            replies = replies_of(drafting)
+        assert [reply.tokens for reply in replies] == expected
+        for reply in replies:
+            assert reply.stats.generated_tokens > 2 * reply.stats.target_passes
+            # Whole drafts were accepted too.
+            assert reply.stats.accepted_per_position[-1]
+
+
 @pytest.mark.parametrize("value", [3e38, -1e30])
 def test_heads_with_huge_weights_change_no_reply(target: Target, tmp_path: Path, value: float) -> None:
     arrays = {name: np.full_like(array, value) for name, array in target.arrays(HYDRA).items()}
@@ -417,12 +468,13 @@ def test_matrices_are_read_from_the_file(gguf_target: GgufTarget, tmp_path: Path
     matrix = FileMatrix(path, "output.weight", "token_embd.weight")
     expected = gguf.quants.dequantize(quantised, of_kind)
     assert np.array_equal(matrix.rows([0, 7, len(table) - 1, 7]), expected[[0, 7, -1, 7]])
-    assert np.array_equal(matrix.all_rows(), expected)
+    assert np.array_equal(matrix.stored(), quantised.view(np.uint8))
+    assert matrix.stored_bytes == quantised.nbytes
     np.testing.assert_allclose(expected, table, rtol=0, atol=1.0)
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size - 100)
     with pytest.raises(ModelFileError, match="truncated"):
-        matrix.all_rows()
+        matrix.stored()
 
 
 def test_a_file_without_the_matrix_is_refused(tmp_path: Path) -> None:

@@ -46,8 +46,9 @@ class Shape(NamedTuple):
     expert that all tokens share. biased: the choice of experts. qk_norms: of queries and keys. gated: each
     query has a gate. delta: the first layer is a gated delta net. window: the first layer has a sliding
     window. fused: queries, keys and values are one matrix. latent: keys and values are one vector. indexer:
-    it chooses which tokens are attended to. mamba: the first layer is a Mamba 2 mixer, the second attention,
-    and only the layers after them have a feed-forward block, whose experts have no gate.
+    it chooses which tokens are attended to. kda: the first layer is Kimi delta attention, and the heads of
+    the others have gates. mamba: the first layer is a Mamba 2 mixer, the second attention, and only the
+    layers after them have a feed-forward block, whose experts have no gate.
     """
 
     norm: str | None = "ffn_norm"
@@ -62,11 +63,13 @@ class Shape(NamedTuple):
     fused: bool = False
     latent: bool = False
     indexer: bool = False
+    kda: bool = False
     mamba: bool = False
 
 
 _QWEN = Shape("post_attention_norm", qk_norms=True, gated=True, delta=True, shared_gate=True)
 SHAPES = {
+    "bailingmoe3": Shape(latent=True, biased=True, kda=True),
     "cohere2moe": Shape(None, window=True),
     "deepseek2": Shape(latent=True, biased=True),
     "deepseek32": Shape(latent=True, biased=True, indexer=True),
@@ -100,6 +103,10 @@ def write_mtp_model(
         tensors |= _layer(random, layer, shape, architecture, is_trunk=layer < layers)
         if layer >= layers:
             tensors |= _predictor(random, layer)
+            if shape.kda:
+                tensors[f"blk.{layer}.layer_output_norm.weight"] = tensors.pop(
+                    f"blk.{layer}.nextn.shared_head_norm.weight"
+                )
     _finish(writer, {name: _quiet(name, tensor) for name, tensor in tensors.items()})
     return path
 
@@ -111,7 +118,7 @@ def _add_sizes(writer: gguf.GGUFWriter, shape: Shape, layers: int, mtp_layers: i
         writer.add_indexer_top_k(_TOP_TOKENS)
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if shape.latent:
-        writer.add_head_count_kv(1)
+        writer.add_head_count_kv([0, 1, *[1] * mtp_layers] if shape.kda else 1)
         writer.add_q_lora_rank(_QUERY_RANK)
         writer.add_kv_lora_rank(_KEY_RANK)
         writer.add_key_length(_KEY_RANK + _ROTATED)
@@ -138,6 +145,11 @@ def _add_sizes(writer: gguf.GGUFWriter, shape: Shape, layers: int, mtp_layers: i
         writer.add_ssm_group_count(1)
         writer.add_ssm_time_step_rank(_VALUE_HEADS)
         writer.add_ssm_inner_size(_INNER)
+    if shape.kda:
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_ssm_conv_kernel(_KERNEL)
+        writer.add_kda_head_dim(_STATE)
+        writer.add_float32(f"{writer.arch}.kda.gate_lower_bound", -5.0)
     if shape.delta:
         writer.add_rope_dimension_sections([4, 2, 2, 0])
         writer.add_ssm_conv_kernel(_KERNEL)
@@ -163,8 +175,12 @@ def _layer(
         tensors[f"{block}{shape.norm}.weight"] = _ones(_SIZE)
     if shape.delta and layer == 0:
         tensors |= _delta_net(random, block, architecture)
+    elif shape.kda and layer == 0:
+        tensors |= _kimi_delta_attention(random, block)
     elif shape.latent:
         tensors |= _latent_attention(random, block)
+        if shape.kda:
+            tensors[f"{block}attn_gate.weight"] = _weights(random, 2, _SIZE)
         if shape.indexer:
             tensors |= _indexer(random, block)
     else:
@@ -215,6 +231,24 @@ def _delta_net(random: np.random.Generator, block: str, architecture: str) -> Te
     else:
         tensors[f"{block}ssm_beta.weight"] = _weights(random, _VALUE_HEADS, _SIZE)
         tensors[f"{block}ssm_alpha.weight"] = _weights(random, _VALUE_HEADS, _SIZE)
+    return tensors
+
+
+def _kimi_delta_attention(random: np.random.Generator, block: str) -> Tensors:
+    heads = 2
+    inner = heads * _STATE
+    tensors = {
+        f"{block}ssm_f_a.weight": _weights(random, inner, _SIZE),
+        f"{block}ssm_g_a.weight": _weights(random, inner, _SIZE),
+        f"{block}ssm_beta.weight": _weights(random, heads, _SIZE),
+        f"{block}ssm_a": np.ones((heads, 1), np.float32),
+        f"{block}ssm_dt.bias": _ones(inner),
+        f"{block}ssm_norm.weight": _ones(_STATE),
+        f"{block}attn_output.weight": _weights(random, _SIZE, inner),
+    }
+    for part in "qkv":
+        tensors[f"{block}attn_{part}.weight"] = _weights(random, inner, _SIZE)
+        tensors[f"{block}ssm_conv1d_{part}.weight"] = _weights(random, 1, inner, 1, _KERNEL)
     return tensors
 
 

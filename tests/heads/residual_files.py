@@ -126,6 +126,44 @@ def random_arrays(layout: Layout, size: int, vocab: int, attention: Attention = 
     return {name: from_stored(stored(values, layout.dtype)) for name, values in arrays.items()}
 
 
+def fitted_arrays(
+    layout: Layout,
+    states: Sequence[NDArray[Any]],
+    texts: Sequence[Sequence[int]],
+    prompt: int,
+    table: NDArray[Any],
+) -> Arrays:
+    """The tensors of heads that predict texts well: linear functions, fitted to them by least squares.
+
+    states: the hidden states of the tokens of each text. prompt: the number of tokens in the texts that are
+    not to be predicted. table: the target's embeddings.
+    """
+    size, vocab = states[0].shape[1], len(table)
+    arrays = random_arrays(layout, size, vocab)
+    for head in range(layout.count):
+        inputs = []
+        for rows, text in zip(states, texts, strict=True):
+            ends = np.arange(prompt - 2, len(text) - head - 2)
+            read = [table[np.asarray(text)[ends + 1 + i]] for i in range(head + 1)] if layout.grounded else []
+            inputs.append(np.concatenate([rows[ends], *read], axis=1))
+        wanted = np.concatenate([text[prompt + head :] for text in texts])
+        scores = 30.0 * np.eye(vocab)[wanted]
+        fitted = np.linalg.lstsq(np.concatenate(inputs), scores, rcond=1e-4)[0].T
+        block, output = layout.block(head, 0), layout.output(head)
+        # silu(0) is 0, so that nothing is added to what the shortcut gives.
+        for part in ("weight", "bias"):
+            arrays[f"{block}.linear.{part}"][:] = 0
+        if layout.grounded:
+            left, values, right = np.linalg.svd(fitted, full_matrices=False)
+            arrays[f"{block}.res_connection.weight"] = np.ascontiguousarray(right[:size], np.float32)
+            arrays[f"{block}.res_connection.bias"][:] = 0
+            fitted = left[:, :size] * values[:size]
+        arrays[f"{output}.weight"] = np.ascontiguousarray(fitted, np.float32)
+        if f"{output}.bias" in arrays:
+            arrays[f"{output}.bias"][:] = 0
+    return arrays
+
+
 def stored(values: NDArray[Any], dtype: str) -> NDArray[Any]:
     """As a file holds it. BF16, the upper half of float32, is given as uint16."""
     if dtype == "bfloat16":

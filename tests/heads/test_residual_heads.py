@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.heads.prefix_layer import AttentionShape, PrefixLayer
-from edgespec.heads.products import WeightLoader, numpy_product
+from edgespec.heads.products import Product, WeightLoader
 from edgespec.heads.residual_layout import ResidualHeads, read_residual_heads, residual_head_method
 from edgespec.heads.residual_network import ResidualNetwork
 from tests.heads.residual_files import (
@@ -36,6 +36,11 @@ TABLE = RANDOM.normal(size=(VOCAB, SIZE)).astype(np.float32)
 
 def embed(token: int) -> NDArray[Any]:
     return np.array(TABLE[token])
+
+
+def numpy_product(matrix: NDArray[np.floating], _dtype: str = "") -> Product:
+    transposed = np.array(matrix, np.float32).T
+    return lambda rows: rows @ transposed
 
 
 def arrays_of(layout: Layout, attention: Attention = ATTENTION) -> Arrays:

@@ -145,7 +145,7 @@ def test_saved_progress_is_checked(train: Train, tmp_path: Path, changes: str) -
 
 
 @pytest.mark.parametrize(
-    "changes", [{"hidden_size": 32}, {"vocab_size": 99}, {"rope_theta": None}, {"num_attention_heads": 3}]
+    "changes", [{"hidden_size": 32}, {"vocab_size": 99}, {"rope_theta": -1}, {"num_attention_heads": 3}]
 )
 def test_another_head_is_not_overwritten(
     finished: TrainingResult, train: Train, tmp_path: Path, changes: dict[str, object]

@@ -83,8 +83,8 @@ def plan_context(weights: Any, options: LoadOptions) -> ContextPlan:
 def choose_context(weights: Any, options: LoadOptions, states: States | None) -> ContextPlan:
     """Return a model's context plan for the load options, without checking that it fits in memory."""
     wanted = round_up_to_block(requested_context(options, library().llama_model_n_ctx_train(weights)))
+    same_type = has_latent_attention(weights)
     if states is None:
-        same_type = has_latent_attention(weights)
         types = choose_kv_types(options, kv_bytes(weights, _F16, wanted), same_type=same_type)
         # Reserve one llama.cpp sequence for each branch of the draft tree, one for moving KV cells, and one
         # for `WindowPlace`.
@@ -99,7 +99,7 @@ def choose_context(weights: Any, options: LoadOptions, states: States | None) ->
             kv_bytes=kv_bytes(weights, types, plan.tokens),
             token_bytes=kv_bytes_per_token(weights, types),
         )
-    types = choose_kv_types(options, states.f16_bytes_per_token * wanted)
+    types = choose_kv_types(options, states.f16_bytes_per_token * wanted, same_type=same_type)
     # Reserve one llama.cpp sequence for the text, and one for each checkpoint.
     plan = _with_rows(ContextPlan(wanted, types, MAX_CHECKPOINTS + 1, recurrent=True), options.max_logit_rows)
     if states.keeps_earlier and _fixed_bytes(states, plan) * (1 + UNDO_TOKENS) <= _SMALL_STATES_BYTES:

@@ -16,12 +16,9 @@ from edgespec.errors import CapabilityError, ModelFileError
 
 __all__ = ["FileMatrix"]
 
-# Number of rows to dequantise at once. Limits the memory for the quantised rows.
-_BATCH_ROWS = 1024
-
 
 class FileMatrix:
-    """A matrix in the files of a GGUF model.
+    """A matrix in the files of a GGUF model. A vector is a matrix with one row.
 
     Args:
         path: The model.
@@ -29,14 +26,32 @@ class FileMatrix:
 
     Raises:
         ModelFileError: A file cannot be read, or contains no matrix with one of these names.
+
+    Attributes:
+        shape: Number of rows, and their size.
+        kind: Type of the weights.
     """
 
     def __init__(self, path: Path, *names: str) -> None:
         self._file, self._offset_bytes, tensor = _find(path, names)
-        self._size, self._count = tensor.shape
-        self._type = gguf.GGMLQuantizationType(tensor.kind)
-        block_size, block_bytes = gguf.GGML_QUANT_SIZES[self._type]
-        self._row_bytes = self._size // block_size * block_bytes
+        size = tensor.shape[0]
+        self.shape = tensor.elements // size, size
+        self.kind = gguf.GGMLQuantizationType(tensor.kind)
+        block_size, block_bytes = gguf.GGML_QUANT_SIZES[self.kind]
+        self._row_bytes = size // block_size * block_bytes
+
+    @property
+    def stored_bytes(self) -> int:
+        """Size of the matrix in the file."""
+        return self.shape[0] * self._row_bytes
+
+    def stored(self) -> NDArray[np.uint8]:
+        """Return the whole matrix as in the file [rows, bytes of a row].
+
+        Raises:
+            ModelFileError: The file has become shorter or unreadable.
+        """
+        return self._read([(0, self.shape[0])])
 
     def rows(self, ids: Sequence[int]) -> NDArray[np.float32]:
         """Return the rows with these indices, as float32 [rows, size].
@@ -45,32 +60,25 @@ class FileMatrix:
             ModelFileError: The file has become shorter or unreadable.
             CapabilityError: The gguf package cannot dequantise the type of the matrix.
         """
-        return self._read([(row, 1) for row in ids])
+        try:
+            found: NDArray[np.float32] = gguf.dequantize(self._read([(row, 1) for row in ids]), self.kind)
+        except NotImplementedError as error:
+            raise CapabilityError(
+                f"a matrix in {self._file} has the type {self.kind.name}, which edgespec cannot convert",
+                "choose another quantisation of the model, or another method, such as suffix",
+            ) from error
+        return found
 
-    def all_rows(self) -> NDArray[np.float32]:
-        """Return the whole matrix as float32 [rows, size]. Raises the same errors as `rows`."""
-        result = np.empty((self._count, self._size), np.float32)
-        for start in range(0, self._count, _BATCH_ROWS):
-            batch = result[start : start + _BATCH_ROWS]
-            batch[:] = self._read([(start, len(batch))])
-        return result
-
-    def _read(self, ranges: Sequence[tuple[int, int]]) -> NDArray[np.float32]:
+    def _read(self, ranges: Sequence[tuple[int, int]]) -> NDArray[np.uint8]:
         """Return the rows in (first row, number of rows) ranges."""
         try:
             with self._file.open("rb") as file:
-                data = np.concatenate([self._read_range(file, *each) for each in ranges])
-            found: NDArray[np.float32] = gguf.dequantize(data, self._type)
+                parts = [self._read_range(file, *each) for each in ranges]
         except OSError as error:
             raise ModelFileError(
                 f"{self._file} cannot be read: {error.strerror or error}", "download it again"
             ) from error
-        except NotImplementedError as error:
-            raise CapabilityError(
-                f"a matrix in {self._file} has the type {self._type.name}, which edgespec cannot convert",
-                "choose another quantisation of the model, or another method, such as suffix",
-            ) from error
-        return found
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _read_range(self, file: BinaryIO, start: int, count: int) -> NDArray[np.uint8]:
         file.seek(self._offset_bytes + start * self._row_bytes)
@@ -86,6 +94,6 @@ def _find(path: Path, names: Sequence[str]) -> tuple[Path, int, GgufTensor]:
     for name in names:
         for part, header in headers.items():
             for tensor in header.tensors:
-                if tensor.name == name and len(tensor.shape) == 2:
+                if tensor.name == name and len(tensor.shape) in (1, 2) and tensor.elements:
                     return part, header.size_bytes + tensor.offset_bytes, tensor
     raise ModelFileError(f"{path} contains no {names[0]}", "choose another GGUF file of the model")

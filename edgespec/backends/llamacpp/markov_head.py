@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import cached_property
 from pathlib import Path
 
-import gguf
 import numpy as np
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
 from edgespec.backends.gguf_header import read_header
+from edgespec.backends.llamacpp.file_matrix import FileMatrix
 
 __all__ = ["MarkovHead"]
 
@@ -28,18 +28,8 @@ class MarkovHead:
 
     def __init__(self, path: Path, vocab_size: int) -> None:
         self._path, self._vocab_size = path, vocab_size
-        self._header = read_header(path)
-        self._tensors = {tensor.name: tensor for tensor in self._header.tensors}
-
-    def _rows(self, name: str, begin: int = 0, end: int | None = None) -> NDArray[np.float32]:
-        """Return rows [begin, end) of a matrix in the file, as float32."""
-        tensor = self._tensors[name]
-        kind = gguf.GGMLQuantizationType(tensor.kind)
-        block_elements, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-        row_bytes = tensor.shape[0] // block_elements * block_bytes
-        start = self._header.size_bytes + tensor.offset_bytes
-        rows = np.memmap(self._path, np.uint8, "r", start, (tensor.elements // tensor.shape[0], row_bytes))
-        return dequantize(np.array(rows[begin:end]), kind).astype(np.float32)
+        self._names = {tensor.name for tensor in read_header(path).tensors}
+        self._inputs = FileMatrix(path, "markov_w1.weight")
 
     @cached_property
     def _outputs(self) -> NDArray[np.float32]:
@@ -48,21 +38,20 @@ class MarkovHead:
         Loaded on first use, because greedy drafts usually match the draft that llama.cpp predicts itself, so
         most of them never need it.
         """
-        outputs = self._rows("markov_w2.weight")
-        return outputs * self._rows("markov_w2.scale") if "markov_w2.scale" in self._tensors else outputs
+        matrix = FileMatrix(self._path, "markov_w2.weight")
+        outputs: NDArray[np.float32] = dequantize(matrix.stored(), matrix.kind).astype(np.float32)
+        if "markov_w2.scale" in self._names:
+            outputs *= FileMatrix(self._path, "markov_w2.scale").rows([0])
+        return outputs
 
     @cached_property
     def _target_ids(self) -> NDArray[np.int64] | None:
         """Maps draft tokens to the target's tokens. None if the head uses the target's vocabulary."""
-        tensor = self._tensors.get("d2t")
-        if tensor is None:
-            return None
-        start = self._header.size_bytes + tensor.offset_bytes
-        return np.fromfile(self._path, np.int64, tensor.elements, offset=start)
+        return FileMatrix(self._path, "d2t").stored().view(np.int64)[0] if "d2t" in self._names else None
 
     def logits(self, token: int) -> NDArray[np.float32]:
         """Return the logits [vocabulary] that the Markov head adds if `token` is the previous token."""
-        logits: NDArray[np.float32] = self._outputs @ self._rows("markov_w1.weight", token, token + 1)[0]
+        logits: NDArray[np.float32] = self._outputs @ self._inputs.rows([token])[0]
         if self._target_ids is None:
             return logits
         result = np.zeros(self._vocab_size, np.float32)

@@ -53,9 +53,10 @@ class MtpGraph(NamedTuple):
 
 
 # Architectures whose MTP layers llama.cpp can run. For others, llama.cpp would end the process. `deepseek4`
-# is missing because its MTP layers read several hidden states per token. `bailingmoe3` is missing because it
-# has not been tested.
+# is missing because its MTP layers read several hidden states per token. `gemma4-assistant` is missing
+# because such a head has no KV cache of its own, but reads its target's.
 MTP_GRAPHS = {
+    "bailingmoe3": MtpGraph(),
     "cohere2moe": MtpGraph(),
     "deepseek2": MtpGraph(is_latent=True),
     "deepseek32": MtpGraph(is_latent=True),
@@ -115,18 +116,18 @@ def read_mtp_layers(path: Path) -> MtpLayers:
     header = next(iter(headers.values()))
     sizes = {name: size for part, each in headers.items() for name, size in tensor_bytes(part, each)}
     blocks, count = (_count(header, key) for key in ("block_count", "nextn_predict_layers"))
+    graph = MTP_GRAPHS.get(header.architecture)
+    if count and (graph is None or count > graph.max_layers):
+        raise CapabilityError(
+            f"edgespec cannot draft with the {count} MTP layer{'s' if count > 1 else ''} of"
+            f" {path.name}, whose architecture is {shorten(header.architecture)!r}",
+            "choose another method",
+        )
     # Check for the tensors too, because many files still list MTP layers that a converter has removed.
-    if not count or f"blk.{blocks - 1}.{_PROJECTION}" not in sizes:
+    if graph is None or not count or f"blk.{blocks - 1}.{_PROJECTION}" not in sizes:
         raise CapabilityError(
             f"{path.name} contains no layers for multi-token prediction (MTP)",
             "use a GGUF file that was converted with its MTP layers, or choose another method",
-        )
-    graph = MTP_GRAPHS.get(header.architecture)
-    if graph is None or count > graph.max_layers:
-        raise CapabilityError(
-            f"llama.cpp cannot draft with the {count} MTP layer{'s' if count > 1 else ''} of"
-            f" {path.name}, whose architecture is {shorten(header.architecture)!r}",
-            "choose another method",
         )
     layers = range(blocks - count, blocks)
     if count >= blocks:

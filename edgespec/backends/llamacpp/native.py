@@ -22,7 +22,7 @@ from edgespec.errors import BackendMissingError, ConfigurationError
 from edgespec.files import log_folder, make_private_folder, regular_file_bytes, touch_private
 from edgespec.installation import setup_command
 
-__all__ = ["Interrupt", "captured_log", "ggml", "library", "recent_errors"]
+__all__ = ["ContextParams", "Interrupt", "captured_log", "ggml", "library", "recent_errors"]
 
 _LOG = logging.getLogger("edgespec.llamacpp")
 # The values of GGML_LOG_LEVEL_WARN and GGML_LOG_LEVEL_ERROR.
@@ -54,26 +54,55 @@ def library() -> ModuleType:
     return llama_cpp
 
 
+class ContextParams(ctypes.Structure):
+    """ggml's `ggml_init_params`.
+
+    Attributes:
+        mem_size: Size in bytes of the memory for descriptions of tensors and graphs.
+        mem_buffer: Address of that memory. If None, ggml allocates it.
+        no_alloc: Whether the data of tensors is allocated elsewhere.
+    """
+
+    _fields_ = (("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool))
+
+
 @cache
 def ggml() -> Any:
     """Return the ggml library, after declaring C functions that llama_cpp does not declare."""
     from llama_cpp._ggml import libggml
 
-    size, pointer = ctypes.c_size_t, ctypes.c_void_p
+    size, pointer, number = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int64
     for name, result, arguments in (
         ("ggml_backend_dev_count", size, []),
         ("ggml_backend_dev_get", pointer, [size]),
         ("ggml_backend_dev_type", ctypes.c_int, [pointer]),
         ("ggml_backend_dev_name", ctypes.c_char_p, [pointer]),
         ("ggml_backend_dev_memory", None, [pointer, *[ctypes.POINTER(size)] * 2]),
+        ("ggml_backend_dev_backend_reg", pointer, [pointer]),
+        ("ggml_backend_reg_get_proc_address", pointer, [pointer, ctypes.c_char_p]),
+        ("ggml_backend_init_by_type", pointer, [ctypes.c_int, ctypes.c_char_p]),
+        ("ggml_backend_free", None, [pointer]),
+        ("ggml_backend_get_device", pointer, [pointer]),
+        ("ggml_backend_get_default_buffer_type", pointer, [pointer]),
+        ("ggml_backend_alloc_ctx_tensors", pointer, [pointer, pointer]),
+        ("ggml_backend_buffer_free", None, [pointer]),
+        ("ggml_backend_tensor_set", None, [pointer, pointer, size, size]),
         ("ggml_backend_tensor_get", None, [pointer, pointer, size, size]),
+        ("ggml_backend_graph_compute", ctypes.c_int, [pointer, pointer]),
+        ("ggml_gallocr_new", pointer, [pointer]),
+        ("ggml_gallocr_alloc_graph", ctypes.c_bool, [pointer, pointer]),
+        ("ggml_gallocr_free", None, [pointer]),
+        ("ggml_init", pointer, [ContextParams]),
+        ("ggml_free", None, [pointer]),
+        ("ggml_new_tensor_2d", pointer, [pointer, ctypes.c_int, number, number]),
+        ("ggml_mul_mat", pointer, [pointer, pointer, pointer]),
+        ("ggml_set_input", None, [pointer]),
+        ("ggml_set_output", None, [pointer]),
+        ("ggml_new_graph_custom", pointer, [pointer, size, ctypes.c_bool]),
+        ("ggml_build_forward_expand", None, [pointer, pointer]),
         ("ggml_get_name", ctypes.c_char_p, [pointer]),
         ("ggml_nbytes", size, [pointer]),
-        (
-            "ggml_quantize_chunk",
-            size,
-            [ctypes.c_int, pointer, pointer, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, pointer],
-        ),
+        ("ggml_quantize_chunk", size, [ctypes.c_int, pointer, pointer, number, number, number, pointer]),
     ):
         function = getattr(libggml, name)
         function.restype, function.argtypes = result, arguments

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgespec.backends.gguf_metadata import read_gguf_info
 from edgespec.backends.llamacpp.file_matrix import FileMatrix
+from edgespec.backends.llamacpp.ggml_products import GgmlProducts, product_bytes
 from edgespec.backends.llamacpp.metadata import architecture_metadata
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.memory_estimate import MemoryEstimate
@@ -14,7 +16,7 @@ from edgespec.backends.residual_head_view import ResidualHeadView
 from edgespec.backends.residual_heads import ResidualHeadTarget, estimate_residual_heads, load_residual_heads
 from edgespec.backends.self_draft_methods import Head
 from edgespec.heads.prefix_layer import AttentionShape
-from edgespec.heads.products import NUMPY_BYTES_PER_WEIGHT, numpy_product
+from edgespec.heads.products import Product
 from edgespec.heads.residual_layout import ResidualHeads
 
 if TYPE_CHECKING:
@@ -37,6 +39,11 @@ def _target(model: LlamaCppModel) -> ResidualHeadTarget:
         ModelFileError: The model's file has no token embeddings, or cannot be read.
     """
     lib, (weights,), path = library(), model.weights, Path(model.facts.path)
+    products = GgmlProducts(lambda: model.threads)
+
+    def output() -> Product:
+        matrix = _lm_head(path)
+        return products.stored_product(matrix.stored(), matrix.kind, *matrix.shape)
 
     def number(key: str, default: float) -> float:
         return float(architecture_metadata(weights, key) or default)
@@ -52,20 +59,26 @@ def _target(model: LlamaCppModel) -> ResidualHeadTarget:
             number("attention.layer_norm_rms_epsilon", 1e-5),
         ),
         embed=FileMatrix(path, _EMBEDDINGS).rows,
-        make_product=numpy_product,
-        # Models with tied embeddings have no separate LM head.
-        output=lambda: numpy_product(FileMatrix(path, "output.weight", _EMBEDDINGS).all_rows()),
-        weight_bytes=_weight_bytes,
+        make_product=products.product,
+        output=output,
+        weight_bytes=lambda heads: _weight_bytes(heads, path),
     )
+
+
+def _lm_head(path: Path) -> FileMatrix:
+    # Models with tied embeddings have no separate LM head.
+    return FileMatrix(path, "output.weight", _EMBEDDINGS)
 
 
 def estimate_gguf_residual_heads(path: Path, target: Path, context_tokens: int) -> MemoryEstimate:
     """Estimate the memory for Medusa or Hydra heads of a GGUF target. See `estimate_residual_heads`."""
     vocab_size = read_gguf_info(target).vocab_size
-    return estimate_residual_heads(path, context_tokens, vocab_size, _weight_bytes)
+    return estimate_residual_heads(
+        path, context_tokens, vocab_size, lambda heads: _weight_bytes(heads, target)
+    )
 
 
-def _weight_bytes(heads: ResidualHeads, vocab_size: int) -> int:
-    # Heads without output matrices use the target's LM head, which must be copied to a NumPy array.
-    copied = 0 if heads.vocab_size else vocab_size * heads.state_size
-    return (heads.parameters + copied) * NUMPY_BYTES_PER_WEIGHT
+def _weight_bytes(heads: ResidualHeads, target: Path) -> int:
+    # Heads without output matrices use a copy of the target's LM head.
+    copied = 0 if heads.vocab_size else _lm_head(target).stored_bytes
+    return copied + sum(math.prod(tensor.shape) * product_bytes(tensor.dtype) for tensor in heads.tensors())

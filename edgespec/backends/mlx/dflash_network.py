@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import mlx.core as mx
-from mlx.nn.layers.activations import silu
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
@@ -13,6 +12,7 @@ from mlx.nn.layers.normalization import RMSNorm
 from mlx_lm.models.rope_utils import initialize_rope
 
 from edgespec.backends.mlx.attention_cache import AttentionCache
+from edgespec.backends.mlx.feed_forward import FeedForward
 from edgespec.heads.dflash_config import DFlashConfig
 from edgespec.heads.dflash_files import DFlashFiles
 
@@ -65,7 +65,7 @@ class _Layer(Module):
     def __init__(self, config: DFlashConfig, window: int) -> None:
         super().__init__()
         self.self_attn = _Attention(config, window)
-        self.mlp = _FeedForward(config.size, config.feed_forward_size)
+        self.mlp = FeedForward(config.size, config.feed_forward_size)
         self.input_layernorm = RMSNorm(config.size, config.norm_eps)
         self.post_attention_layernorm = RMSNorm(config.size, config.norm_eps)
 
@@ -126,14 +126,3 @@ class _Attention(Module):
     def _split(self, rows: mx.array) -> mx.array:
         count = rows.shape[1]
         return rows.reshape(1, count, -1, self._config.head_size).transpose(0, 2, 1, 3)
-
-
-class _FeedForward(Module):
-    def __init__(self, size: int, inner: int) -> None:
-        super().__init__()
-        self.gate_proj = Linear(size, inner, bias=False)
-        self.up_proj = Linear(size, inner, bias=False)
-        self.down_proj = Linear(inner, size, bias=False)
-
-    def __call__(self, states: mx.array) -> mx.array:
-        return self.down_proj(silu(self.gate_proj(states)) * self.up_proj(states))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +32,9 @@ from edgespec.heads.eagle_files import EagleFiles, read_eagle
 if TYPE_CHECKING:
     from edgespec.backends.mlx.model import MlxModel
 
-__all__ = ["estimate_eagle_head", "load_eagle_head", "most_accurate"]
+__all__ = ["estimate_eagle_head", "load_eagle_head", "load_most_accurate"]
 
-# Text used by `most_accurate` to compare heads that read different hidden states.
+# Text used by `load_most_accurate` to compare heads that read different hidden states.
 _TRIAL_TEXT = (
     "The capital of France is Paris, and the capital of Italy is Rome. To list the files of a folder by size,"
     " run `ls -lS`. def add(a, b):\n    return a + b\n\nOnce upon a time, there was a"
@@ -81,20 +81,10 @@ def load_eagle_head(target: MlxModel, net: Any, folder: Path) -> EagleHead:
     check_sizes(target, folder, files.config.target_size, files.config.vocab_size)
     check_memory(target, name, files.weight_bytes)
     weights = [(parameter, weight_array(tensor)) for parameter, tensor in files.tensors.items()]
-    heads: list[EagleHead] = []
-    try:
-        for states in _state_choices(target, files, folder):
-            heads += [_head(target, net, files, weights, states, name, folder)]
-        check_finite(heads[0], folder)
-        best = most_accurate(target, heads) if len(heads) > 1 else heads[0]
-    except BaseException:
-        for head in heads:
-            head.close()
-        raise
-    for head in heads:
-        if head is not best:
-            head.close()
-    return best
+    choices = _state_choices(target, files, folder)
+    return load_most_accurate(
+        target, (_head(target, net, files, weights, states, name, folder) for states in choices), folder
+    )
 
 
 def _state_choices(target: MlxModel, files: EagleFiles, folder: Path) -> list[tuple[int, ...]]:
@@ -159,16 +149,38 @@ def _head(
         raise
 
 
-def most_accurate(target: MlxModel, heads: Sequence[EagleHead]) -> EagleHead:
+def load_most_accurate(target: MlxModel, choices: Iterable[EagleHead], folder: Path) -> EagleHead:
     """Return the head that predicts the target's most likely tokens most often, or the first of equal heads.
 
     The configuration of a head does not say unambiguously which hidden states it reads. The wrong states
     raise no error, but lower the acceptance rate. We therefore load a head for each possibility, and compare
     the heads on a short text.
+
+    Args:
+        target: The target. Its cache must be empty.
+        choices: Loads the head in each possible way, most likely first. All but the best are closed.
+        folder: Folder of the head, for error messages.
+
+    Raises:
+        ModelFileError: The head is damaged.
     """
+    heads: list[EagleHead] = []
+    best = None
+    try:
+        heads.extend(choices)
+        check_finite(heads[0], folder)
+        best = _most_accurate(target, heads)
+        return best
+    finally:
+        for head in heads:
+            if head is not best:
+                head.close()
+
+
+def _most_accurate(target: MlxModel, heads: Sequence[EagleHead]) -> EagleHead:
     tokens = target.vocabulary.tokenize(_TRIAL_TEXT, special=False, start=True)
     tokens = tokens[: min(BATCH_TOKENS, target.facts.capabilities.max_width, target.free_tokens)]
-    if target.length or len(tokens) < 2:
+    if len(heads) == 1 or target.length or len(tokens) < 2:
         return heads[0]
     try:
         logits = target.verify(TokenTree.chain(tokens[0], tokens[1:]))

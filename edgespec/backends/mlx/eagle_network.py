@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import Protocol
+
 import mlx.core as mx
-from mlx.nn.layers.activations import silu
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
@@ -11,10 +13,11 @@ from mlx.nn.layers.normalization import RMSNorm
 from mlx_lm.models.rope_utils import initialize_rope
 
 from edgespec.backends.mlx.attention_cache import AttentionCache
+from edgespec.backends.mlx.feed_forward import FeedForward
 from edgespec.heads.eagle_config import EagleConfig
 from edgespec.heads.eagle_files import EagleFiles
 
-__all__ = ["EagleNetwork"]
+__all__ = ["Attend", "EagleLayer", "EagleNetwork"]
 
 
 class EagleNetwork(Module):
@@ -31,7 +34,7 @@ class EagleNetwork(Module):
         size, eps = config.hidden_size, config.norm_eps
         fused = files.tensors["fc.weight"].shape[1]
         self.fc = Linear(fused, size, bias="fc.bias" in names)
-        self.layer = _Layer(config, {name for name in names if name.endswith(".bias")})
+        self.layer = EagleLayer(config, {name for name in names if name.endswith(".bias")})
         if config.version == 3:
             self.norm = RMSNorm(size, eps)
         if config.norm_before_fc:
@@ -61,10 +64,11 @@ class EagleNetwork(Module):
 
         Given each token's embedding and the hidden state of the token before it. See `HeadNetwork.__call__`.
         """
+        attend = _CachedAttention(cache)
         if self._config.version == 1:
             states = self.fc(mx.concatenate([embeddings, states], axis=-1))
-            return self.layer(states[None], None, cache)[0]
-        return self.layer(states[None], embeddings[None], cache)[0]
+            return self.layer(states[None], None, attend)[0]
+        return self.layer(states[None], embeddings[None], attend)[0]
 
     def normalised(self, states: mx.array) -> mx.array:
         """See `HeadNetwork.normalised`."""
@@ -75,30 +79,65 @@ class EagleNetwork(Module):
         return self.norm(states) if self._config.norm_output else states
 
 
-class _Layer(Module):
-    def __init__(self, config: EagleConfig, biases: set[str]) -> None:
+class Attend(Protocol):
+    """Attends from the queries of new tokens to their own keys and values, and to earlier ones.
+
+    Attributes:
+        offset: Position of the first new token.
+    """
+
+    @property
+    def offset(self) -> int: ...
+
+    def __call__(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
+        """Return [batch, heads, tokens, head size], the shape of `queries`."""
+
+
+class _CachedAttention:
+    """Attends to all tokens in a KV cache, and appends the new tokens to the cache."""
+
+    def __init__(self, cache: AttentionCache) -> None:
+        self._cache = cache
+        self.offset = cache.offset
+
+    def __call__(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
+        mask = self._cache.make_mask(queries.shape[2])
+        keys, values = self._cache.update_and_fetch(keys, values)
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+
+
+class EagleLayer(Module):
+    """The transformer layer of an EAGLE head.
+
+    Args:
+        config: The head's configuration.
+        biases: Names of the head's biases, with the prefix `layer.`.
+    """
+
+    def __init__(self, config: EagleConfig, biases: Collection[str] = ()) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.norm_eps
         self._norm_before_residual = config.norm_before_residual
         self.self_attn = _Attention(config, biases)
-        self.mlp = _FeedForward(size, config.feed_forward_size)
+        self.mlp = FeedForward(size, config.feed_forward_size)
         self.post_attention_layernorm = RMSNorm(size, eps)
         if config.version == 3:
             self.input_layernorm = RMSNorm(size, eps)
             self.hidden_norm = RMSNorm(size, eps)
 
-    def __call__(self, states: mx.array, embeddings: mx.array | None, cache: AttentionCache) -> mx.array:
+    def __call__(self, states: mx.array, embeddings: mx.array | None, attend: Attend) -> mx.array:
+        """Return the hidden states [batch, tokens, size]. EAGLE-1 layers read no `embeddings`."""
         residual = inputs = states
         if embeddings is not None:
             normalised = self.hidden_norm(states)
             inputs = mx.concatenate([self.input_layernorm(embeddings), normalised], axis=-1)
             residual = normalised if self._norm_before_residual else states
-        states = residual + self.self_attn(inputs, cache)
+        states = residual + self.self_attn(inputs, attend)
         return states + self.mlp(self.post_attention_layernorm(states))
 
 
 class _Attention(Module):
-    def __init__(self, config: EagleConfig, biases: set[str]) -> None:
+    def __init__(self, config: EagleConfig, biases: Collection[str]) -> None:
         super().__init__()
         inputs = config.hidden_size * (2 if config.version == 3 else 1)
         self._heads, self._kv_heads, self._head_size = config.heads, config.kv_heads, config.head_size
@@ -115,28 +154,13 @@ class _Attention(Module):
             config.context_tokens or None,
         )
 
-    def __call__(self, inputs: mx.array, cache: AttentionCache) -> mx.array:
-        count = inputs.shape[1]
-
+    def __call__(self, inputs: mx.array, attend: Attend) -> mx.array:
         def split(rows: mx.array, heads: int) -> mx.array:
-            return rows.reshape(1, count, heads, self._head_size).transpose(0, 2, 1, 3)
+            return rows.reshape(*rows.shape[:2], heads, self._head_size).transpose(0, 2, 1, 3)
 
-        queries = self.rope(split(self.q_proj(inputs), self._heads), offset=cache.offset)
-        keys = self.rope(split(self.k_proj(inputs), self._kv_heads), offset=cache.offset)
-        mask = cache.make_mask(count)
-        keys, values = cache.update_and_fetch(keys, split(self.v_proj(inputs), self._kv_heads))
-        attended = mx.fast.scaled_dot_product_attention(
-            queries, keys, values, scale=self._head_size**-0.5, mask=mask
-        )
-        return self.o_proj(attended.transpose(0, 2, 1, 3).reshape(1, count, -1))
-
-
-class _FeedForward(Module):
-    def __init__(self, size: int, inner: int) -> None:
-        super().__init__()
-        self.gate_proj = Linear(size, inner, bias=False)
-        self.up_proj = Linear(size, inner, bias=False)
-        self.down_proj = Linear(inner, size, bias=False)
-
-    def __call__(self, states: mx.array) -> mx.array:
-        return self.down_proj(silu(self.gate_proj(states)) * self.up_proj(states))
+        offset = attend.offset
+        queries = self.rope(split(self.q_proj(inputs), self._heads), offset=offset)
+        keys = self.rope(split(self.k_proj(inputs), self._kv_heads), offset=offset)
+        values = split(self.v_proj(inputs), self._kv_heads)
+        attended = attend(queries, keys, values, self._head_size**-0.5)
+        return self.o_proj(attended.transpose(0, 2, 1, 3).reshape(*inputs.shape[:2], -1))

@@ -17,9 +17,8 @@ from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
 from edgespec.backends.mlx.attention_cache import AttentionCache, cache_rows
 from edgespec.backends.mlx.cached_head import BATCH_TOKENS
 from edgespec.backends.mlx.eagle import EagleHead
-from edgespec.backends.mlx.eagle_loading import most_accurate
+from edgespec.backends.mlx.eagle_loading import load_most_accurate
 from edgespec.backends.mlx.head_loading import (
-    check_finite,
     check_memory,
     evaluate_constants,
     head_facts,
@@ -120,7 +119,7 @@ def load_mtp_head(target: MlxModel, net: Any, folder: Path) -> EagleHead:
 
     Implementations disagree on whether the layer reads hidden states before or after the final norm, and some
     conversions of Qwen models have already added 1 to the weights of norms. We therefore load the layer in
-    every way, and choose one with `most_accurate`.
+    every way, and choose one with `load_most_accurate`.
 
     Raises:
         ModelFileError: The folder contains no MTP layer, or a damaged one.
@@ -129,24 +128,15 @@ def load_mtp_head(target: MlxModel, net: Any, folder: Path) -> EagleHead:
     tensors = read_mtp(folder)
     check_memory(target, f"the MTP layer of {target.facts.name}", sum(map(loaded_bytes, tensors.values())))
     weights = _converted(net, {name: weight_array(tensor) for name, tensor in tensors.items()})
-    choices = [weights]
+    norms = [weights]
     if target.facts.architecture in QWEN_MODELS:
-        choices.append({name: one + 1 if _is_norm(name) else one for name, one in weights.items()})
-    heads: list[EagleHead] = []
-    try:
-        for state in (POST_NORM, target.layer_count):
-            for choice in reversed(choices):
-                heads += [_head(target, net, choice, state, folder)]
-        check_finite(heads[0], folder)
-        best = most_accurate(target, heads)
-    except BaseException:
-        for head in heads:
-            head.close()
-        raise
-    for head in heads:
-        if head is not best:
-            head.close()
-    return best
+        norms.append({name: one + 1 if _is_norm(name) else one for name, one in weights.items()})
+    choices = (
+        _head(target, net, choice, state, folder)
+        for state in (POST_NORM, target.layer_count)
+        for choice in reversed(norms)
+    )
+    return load_most_accurate(target, choices, folder)
 
 
 def _is_norm(name: str) -> bool:

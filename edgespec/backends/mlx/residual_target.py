@@ -71,7 +71,7 @@ def estimate_mlx_residual_heads(path: Path, target: Path, context_tokens: int) -
     return estimate_residual_heads(path, context_tokens, read_mlx_info(target).vocab_size, _weight_bytes)
 
 
-def _weight_bytes(heads: ResidualHeads, _vocab_size: int) -> int:
+def _weight_bytes(heads: ResidualHeads) -> int:
     return sum(math.prod(tensor.shape) * _dtype(tensor.dtype).size for tensor in heads.tensors())
 
 

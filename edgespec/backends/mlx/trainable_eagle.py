@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.drafter_training import TrainingBatch
-from edgespec.backends.mlx.eagle_net import EagleNet
 from edgespec.backends.mlx.evaluation import evaluate
 from edgespec.backends.mlx.gradient_descent import Arrays
 from edgespec.backends.mlx.trainable_head import TrainableHead, least_squares
+from edgespec.backends.mlx.unrolled_eagle import UnrolledEagle
 from edgespec.errors import CapabilityError
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class TrainableEagle(TrainableHead):
         draft_tokens: NDArray[np.int64],
         output: mx.array,
     ) -> None:
-        self._layer = EagleNet(config)
+        self._layer = UnrolledEagle(config)
         super().__init__(self._layer, config)
         self.states = _hidden_layers(teacher)
         self.draft_tokens, self.output = draft_tokens, output

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from edgespec.backends.drafter_training import TrainingBatch
-from edgespec.backends.mlx.eagle_net import EagleNet
 from edgespec.backends.mlx.teacher import MlxTeacher, load_teacher
+from edgespec.backends.mlx.unrolled_eagle import UnrolledEagle
 from edgespec.errors import CancelledError, CapabilityError
 from tests.backends.mlx.tiny_checkpoints import ROWS, TOKENS, write_checkpoint
 
@@ -86,10 +86,10 @@ def test_unrolled_steps_are_those_of_a_drafting_head() -> None:
     """A draft of three tokens, computed one row at a time with a list of all rows seen before."""
     config = {
         "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 8, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        "head_dim": 8, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "vocab_size": 100,
     }  # fmt: skip
     mx.random.seed(3)
-    net, length, start = EagleNet(config), 9, 4
+    net, length, start = UnrolledEagle(config), 9, 4
     embeddings, hidden = mx.random.normal((1, length, 32)), mx.random.normal((1, length, 96))
     unrolled = [state[0, start] for state in net.unroll(embeddings, hidden, 3)]
     # The rows up to `start` read the target's hidden states, and the later ones the row before.
@@ -101,7 +101,7 @@ def test_unrolled_steps_are_those_of_a_drafting_head() -> None:
         states = mx.concatenate([states, outputs[-1:]])
 
 
-def _one_pass(net: EagleNet, embeddings: mx.array, states: mx.array) -> mx.array:
+def _one_pass(net: UnrolledEagle, embeddings: mx.array, states: mx.array) -> mx.array:
     """The head's outputs, before its norm, for a sequence of rows with causal attention."""
     outputs: list[mx.array] = []
 
