@@ -74,7 +74,8 @@ class Drafter(ABC):
             sampler: The target's sampler after the last token. The call leaves its state unchanged.
             acceptance: The acceptance rule. Drafters that return draft probabilities also use it to draw
                 tokens.
-            draft_length: Maximum depth of the tree. Tokens that a constraint determines do not count.
+            draft_length: Maximum depth of the tree. Tokens at its start that a constraint determines do not
+                count.
         """
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:  # noqa: B027
@@ -160,8 +161,8 @@ class BudgetedDrafter(Drafter):
         """Draft like `propose`, and add the tokens that a constraint determines wherever it determines any.
 
         Instead of drafting these tokens one by one, the model runs them in one pass with the token before
-        them. Those at the start and the end of the draft do not count towards `draft_length`. Drafters
-        without `drafts_forced` add no such tokens.
+        them. Those at the start of the draft do not count towards `draft_length`. Drafters without
+        `drafts_forced` add no such tokens.
         """
         return ForcedDraft(self.propose(sampler, acceptance, draft_length))
 
