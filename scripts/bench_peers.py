@@ -7,8 +7,10 @@
 
 Each configuration runs in its own process. All configurations answer a prompt before the next prompt is used,
 in an order that changes from prompt to prompt. While one runs, the others are suspended. New processes are
-started for each temperature and repeat, so no prompt is in a prefix cache. If a prompt has a JSON schema, all
-programs constrain the reply to it. Their texts can still differ, because llama-server allows other whitespace.
+started for each temperature and repeat, so no prompt is in a prefix cache.
+
+If a prompt has a JSON schema, all programs constrain the reply to it. Their texts can still differ, because
+llama-server allows other whitespace.
 
 decode      tokens per second after the first round, as measured by llama-server or this script
 total       tokens per second including prefill, as measured by this script

@@ -24,7 +24,9 @@ class ChosenTokens:
         tree, forced = draft
         builder = TreeBuilder(tree.tokens[:1])
         self.nodes = [0]
-        chosen = [0]  # For each node of the draft, the node of `tree` for it or the last chosen token before it.
+        chosen = [
+            0
+        ]  # For each node of the draft, the node of `tree` for it or the last chosen token before it.
         for node in range(1, tree.width):
             parent = chosen[tree.parents[node]]
             if node in forced:
@@ -35,7 +37,7 @@ class ChosenTokens:
         self.tree: TokenTree = builder.build()
 
     def emitted(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Return which emitted tokens the drafter could have chosen, up to the first that it did not choose."""
+        """Return the emitted tokens that the drafter could have chosen, up to the first that it did not."""
         tree, forced = self._draft
         path = tree.walk(tokens)
         accepted = len(path) - 1

@@ -72,7 +72,7 @@ class DrafterStats:
     def propose(
         self, sampler: Sampler, acceptance: Acceptance, draft_length: int, *, with_forced: bool
     ) -> ForcedDraft:
-        """Return a draft, which can include the tokens that a constraint determines if `with_forced` is set."""
+        """Return a draft. If `with_forced` is set, it can include tokens that a constraint determines."""
         if with_forced and self._budgeted:
             return self._budgeted.propose_with_forced(sampler, acceptance, draft_length)
         return ForcedDraft(self.drafter.propose(sampler, acceptance, draft_length))

@@ -136,8 +136,9 @@ def _verify(
         loaded(stop, **wanted, methods=methods or (), acceptance=acceptance) as runtime,
         RepliesProgress(stop) as progress,
     ):
+        drafters = (*runtime.drafters, "grammar") if is_constrained else runtime.drafters
         compared = {
-            "methods": methods or _all_methods((*runtime.drafters, *(("grammar",) if is_constrained else ()))),
+            "methods": methods or _all_methods(drafters),
             "acceptance": acceptance,
             **pick(options, ("temperatures", "draft_lengths")),
         }

@@ -155,9 +155,7 @@ class BudgetedDrafter(Drafter):
     prefill_token_seconds = 0.0
     drafts_forced = False
 
-    def propose_with_forced(
-        self, sampler: Sampler, acceptance: Acceptance, draft_length: int
-    ) -> ForcedDraft:
+    def propose_with_forced(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> ForcedDraft:
         """Draft like `propose`, and add the tokens that a constraint determines wherever it determines any.
 
         Instead of drafting these tokens one by one, the model runs them in one pass with the token before

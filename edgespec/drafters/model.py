@@ -128,9 +128,7 @@ class ModelDrafter(BudgetedDrafter):
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
         return self._draft(sampler, acceptance, draft_length, max_forced_tokens=0).tree
 
-    def propose_with_forced(
-        self, sampler: Sampler, acceptance: Acceptance, draft_length: int
-    ) -> ForcedDraft:
+    def propose_with_forced(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> ForcedDraft:
         limit = MAX_FORCED_TOKENS if self.drafts_forced else 0
         return self._draft(sampler, acceptance, draft_length, max_forced_tokens=limit)
 

@@ -79,9 +79,7 @@ class OnlineDrafter(ModelDrafter):
         self._proposed = super().propose(sampler, acceptance, draft_length)
         return self._proposed
 
-    def propose_with_forced(
-        self, sampler: Sampler, acceptance: Acceptance, draft_length: int
-    ) -> ForcedDraft:
+    def propose_with_forced(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> ForcedDraft:
         draft = super().propose_with_forced(sampler, acceptance, draft_length)
         self._proposed = draft.tree
         return draft

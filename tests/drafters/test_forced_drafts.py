@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import pytest
 
@@ -23,7 +25,7 @@ RUNS = {1: FORCED, 6: (3, 2)}
 class Runs(LogitsProcessor):
     """A constraint that determines the tokens after some others."""
 
-    def __init__(self, runs: dict[int, tuple[int, ...]]) -> None:
+    def __init__(self, runs: Mapping[int, tuple[int, ...]]) -> None:
         self._runs, self._tokens = runs, list(PROMPT)
 
     def push(self, token: int) -> None:
@@ -44,7 +46,7 @@ class Runs(LogitsProcessor):
         return tokens[keep], logits[keep]
 
 
-def sampler_after(tokens: list[int], runs: dict[int, tuple[int, ...]]) -> Sampler:
+def sampler_after(tokens: list[int], runs: Mapping[int, tuple[int, ...]]) -> Sampler:
     constraint = Runs(runs)
     for token in tokens[len(PROMPT) :]:
         constraint.push(token)
@@ -60,7 +62,7 @@ def started(model: TabularModel, sequence: list[int], branches: tuple[int, ...] 
 def drafted(
     drafter: ModelDrafter,
     sequence: list[int],
-    runs: dict[int, tuple[int, ...]] = RUNS,
+    runs: Mapping[int, tuple[int, ...]] = RUNS,
     acceptance: Acceptance | None = None,
     draft_length: int = 3,
 ) -> ForcedDraft:
