@@ -9,6 +9,9 @@ Each configuration runs in its own process. All configurations answer a prompt b
 in an order that changes from prompt to prompt. While one runs, the others are suspended. New processes are
 started for each temperature and repeat, so no prompt is in a prefix cache.
 
+If a prompt has a JSON schema, all programs constrain the reply to it. Their texts can still differ, because
+llama-server allows other whitespace.
+
 decode      tokens per second after the first round, as measured by llama-server or this script
 total       tokens per second including prefill, as measured by this script
 equal       replies with the same tokens as plain decoding by the other program, and by the same program
@@ -318,7 +321,9 @@ def measure(
     for temperature, repeat in passes:
         with closing(Pool(makers, needed_bytes)) as pool:
             for index, prompt in enumerate(prompt_set.prompts):
-                options = GenerationOptions(args.max_tokens, temperature, 1 + index, *setup.filters)
+                options = GenerationOptions(
+                    args.max_tokens, temperature, 1 + index, *setup.filters, schema=prompt.schema
+                )
                 for configuration in rotated_order(working, index + repeat):
                     try:
                         with other_program(args.load, starts_busy=index % 2 == 0):

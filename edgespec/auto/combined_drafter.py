@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -11,13 +11,14 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from edgespec.auto.chosen_tokens import ChosenTokens
 from edgespec.auto.drafter_stats import DrafterStats
 from edgespec.auto.expected_gain import RoundEstimate
-from edgespec.auto.merging import merge_trees, prune_optional, with_prefix
+from edgespec.auto.merging import merge_trees, prune_optional
 from edgespec.auto.model_selection import ModelSelector
 from edgespec.costs.curve import CostFunction, assumed_cost
 from edgespec.costs.pass_limits import PassLimits
-from edgespec.drafters.base import Drafter, MemoryUse
+from edgespec.drafters.base import Drafter, ForcedDraft, MemoryUse
 from edgespec.drafters.running_stats import RunningMean
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
@@ -29,11 +30,16 @@ __all__ = ["CombinedDrafter"]
 
 @dataclass(frozen=True)
 class _Proposal:
-    tree: TokenTree
+    draft: ForcedDraft
+    chosen: ChosenTokens
     # For each node, the probability that it is accepted, given that its parent is accepted.
     node_probs: list[float]
-    # Tokens that a constraint determines. The root of the tree is the last of them, if there are any.
-    forced: tuple[int, ...] = ()
+    # The nodes that may be dropped.
+    optional: Container[int]
+
+    @property
+    def tree(self) -> TokenTree:
+        return self.draft.tree
 
     @cached_property
     def levels(self) -> tuple[list[float], list[int]]:
@@ -51,9 +57,10 @@ class CombinedDrafter(Drafter):
     """Runs each drafter whose draft is expected to save time, and merges the drafts into one tree.
 
     Lookup drafters run first, in every round. Then a `ModelSelector` chooses at most one of the drafters that
-    run a model (draft models and heads). If a constraint determines the next tokens, a draft model drafts
-    what follows them. Lookup tokens that are unlikely to be accepted are dropped. Other drafts are kept
-    whole, because dropping tokens that were drawn at random would bias rejection sampling.
+    run a model (draft models and heads). With `grammar` among the drafters, the drafts of draft models
+    include the tokens that a constraint determines. Such tokens and those of lookups are dropped if they are
+    unlikely to be accepted. Other drafts are kept whole, because dropping tokens that were drawn at random
+    would bias rejection sampling.
 
     Args:
         drafters: The drafters, in the order in which their drafts are merged.
@@ -91,6 +98,7 @@ class CombinedDrafter(Drafter):
         self._stats = tuple(DrafterStats(drafter) for drafter in drafters)
         self._lookups = tuple(stats for stats in self._stats if stats.is_lookup)
         self._models = {stats.drafter.name: stats for stats in self._stats if not stats.is_lookup}
+        self._has_grammar = any(drafter.name == "grammar" for drafter in drafters)
         self._can_branch = can_branch
         self._limits = limits or PassLimits()
         self._v = v
@@ -186,14 +194,11 @@ class CombinedDrafter(Drafter):
         self.model_name, self.drafted_levels = None, 0
         for stats in self._lookups:
             self._ask(stats, sampler, acceptance, lookup_length)
-        forced, estimate = self._forced_tokens, self._estimate()
-        other_estimate = self._estimate(without="grammar") if forced else estimate
-        if chosen := self._selector.choose(model_lengths, estimate, len(forced), other_estimate):
+        other_estimate = self._estimate(without="grammar")
+        if chosen := self._selector.choose(model_lengths, self._estimate(), other_estimate):
             self.model_name = chosen.drafter.name
-            length = model_lengths[self.model_name]
-            prefix = forced if chosen.drafts_after_forced else ()
-            tree = self._ask(chosen, sampler, acceptance, length, prefix)
-            self.drafted_levels = max(tree.depths)
+            self._ask(chosen, sampler, acceptance, model_lengths[self.model_name])
+            self.drafted_levels = max(self._proposals[chosen].chosen.tree.depths)
         proposals = self._proposals
         tree = self._merged_tree() if proposals else TokenTree.chain(self._last_token)
         if tree.drafted:
@@ -202,25 +207,16 @@ class CombinedDrafter(Drafter):
         self._proposed_at = self._clock()
         return tree
 
-    def _ask(
-        self,
-        stats: DrafterStats,
-        sampler: Sampler,
-        acceptance: Acceptance,
-        length: int,
-        forced: tuple[int, ...] = (),
-    ) -> TokenTree:
+    def _ask(self, stats: DrafterStats, sampler: Sampler, acceptance: Acceptance, length: int) -> None:
         started = self._clock()
-        tree = stats.propose(forced, sampler, acceptance, length)
-        stats.record_draft(tree, length, self._clock() - started)
-        self._proposals[stats] = _Proposal(tree, stats.acceptance.node_probs(tree), forced)
-        return tree
-
-    @property
-    def _forced_tokens(self) -> tuple[int, ...]:
-        """The next tokens if a constraint determines them."""
-        drafts = (self._proposals[each].tree for each in self._lookups if each.drafter.name == "grammar")
-        return next((draft.tokens[1:] for draft in drafts), ())
+        draft = stats.propose(sampler, acceptance, length, with_forced=self._has_grammar)
+        chosen = ChosenTokens(draft)
+        stats.record_draft(chosen.tree, length, self._clock() - started)
+        node_probs = [1.0] * draft.tree.width
+        for node, prob in zip(chosen.nodes, stats.acceptance.node_probs(chosen.tree), strict=True):
+            node_probs[node] = prob
+        optional = range(draft.tree.width) if stats.is_lookup else draft.forced
+        self._proposals[stats] = _Proposal(draft, chosen, node_probs, optional)
 
     @property
     def _asked(self) -> list[DrafterStats]:
@@ -230,9 +226,9 @@ class CombinedDrafter(Drafter):
         chosen = self._asked if self._can_branch else self._best_chain()
         proposals = [self._proposals[stats] for stats in chosen]
         return prune_optional(
-            merge_trees([with_prefix(self._last_token, each.forced, each.tree) for each in proposals]),
-            [[*[1.0] * len(each.forced), *each.node_probs] for each in proposals],
-            [stats.is_lookup for stats in chosen],
+            merge_trees([each.tree for each in proposals]),
+            [each.node_probs for each in proposals],
+            [each.optional for each in proposals],
             self._limits,
             self._v,
             sum(self._selector.draft_cost(stats) for stats in chosen),
@@ -260,11 +256,9 @@ class CombinedDrafter(Drafter):
 
     def commit(self, tokens: tuple[int, ...]) -> None:
         for stats, proposal in self._proposals.items():
-            tree, forced = proposal.tree, proposal.forced
-            if tokens[: len(forced)] != forced or len(tokens) == len(forced):
-                continue
-            stats.acceptance.record_outcome(tree, tokens[len(forced) :])
-            if tree.drafted and len(tree.walk(tokens[len(forced) :])) > max(tree.depths):
+            tree, chosen = proposal.tree, proposal.chosen
+            stats.acceptance.record_outcome(chosen.tree, chosen.emitted(tokens))
+            if tree.drafted and len(tree.walk(tokens)) > max(tree.depths):
                 stats.retries.retry_next_round()
         self._proposals = {}
         if tokens:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from edgespec.auto.acceptance_stats import AcceptanceStats
 from edgespec.auto.retry_schedule import RetrySchedule
-from edgespec.drafters.base import BudgetedDrafter, Drafter
+from edgespec.drafters.base import BudgetedDrafter, Drafter, ForcedDraft
 from edgespec.drafters.running_stats import RunningMean
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.sampling import Sampler
@@ -66,16 +66,16 @@ class DrafterStats:
         return self._budgeted.pass_seconds if self._budgeted else 0.0
 
     @property
-    def drafts_after_forced(self) -> bool:
-        return self._budgeted is not None and self._budgeted.drafts_after_forced
+    def drafts_forced(self) -> bool:
+        return self._budgeted is not None and self._budgeted.drafts_forced
 
     def propose(
-        self, forced: Sequence[int], sampler: Sampler, acceptance: Acceptance, draft_length: int
-    ) -> TokenTree:
-        """Return the draft of what follows `forced`, which must be empty unless `drafts_after_forced`."""
-        if forced and self._budgeted:
-            return self._budgeted.propose_after(forced, sampler, acceptance, draft_length)
-        return self.drafter.propose(sampler, acceptance, draft_length)
+        self, sampler: Sampler, acceptance: Acceptance, draft_length: int, *, with_forced: bool
+    ) -> ForcedDraft:
+        """Return a draft. If `with_forced` is set, it can include tokens that a constraint determines."""
+        if with_forced and self._budgeted:
+            return self._budgeted.propose_with_forced(sampler, acceptance, draft_length)
+        return ForcedDraft(self.drafter.propose(sampler, acceptance, draft_length))
 
     @property
     def pending_tokens(self) -> int:

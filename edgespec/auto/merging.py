@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 from edgespec.auto.acceptance_stats import MAX_PROB_SUM
@@ -10,7 +10,7 @@ from edgespec.costs.curve import CostFunction
 from edgespec.costs.pass_limits import PassLimits
 from edgespec.engine.tree import TokenTree, TreeBuilder
 
-__all__ = ["MergedTree", "merge_trees", "prune_optional", "with_prefix"]
+__all__ = ["MergedTree", "merge_trees", "prune_optional"]
 
 
 class MergedTree(NamedTuple):
@@ -18,16 +18,6 @@ class MergedTree(NamedTuple):
 
     tree: TokenTree
     node_maps: tuple[tuple[int, ...], ...]
-
-
-def with_prefix(root: int, prefix: Sequence[int], tree: TokenTree) -> TokenTree:
-    """Return a tree of `root` and the chain `prefix`, whose last token is the root of `tree`."""
-    if not prefix:
-        return tree
-    builder = TreeBuilder([root, *prefix])
-    for node in range(1, tree.width):
-        builder.add(tree.parents[node] + len(prefix), tree.tokens[node], tree.draft_probs[node])
-    return builder.build()
 
 
 def merge_trees(trees: Sequence[TokenTree]) -> MergedTree:
@@ -54,7 +44,7 @@ def merge_trees(trees: Sequence[TokenTree]) -> MergedTree:
 def prune_optional(
     merged: MergedTree,
     node_probs: Sequence[Sequence[float]],
-    is_optional: Sequence[bool],
+    optional: Sequence[Container[int]],
     limits: PassLimits,
     v: CostFunction,
     draft_cost: float,
@@ -67,7 +57,7 @@ def prune_optional(
     Args:
         merged: The merged tree.
         node_probs: For each input tree and node, the probability of acceptance if the parent is accepted.
-        is_optional: For each input tree, whether its nodes may be dropped.
+        optional: For each input tree, the nodes that may be dropped unless a node below them is kept.
         limits: Maximum width and number of branches of a verify pass.
         v: Function that returns the duration of a verify pass of a given width, relative to a single-token
             target pass.
@@ -76,10 +66,12 @@ def prune_optional(
     tree = merged.tree
     probs = [0.0] * tree.width
     is_required = [False] * tree.width
-    for node_map, tree_probs, optional in zip(merged.node_maps, node_probs, is_optional, strict=True):
+    for node_map, tree_probs, tree_optional in zip(merged.node_maps, node_probs, optional, strict=True):
         for node, merged_node in enumerate(node_map):
             probs[merged_node] = max(probs[merged_node], tree_probs[node])
-            is_required[merged_node] |= not optional or merged_node == 0
+            is_required[merged_node] |= node not in tree_optional or merged_node == 0
+    for node in range(tree.width - 1, 0, -1):
+        is_required[tree.parents[node]] |= is_required[node]
     if all(is_required):
         return tree
     path_probs = _path_probs(tree, probs, is_required)

@@ -70,7 +70,6 @@ class ModelSelector:
         self._allowance_seconds, self._exploration_seconds = allowance_seconds, exploration_seconds
         self._clock = clock
         self._estimate = self._other_estimate = RoundEstimate()
-        self._forced_tokens = 0
         # A drafter that runs instead of a better one, and for how many more rounds.
         self._challenger: DrafterStats | None = None
         self._challenge_rounds = 0
@@ -79,7 +78,6 @@ class ModelSelector:
         self,
         lengths: Mapping[str, int],
         estimate: RoundEstimate,
-        forced_tokens: int,
         other_estimate: RoundEstimate,
     ) -> DrafterStats | None:
         """Choose the drafter to run in this round, and prefill it. Return None to run none.
@@ -87,12 +85,11 @@ class ModelSelector:
         Args:
             lengths: Maximum draft length of each drafter, by name. 0 rules a drafter out.
             estimate: Estimate of the lookup drafters' drafts in this round.
-            forced_tokens: Number of next tokens that a constraint determines. The drafts of some drafters
-                begin with these tokens and continue after them.
-            other_estimate: The same estimate without the forced tokens.
+            other_estimate: The same estimate without the draft of `grammar`. Drafters with `drafts_forced`
+                draft what follows these tokens, so that they do not compete with that draft.
         """
         self.prefill_seconds, self._estimate = 0.0, estimate
-        self._forced_tokens, self._other_estimate = forced_tokens, other_estimate
+        self._other_estimate = other_estimate
         levels = {stats: lengths[name] for name, stats in self._models.items() if lengths[name]}
         is_waiting = False
         for stats in self._ranked(levels):
@@ -230,15 +227,13 @@ class ModelSelector:
         if not self._is_measured(stats):
             can_draft_more = 0 < stats.empty_draft_levels < draft_length
             return inf if can_draft_more or not acceptance.was_empty else 0.0
-        forced = self._forced_tokens if stats.drafts_after_forced else 0
-        # The drafter's own tree also contains the forced tokens.
-        estimate = self._other_estimate if forced else self._estimate
+        estimate = self._other_estimate if stats.drafts_forced else self._estimate
         reach_probs = acceptance.reach_probs(draft_length, long_term=long_term)
         usual = max(1, min(draft_length, round(acceptance.levels.value)))
         speed = max(
             estimate.speed_with(
-                [*[1.0] * forced, *reach_probs[:levels]],
-                forced + round(levels * acceptance.level_rows),
+                reach_probs[:levels],
+                round(levels * acceptance.level_rows),
                 self.draft_cost(stats, levels),
                 self._v,
                 self._limits.max_width,
@@ -247,4 +242,4 @@ class ModelSelector:
             for levels in (_DRAFT_LENGTHS if stats.drafter.chooses_length else (usual,))
             if levels <= draft_length
         )
-        return speed / self._estimate.speed(self._v)
+        return speed / estimate.speed(self._v)

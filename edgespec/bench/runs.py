@@ -191,6 +191,7 @@ class _Bench:
             method=config.method,
             draft_length=config.draft_length,
             acceptance=self.plan.acceptance,
+            schema=prompt.schema,
         )
         try:
             for _ in stream:

@@ -56,8 +56,8 @@ __all__ = ["command"]
     " draft model]"
 )
 @prompts_option(
-    help="JSON Lines file with a `prompt` or `messages`, and optionally a `category`, on each line. [default:"
-    " 24 built-in prompts in eight categories]"
+    help="JSON Lines file with a `prompt` or `messages`, and optionally a `category` and a `schema`, on each"
+    " line. [default: 24 built-in prompts in eight categories]"
 )
 @click.option(
     "--categories",

@@ -130,13 +130,15 @@ def _verify(
 
     wanted = pick(options, MODEL_NAMES)
     constraint = {name: options[name] for name in CONSTRAINT_NAMES if options[name]}
+    is_constrained = constraint or any(prompt.schema for prompt in prompts)
     with (
         always_draft(),
         loaded(stop, **wanted, methods=methods or (), acceptance=acceptance) as runtime,
         RepliesProgress(stop) as progress,
     ):
+        drafters = (*runtime.drafters, "grammar") if is_constrained else runtime.drafters
         compared = {
-            "methods": methods or _all_methods((*runtime.drafters, *(("grammar",) if constraint else ()))),
+            "methods": methods or _all_methods(drafters),
             "acceptance": acceptance,
             **pick(options, ("temperatures", "draft_lengths")),
         }

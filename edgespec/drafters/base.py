@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
@@ -18,7 +18,7 @@ from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError
 
-__all__ = ["BudgetedDrafter", "Drafter", "MemoryUse", "check_rollback"]
+__all__ = ["BudgetedDrafter", "Drafter", "ForcedDraft", "MemoryUse", "check_rollback"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,8 @@ class Drafter(ABC):
             sampler: The target's sampler after the last token. The call leaves its state unchanged.
             acceptance: The acceptance rule. Drafters that return draft probabilities also use it to draw
                 tokens.
-            draft_length: Maximum depth of the tree. Tokens that a constraint determines do not count.
+            draft_length: Maximum depth of the tree. Tokens at its start that a constraint determines do not
+                count.
         """
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:  # noqa: B027
@@ -126,6 +127,18 @@ class Drafter(ABC):
         """Release all resources held by the drafter."""
 
 
+class ForcedDraft(NamedTuple):
+    """A draft that includes tokens which a constraint determines.
+
+    Attributes:
+        tree: The draft tree.
+        forced: The nodes whose tokens a constraint determines. They have no siblings.
+    """
+
+    tree: TokenTree
+    forced: frozenset[int] = frozenset()
+
+
 class BudgetedDrafter(Drafter):
     """A drafter that runs a model, and lets the caller limit how much work the model does.
 
@@ -135,31 +148,22 @@ class BudgetedDrafter(Drafter):
     Attributes:
         pass_seconds: Duration of a single-token pass of the model, measured by `warm_up`. 0 if unknown.
         prefill_token_seconds: Time to prefill one token, measured by `warm_up`. 0 if unknown.
-        drafts_after_forced: Whether the drafter implements `propose_after`.
+        drafts_forced: Whether the drafts of `propose_with_forced` include the tokens that a constraint
+            determines.
     """
 
     pass_seconds = 0.0
     prefill_token_seconds = 0.0
-    drafts_after_forced = False
+    drafts_forced = False
 
-    def propose_after(
-        self, forced: Sequence[int], sampler: Sampler, acceptance: Acceptance, draft_length: int
-    ) -> TokenTree:
-        """Draft what follows the tokens `forced`, which a constraint determines.
+    def propose_with_forced(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> ForcedDraft:
+        """Draft like `propose`, and add the tokens that a constraint determines wherever it determines any.
 
-        Instead of drafting these tokens one by one, the model runs them in one pass. Drafters without
-        `drafts_after_forced` draft nothing.
-
-        Args:
-            forced: The tokens that come next.
-            sampler: The target's sampler after the last token of the sequence, as for `propose`.
-            acceptance: See `propose`.
-            draft_length: Maximum depth of the tree.
-
-        Returns:
-            A draft tree whose root is the last token of `forced`.
+        Instead of drafting these tokens one by one, the model runs them in one pass with the token before
+        them. Those at the start of the draft do not count towards `draft_length`. Drafters without
+        `drafts_forced` add no such tokens.
         """
-        return TokenTree.chain(forced[-1])
+        return ForcedDraft(self.propose(sampler, acceptance, draft_length))
 
     @property
     @abstractmethod

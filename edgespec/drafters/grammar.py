@@ -9,9 +9,10 @@ from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
 
-__all__ = ["GrammarDrafter"]
+__all__ = ["MAX_FORCED_TOKENS", "GrammarDrafter"]
 
-_MAX_TOKENS = 16
+# Maximum number of successive tokens to draft because a constraint determines them. Chosen, not measured.
+MAX_FORCED_TOKENS = 16
 
 
 class GrammarDrafter(Drafter):
@@ -31,7 +32,7 @@ class GrammarDrafter(Drafter):
         self._last_token = tokens[-1]
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
-        return TokenTree.chain(self._last_token, sampler.forced_tokens(_MAX_TOKENS))
+        return TokenTree.chain(self._last_token, sampler.forced_tokens(MAX_FORCED_TOKENS))
 
     def commit(self, tokens: tuple[int, ...]) -> None:
         if tokens:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from itertools import takewhile
 from time import perf_counter
@@ -14,13 +15,13 @@ from numpy.typing import NDArray
 from edgespec.backends.base import LanguageModel
 from edgespec.backends.model_facts import Capabilities
 from edgespec.backends.self_draft_view import SelfDraftView
-from edgespec.drafters.base import BudgetedDrafter, MemoryUse, check_rollback
+from edgespec.drafters.base import BudgetedDrafter, ForcedDraft, MemoryUse, check_rollback
 from edgespec.drafters.draft_cache import DraftCache, is_confident, replace_unknown_ids, top_probs
+from edgespec.drafters.grammar import MAX_FORCED_TOKENS
 from edgespec.drafters.tree_growth import FixedShape, TreeGrowth
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.distribution import Distribution
 from edgespec.engine.logits import Logits
-from edgespec.engine.prefix import common_prefix_length
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree, TreeBuilder
 
@@ -68,10 +69,8 @@ class ModelDrafter(BudgetedDrafter):
         self._min_confidence = min_confidence
         self.cache = cache or DraftCache(model)
         # Views of the target run each drafted token with the states of the one before.
-        self.drafts_after_forced = not isinstance(model, SelfDraftView)
+        self.drafts_forced = not isinstance(model, SelfDraftView)
         self._tree: _DraftTree | None = None
-        # Tokens that the last draft assumed to come before its own.
-        self._forced: tuple[int, ...] = ()
         if isinstance(branches, tuple):
             branches = FixedShape(branches if model.facts.capabilities.tree else ())
         self._set_growth(branches)
@@ -128,46 +127,36 @@ class ModelDrafter(BudgetedDrafter):
         self._growth.force_draft()
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
-        return self._draft((), sampler, acceptance, draft_length)
+        return self._draft(sampler, acceptance, draft_length, max_forced_tokens=0).tree
 
-    def propose_after(
-        self, forced: Sequence[int], sampler: Sampler, acceptance: Acceptance, draft_length: int
-    ) -> TokenTree:
-        if self._model.vocabulary.is_end(forced[-1]):
-            return TokenTree.chain(forced[-1])
-        for token in forced:
-            sampler.push(token)
-        try:
-            return self._draft(tuple(forced), sampler, acceptance, draft_length)
-        finally:
-            sampler.pop(len(forced))
+    def propose_with_forced(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> ForcedDraft:
+        limit = MAX_FORCED_TOKENS if self.drafts_forced else 0
+        return self._draft(sampler, acceptance, draft_length, max_forced_tokens=limit)
 
     def _draft(
-        self, forced: tuple[int, ...], sampler: Sampler, acceptance: Acceptance, draft_length: int
-    ) -> TokenTree:
+        self, sampler: Sampler, acceptance: Acceptance, draft_length: int, max_forced_tokens: int
+    ) -> ForcedDraft:
         cache = self.cache
         if cache.pending_tokens:
             cache.prefill()
-        last = forced[-1] if forced else cache.visible_tokens[-1]
+        last = cache.visible_tokens[-1]
         capabilities = self._model.facts.capabilities
         draft_length = min(draft_length, capabilities.max_draft_length)
         max_width = min(self._model.free_tokens, capabilities.max_width)
-        if not cache.can_draft(max_width) or cache.lag_tokens + len(forced) > max_width:
-            return TokenTree.chain(last)
-        if not self._growth.begin_round(draft_length):
-            return TokenTree.chain(last)
-        self._forced = forced
-        lag = replace_unknown_ids(self._model, [*cache.visible_tokens[self._model.length :], *forced])
-        tree = self._tree = _DraftTree(last, lag)
+        if not cache.can_draft(max_width) or not self._growth.begin_round(draft_length):
+            return ForcedDraft(TokenTree.chain(last))
+        lag = replace_unknown_ids(self._model, cache.visible_tokens[self._model.length :])
+        tree = self._tree = _DraftTree(last, lag, max_width, max_forced_tokens)
         is_fixed_chain = self._growth.drafts_chains and not self.chooses_length
-        frontier = [0]
-        for depth in range(draft_length):
+        start = self._add_forced(tree, 0, sampler)
+        tree.max_depth = tree.drafted.depths[start] + draft_length
+        frontier = [start] if tree.can_expand(start) and not self._is_end(tree, start) else []
+        while frontier and len(tree.model_tree) <= max_width:
             first, tree.model_tree_run = tree.model_tree_run, len(tree.model_tree)
-            self._model.run_ahead(is_fixed_chain and depth + 1 < draft_length)
+            depth = tree.drafted.depths[frontier[0]]
+            self._model.run_ahead(is_fixed_chain and depth + 1 < tree.max_depth)
             logits = self._model.verify(tree.model_tree.build(), first).limit_vocab(self._vocab_size)
             frontier = self._grow(tree, frontier, first, logits, sampler, acceptance)
-            if not frontier or len(tree.model_tree) > max_width:
-                break
         self._growth.finish_draft()
         return tree.build(self._growth.drafts_chains)
 
@@ -191,21 +180,29 @@ class ModelDrafter(BudgetedDrafter):
         levels = self._growth.grow_level([tree.path_probs[node] for node in frontier], draft_probs)
         for i, (path_probs, expand_count) in enumerate(levels):
             node, row = frontier[i], rows[i]
-            path = tree.drafted.path(node)
-            for ancestor in path:
-                sampler.push(tree.drafted.tokens[ancestor])
-            draws = acceptance.draw(sampler, logits, row, max(len(path_probs), self._growth.siblings))
-            sampler.pop(len(path))
+            with tree.sampling_after(node, sampler):
+                draws = acceptance.draw(sampler, logits, row, max(len(path_probs), self._growth.siblings))
             tree.draws[node] = probs[i], [token for token, _ in draws]
             for rank, ((token, distribution), path_prob) in enumerate(zip(draws, path_probs, strict=False)):
                 child = tree.add(node, token, distribution, path_prob, rank < expand_count)
-                if (
-                    rank < expand_count
-                    and not self._model.vocabulary.is_end(token)
-                    and is_confident(logits, row, token, self._min_confidence)
-                ):
-                    expandable.append(child)
+                if rank < expand_count and is_confident(logits, row, token, self._min_confidence):
+                    end = self._add_forced(tree, child, sampler)
+                    if tree.can_expand(end) and not self._is_end(tree, end):
+                        expandable.append(end)
         return expandable
+
+    def _is_end(self, tree: _DraftTree, node: int) -> bool:
+        return self._model.vocabulary.is_end(tree.drafted.tokens[node])
+
+    def _add_forced(self, tree: _DraftTree, node: int, sampler: Sampler) -> int:
+        """Add the tokens that a constraint determines after a node. Return the last of them, or the node."""
+        limit = min(tree.max_forced_tokens, tree.max_width - len(tree.model_tree))
+        if limit > 0 and tree.can_expand(node):
+            with tree.sampling_after(node, sampler):
+                forced = sampler.forced_tokens(limit)
+            for token in forced:
+                node = tree.add_forced(node, token)
+        return node
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
         if self._tree:
@@ -214,23 +211,15 @@ class ModelDrafter(BudgetedDrafter):
     def commit(self, tokens: tuple[int, ...]) -> None:
         """See `Drafter.commit`. Tokens missing from the KV cache are run when the next draft is made."""
         if (tree := self._tree) and tree.model_tree_run:
+            nodes = tree.drafted.build().walk(tokens)
             # The last emitted token is not part of the KV cache.
-            missing = len(self._forced) - common_prefix_length(self._forced, tokens[:-1])
-            if missing:
-                self._model.commit(tree.path_without(missing))
-            else:
-                self._commit_draft(tree, tokens[len(self._forced) :])
+            self._model.commit(tree.model_path(nodes[1 : len(tokens)]))
+            for node, token in zip(nodes, tokens, strict=False):
+                if node in tree.draws:
+                    probs, drawn = tree.draws[node]
+                    self._growth.record_outcome(probs, drawn.index(token) if token in drawn else None)
         self._tree = None
         self.cache.extend(tokens)
-
-    def _commit_draft(self, tree: _DraftTree, tokens: tuple[int, ...]) -> None:
-        nodes = tree.drafted.build().walk(tokens)
-        self._model.commit(tree.model_path(nodes[1 : len(tokens)]))
-        for node, token in zip(nodes, tokens, strict=False):
-            if node not in tree.draws:
-                break
-            probs, drawn = tree.draws[node]
-            self._growth.record_outcome(probs, drawn.index(token) if token in drawn else None)
 
     def reset(self) -> None:
         self._model.truncate(0)
@@ -252,6 +241,8 @@ class _DraftTree:
         last_token: The last emitted token, which is the root of the draft.
         lag: Tokens to run first because they are missing from the draft model's KV cache, ending with
             `last_token`.
+        max_width: Maximum number of tokens in a pass of the draft model.
+        max_forced_tokens: Maximum number of successive tokens to add because a constraint determines them.
 
     Attributes:
         drafted: The draft tree. Node 0 is the root.
@@ -263,15 +254,20 @@ class _DraftTree:
             expanded.
         draws: For each expanded node, the draft model's highest next-token probabilities, and the tokens
             drawn from them.
+        forced: The drafted nodes whose tokens a constraint determines.
+        max_depth: Maximum depth of a node that was drawn.
     """
 
-    def __init__(self, last_token: int, lag: Sequence[int]) -> None:
+    def __init__(self, last_token: int, lag: Sequence[int], max_width: int, max_forced_tokens: int) -> None:
+        self.max_width, self.max_forced_tokens = max_width, max_forced_tokens
         self.drafted = TreeBuilder([last_token])
         self.path_probs = [1.0]
         self.model_tree = TreeBuilder(lag)
         self.model_tree_run = 0
         self.model_nodes = [len(lag) - 1]
         self.draws: dict[int, tuple[NDArray[np.float64], list[int]]] = {}
+        self.forced: set[int] = set()
+        self.max_depth = 1
         self._lag_tokens = len(lag)
 
     def add(
@@ -282,19 +278,37 @@ class _DraftTree:
         self.path_probs.append(path_prob)
         return self.drafted.add(parent, token, probs)
 
-    def path_without(self, missing: int) -> tuple[int, ...]:
-        """Return the path that the draft model commits if the last `missing` tokens of `lag` are rejected."""
-        return tuple(range(1, self._lag_tokens - missing))
+    def add_forced(self, parent: int, token: int) -> int:
+        """Add a token that a constraint determines. The draft model runs it if it runs the parent."""
+        node = self.add(parent, token, None, self.path_probs[parent], self.model_nodes[parent] >= 0)
+        self.forced.add(node)
+        return node
+
+    def can_expand(self, node: int) -> bool:
+        """Return whether a token may be drawn after a node without exceeding the maximum depth."""
+        return self.drafted.depths[node] < self.max_depth
+
+    @contextmanager
+    def sampling_after(self, node: int, sampler: Sampler) -> Iterator[None]:
+        """Append the tokens of a drafted node and its ancestors to the sampler's history for a while."""
+        path = self.drafted.path(node)
+        for each in path:
+            sampler.push(self.drafted.tokens[each])
+        try:
+            yield
+        finally:
+            sampler.pop(len(path))
 
     def model_path(self, nodes: Sequence[int]) -> tuple[int, ...]:
         """Return the path that the draft model commits when the target accepts `nodes`."""
         has_run = takewhile(lambda node: 0 <= self.model_nodes[node] < self.model_tree_run, nodes)
         return (*range(1, self._lag_tokens), *(self.model_nodes[node] for node in has_run))
 
-    def build(self, block: bool) -> TokenTree:
-        """Return the draft tree. Nodes that the draft model has processed come first.
+    def build(self, block: bool) -> ForcedDraft:
+        """Return the draft. Nodes that the draft model has processed come first.
 
         For these nodes, a target that shares layers with the draft model can reuse the model's results.
         """
         order = sorted(range(len(self.drafted)), key=lambda node: self.model_nodes[node] < 0)
-        return self.drafted.build(block).subtree(order)
+        forced = frozenset(at for at, node in enumerate(order) if node in self.forced)
+        return ForcedDraft(self.drafted.build(block).subtree(order), forced)

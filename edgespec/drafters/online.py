@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from edgespec.backends.base import LanguageModel
 from edgespec.backends.optional_features import Trainer, TrainingExample
-from edgespec.drafters.base import MemoryUse
+from edgespec.drafters.base import ForcedDraft, MemoryUse
 from edgespec.drafters.draft_cache import DraftCache, replace_unknown_ids
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.tree_growth import TreeGrowth
@@ -78,6 +78,11 @@ class OnlineDrafter(ModelDrafter):
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
         self._proposed = super().propose(sampler, acceptance, draft_length)
         return self._proposed
+
+    def propose_with_forced(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> ForcedDraft:
+        draft = super().propose_with_forced(sampler, acceptance, draft_length)
+        self._proposed = draft.tree
+        return draft
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
         self._verified = (tree, logits)

@@ -97,7 +97,8 @@ def decode(
         vocab_size: Size of the target's vocabulary. Drafted tokens with larger ids are dropped.
         max_width: Maximum number of tokens in a verify pass.
         max_branches: Maximum number of leaves of a draft tree.
-        draft_length: Maximum depth of a draft tree, not counting tokens that a constraint determines.
+        draft_length: Maximum depth of a draft tree, not counting tokens at its start that a constraint
+            determines.
         max_tokens: Maximum number of tokens to emit.
         is_stop: Called once for every emitted token, in order. No token is emitted after it returns True.
         is_cancelled: Called before each draft-and-verify round. Returning True ends the reply.

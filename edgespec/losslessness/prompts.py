@@ -23,18 +23,26 @@ _ROLES = ("system", "user", "assistant")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt for `verify` and `bench`. Its category, such as `code`, names the kind of text."""
+    """A prompt for `verify` and `bench`.
+
+    Attributes:
+        name: Name of the prompt in reports.
+        messages: The chat, which ends with a message of the user.
+        category: The kind of text, such as `code`.
+        schema: The JSON schema that the reply must satisfy, as JSON text, or None.
+    """
 
     name: str
     messages: tuple[Message, ...]
     category: str = "other"
+    schema: str | None = None
 
 
 def read_prompts(path: str | Path | None = None) -> list[Prompt]:
     """Read prompts from a JSONL file.
 
-    Each line is an object with `prompt` (a string) or `messages`, and optionally `id` and `category` (or
-    `skill`). The default category is the part of the id before the last dash.
+    Each line is an object with `prompt` (a string) or `messages`, and optionally `id`, `category` (or
+    `skill`) and `schema` (an object). The default category is the part of the id before the last dash.
 
     Args:
         path: The file. None reads the built-in prompts.
@@ -62,6 +70,7 @@ def _prompt(line: str, number: int, file: Path) -> Prompt:
     try:
         entry: Any = json.loads(line)
         messages = _messages(entry)
+        schema = _schema(entry)
     except (ValueError, RecursionError) as error:
         is_json = not isinstance(error, json.JSONDecodeError | RecursionError)
         reason = shorten(error) if is_json else "the line is not JSON"
@@ -71,7 +80,7 @@ def _prompt(line: str, number: int, file: Path) -> Prompt:
         ) from error
     name = str(entry.get("id", f"line {number}"))
     category = entry.get("category") or entry.get("skill") or name.rpartition("-")[0] or "other"
-    return Prompt(name, messages, str(category))
+    return Prompt(name, messages, str(category), schema)
 
 
 def _messages(entry: Any) -> tuple[Message, ...]:
@@ -85,6 +94,13 @@ def _messages(entry: Any) -> tuple[Message, ...]:
     if broken or not items or items[-1]["role"] != "user":
         raise ValueError("the last message must have the role user, and no message may be empty")
     return tuple(Message(item["role"], item["content"]) for item in items)
+
+
+def _schema(entry: dict[str, Any]) -> str | None:
+    schema = entry.get("schema")
+    if not isinstance(schema, dict | None):
+        raise ValueError("the schema is not an object")
+    return json.dumps(schema) if schema is not None else None
 
 
 def prompt_tokens(runtime: Runtime, prompt: Prompt) -> list[int]:

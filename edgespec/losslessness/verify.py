@@ -87,7 +87,8 @@ def verify(
             only once per `samples` replies.
         progress: Called with a description of the current reply and the fraction completed. Returns False to
             cancel.
-        **options: Sampling settings and a constraint, as for `Runtime.generate`.
+        **options: Sampling settings and a constraint, as for `Runtime.generate`. The schema of a prompt
+            takes precedence.
 
     Raises:
         OptionError: A setting is invalid.
@@ -247,7 +248,7 @@ class _Verification:
         stream = self.runtime.stream_tokens(
             self._prompt_tokens(case.prompt),
             temperature=case.temperature,
-            **({"max_tokens": self.max_tokens, "seed": self.seed} | self.options | options),
+            **({"max_tokens": self.max_tokens, "seed": self.seed} | self._options(case.prompt) | options),
         )
         count = 0
         for piece in stream:
@@ -289,7 +290,7 @@ class _Verification:
             start, shared = self._prompt_tokens(case.prompt), plain.tokens[:at]
             with self.runtime.borrowed_target() as target:
                 rescored = rescore(target, start, shared, sorted(widths))
-            rescored = rescored.constrained(self._constraint(start, shared))
+            rescored = rescored.constrained(self._constraint(case.prompt, shared))
             params = self._params(temperature=case.temperature)
             history = [*start, *shared]
             gap = score_gap(rescored.plain, params, self.seed, history, plain_token, other_token)
@@ -332,19 +333,22 @@ class _Verification:
         with self.runtime.borrowed_target() as target:
             target.prefill(start[:-1])
             return {
-                prefix: _distribution(target, params, start, prefix, self._constraint(start, prefix))
+                prefix: _distribution(target, params, start, prefix, self._constraint(case.prompt, prefix))
                 for prefix in prefixes
             }
 
     def _params(self, **changes: Any) -> SamplingParams:
         return check_options(self.runtime.target, self.options | changes)[0]
 
-    def _constraint(self, start: Sequence[int], reply: Sequence[int]) -> list[LogitsProcessor]:
+    def _options(self, prompt: Prompt) -> dict[str, Any]:
+        return self.options | ({"schema": prompt.schema} if prompt.schema else {})
+
+    def _constraint(self, prompt: Prompt, reply: Sequence[int]) -> list[LogitsProcessor]:
         """Return the processor of the constraint after the first tokens of a reply, if there is one."""
-        constraint = check_options(self.runtime.target, self.options)[1]["constraint"]
+        constraint = check_options(self.runtime.target, self._options(prompt))[1]["constraint"]
         if constraint is None:
             return []
-        processor = self.constraints.processor(constraint, start)
+        processor = self.constraints.processor(constraint, self._prompt_tokens(prompt))
         for token in reply:
             processor.push(token)
         return [processor]

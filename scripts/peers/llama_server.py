@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 import subprocess
@@ -129,6 +130,7 @@ class LlamaServer:
 
 def request_body(prompt: Sequence[int], options: GenerationOptions) -> dict[str, Any]:
     """Return the body of a /completion request, with the prompt as tokens and only the given samplers."""
+    constraint = {"json_schema": json.loads(options.schema)} if options.schema else {}
     return {
         "prompt": list(prompt),
         "n_predict": options.max_tokens,
@@ -141,6 +143,7 @@ def request_body(prompt: Sequence[int], options: GenerationOptions) -> dict[str,
         "cache_prompt": False,
         "return_tokens": True,
         "stream": False,
+        **constraint,
     }
 
 

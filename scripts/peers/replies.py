@@ -14,7 +14,7 @@ __all__ = ["GenerationOptions", "Run", "TokenClock", "edgespec_reply"]
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """Options of a reply that are the same for all programs."""
+    """Options of a reply that are the same for all programs. `schema` is the text of a JSON schema."""
 
     max_tokens: int
     temperature: float
@@ -22,6 +22,7 @@ class GenerationOptions:
     top_k: int
     top_p: float
     min_p: float
+    schema: str | None = None
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,8 @@ class MlxLmProgram:
             drafting = {"draft_model": draft_model, "num_draft_tokens": self.draft_length}
 
         def generate(prompt: Sequence[int], options: GenerationOptions) -> Run:
+            if options.schema:
+                raise EdgespecError("mlx-lm does not support JSON schemas", "use prompts without a schema")
             mx.random.seed(options.seed)
             sampler = make_sampler(options.temperature, options.top_p, options.min_p, top_k=options.top_k)
             arguments = {"max_tokens": options.max_tokens, "sampler": sampler, **drafting}

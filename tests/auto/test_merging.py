@@ -95,7 +95,7 @@ class TestPruneOptional:
         self, said: list[tuple[TokenTree, float]], width: int, leaves: int, curve: list[float]
     ) -> None:
         proposals = [tree for tree, _ in said]
-        optional = [tree.draft_probs[-1] is None for tree in proposals]
+        optional = [range(tree.width if tree.draft_probs[-1] is None else 0) for tree in proposals]
         joined = merge_trees(proposals)
         chances = [[1.0, *[chance] * tree.drafted] for tree, chance in said]
         tree = prune_optional(
@@ -119,14 +119,17 @@ class TestPruneOptional:
         for chance, width in ((0.02, 3), (0.9, 5)):
             chances = [[1.0, 0.5, 0.5], [1.0, chance, chance]]
             tree = prune_optional(
-                merge_trees(proposals), chances, [False, True], PassLimits(), assumed_cost, 0.2
+                merge_trees(proposals), chances, [(), {1, 2}], PassLimits(), assumed_cost, 0.2
             )
             assert tree.width == width
 
     def test_a_single_lookup_is_pruned_where_rows_are_expensive(self) -> None:
         chain, chances = TokenTree.chain(9, [1] * 6), [[1.0, 0.9, 0.9, 0.9, 0.1, 0.1, 0.1]]
-        assert (
-            prune_optional(merge_trees([chain]), chances, [True], PassLimits(), assumed_cost, 0.0).drafted
-            == 3
-        )
-        assert prune_optional(merge_trees([chain]), chances, [True], PassLimits(), float, 0.0).drafted == 0
+        merged, optional = merge_trees([chain]), [range(7)]
+        assert prune_optional(merged, chances, optional, PassLimits(), assumed_cost, 0.0).drafted == 3
+        assert prune_optional(merged, chances, optional, PassLimits(), float, 0.0).drafted == 0
+
+    def test_an_optional_node_stays_before_one_that_is_not(self) -> None:
+        chain, chances = TokenTree.chain(9, [1] * 4), [[1.0, 0.1, 0.1, 0.1, 0.1]]
+        tree = prune_optional(merge_trees([chain]), chances, [{1, 2, 4}], PassLimits(), float, 0.0)
+        assert tree.drafted == 3

@@ -5,8 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+import edgespec
+from edgespec.assembly.loading import always_draft
+from edgespec.catalog.catalogue import models_folder
 from edgespec.constraints import Constraint, ConstraintCompiler
 from edgespec.engine.sampling_params import SamplingParams
+from edgespec.losslessness import read_prompts, verify
 from edgespec.losslessness.rescore import Rescored, is_near_tie
 from tests.losslessness.test_verify import prove, rounding
 from tests.tables import near, runtime, table
@@ -43,6 +47,25 @@ class TestVerify:
             )
         assert report.violations == 0
         assert report.methods[method].smallest_corrected_p_value is not None
+
+
+@pytest.mark.parametrize("target", ["demo", "demo-mlx"])
+@pytest.mark.parametrize("branches", [(), (2, 2)], ids=["chain", "tree"])
+def test_every_prompt_has_its_own_schema(target: str, branches: tuple[int, ...]) -> None:
+    prompts = read_prompts(models_folder() / "schema_prompts.jsonl")[:1]
+    with always_draft(), edgespec.load(target, draft_branches=branches, context=512) as runtime:
+        report = verify(
+            runtime,
+            prompts,
+            methods=("model+grammar",),
+            temperatures=(0.0, 0.8),
+            draft_lengths=(4,),
+            max_tokens=40,
+        )
+        reply = runtime.generate(prompts[0].messages[0].content, schema=prompts[0].schema, max_tokens=40)
+    assert report.violations == 0
+    assert report.methods["model+grammar"].accepted_tokens
+    assert reply.text.startswith('{"name": "')
 
 
 def test_a_forbidden_token_is_no_near_tie() -> None:

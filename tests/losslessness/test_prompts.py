@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from edgespec import Message
+from edgespec.catalog.catalogue import models_folder
 from edgespec.errors import OptionError
 from edgespec.losslessness import Prompt, prompts, read_prompts
 
@@ -29,6 +31,14 @@ class TestPrompts:
             Prompt("b", (Message("user", "Grüß dich 🙂"),)),
         ]
 
+    def test_a_schema_keeps_the_order_of_its_properties(self) -> None:
+        prompts = read_prompts(models_folder() / "schema_prompts.jsonl")
+        assert len(prompts) == 10
+        for prompt in prompts:
+            assert prompt.schema is not None
+            schema = json.loads(prompt.schema)
+            assert list(schema["properties"]) == schema["required"]
+
     @pytest.mark.parametrize(
         "line",
         [
@@ -44,6 +54,7 @@ class TestPrompts:
             '{"messages": [{"role": "robot", "content": "Hi"}]}',
             '{"messages": [{"content": "Hi"}]}',
             '{"messages": "Hi"}',
+            '{"prompt": "Hi", "schema": "person.json"}',
         ],
     )
     def test_the_error_names_an_invalid_line(self, tmp_path: Path, line: str) -> None:

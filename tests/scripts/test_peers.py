@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
@@ -114,6 +114,12 @@ def test_the_request_holds_the_tokens_and_turns_the_prompt_cache_off() -> None:
     assert body["cache_prompt"] is False
     assert body["return_tokens"] is True
     assert (body["n_predict"], body["temperature"], body["top_k"]) == (8, 0.0, 40)
+    assert "json_schema" not in body
+
+
+def test_the_request_holds_the_schema() -> None:
+    body = request_body((5, 6), replace(OPTIONS, schema='{"type": "object"}'))
+    assert body["json_schema"] == {"type": "object"}
 
 
 def test_the_time_of_an_answer_excludes_its_first_token() -> None:
