@@ -12,7 +12,6 @@ import psutil
 import pytest
 
 from edgespec.constraints import Constraint, ConstraintCompiler
-from edgespec.constraints import trial as trials
 from edgespec.constraints.trial import ConstraintTrial
 from edgespec.errors import CapabilityError, OptionError
 from tests.constraints.vocabularies import END, ByteVocabulary
@@ -88,6 +87,6 @@ def test_a_dead_process_is_replaced() -> None:
 
 
 def test_without_an_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials.sys, "executable", "")
+    monkeypatch.setattr(sys, "executable", "")
     with pytest.raises(CapabilityError, match="no Python interpreter"):
         ConstraintTrial().problem("regex", "a")
