@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from edgespec.backends.base import Vocabulary
 from edgespec.constraints.answer_start import AnswerStart
-from edgespec.constraints.matcher import new_matcher, text_of
+from edgespec.constraints.matcher import new_matcher, readable, text_of
 from edgespec.constraints.processor import ConstraintProcessor
 from edgespec.constraints.specification import Constraint
 from edgespec.constraints.tokenizer import ConstraintTokenizer
@@ -127,7 +127,7 @@ class ConstraintCompiler:
 
 def _refused(option: str, text: str, message: str) -> OptionError:
     """Return the error for a constraint that llguidance refuses with this message."""
-    kind, message = _KINDS[option], message.replace("<non-verbose/>", "").strip()
+    kind, message = _KINDS[option], readable(message)
     if option == "grammar" and _GBNF_RULE.search(text):
         return OptionError(
             "this looks like llama.cpp's GBNF, but edgespec needs a grammar in Lark's format",

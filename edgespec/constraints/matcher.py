@@ -12,8 +12,10 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
-__all__ = ["new_matcher", "text_of"]
+__all__ = ["new_matcher", "readable", "text_of"]
 
+# Matches a mark in llguidance's messages, and the stack frames at their end.
+_NOISE = re.compile(r"<non-verbose/>|<backtrace>.*", re.DOTALL)
 # Write JSON on one line, as Python's `json.dumps` does. With more whitespace, a model could write whitespace
 # forever.
 _STYLE: JsonCompileOptions = {
@@ -54,6 +56,11 @@ def new_matcher(option: str, text: str, tokenizer: LLTokenizer) -> LLMatcher:
     matcher = LLMatcher(tokenizer, grammar, limits=limits, log_level=0)
     matcher.compute_bitmask()
     return matcher
+
+
+def readable(message: str) -> str:
+    """Return an error message of llguidance without the parts that do not help users."""
+    return _NOISE.sub("", message).strip()
 
 
 def _choices(texts: Sequence[str]) -> str:

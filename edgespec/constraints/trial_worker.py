@@ -1,7 +1,7 @@
 """Script that compiles constraints in a child process, to find out which ones crash it or take too long.
 
-The script reads constraints from stdin until it is closed: one JSON array per line, with the option and the
-text. It writes an empty line after each one that it survived.
+The script reads constraints from stdin until it is closed: one JSON array per line, with the option, the text
+and the maximum CPU time in seconds. It writes an empty line after each one that it survived.
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ import sys
 import threading
 from contextlib import suppress
 
-__all__ = ["CPU_SECONDS", "main"]
+__all__ = ["main"]
 
-# Maximum CPU time in seconds for compiling a constraint. A schema of 250,000 characters takes about 1 second.
-CPU_SECONDS = 5.0
-# Address space of this process. Python and llguidance need about 200 MiB, of which they use a tenth.
-_MEMORY_BYTES = 512 << 20
+# Address space of this process. Python and llguidance need about 220 MiB, of which they use a sixth.
+_MEMORY_BYTES = 384 << 20
 # The stack on which constraints are compiled. Those of the threads that compile them later are larger, so a
-# constraint that fits here cannot overflow them. About 200 rules that use each other fit.
-_STACK_BYTES = 1 << 20
+# constraint that fits here cannot overflow them. About 400 rules fit, each of which uses the next one.
+_STACK_BYTES = 2 << 20
 
 
 def main() -> None:
@@ -39,8 +37,8 @@ def _compile_all() -> None:
 
     tokenizer = LLTokenizer("byte")
     for line in sys.stdin:
-        option, text = json.loads(line)
-        _limit_cpu_time(CPU_SECONDS)
+        option, text, cpu_seconds = json.loads(line)
+        _limit_cpu_time(cpu_seconds)
         with suppress(ValueError):
             new_matcher(option, text, tokenizer)
         _limit_cpu_time(0)

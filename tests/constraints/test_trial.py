@@ -48,16 +48,16 @@ def test_deep_nesting_is_refused(make: Callable[[int], Constraint]) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no limit for CPU time")
-def test_slow_constraints_are_refused() -> None:
-    with pytest.raises(OptionError, match="more than 5 seconds"):
-        COMPILER.check(Constraint("schema", json.dumps({"type": "integer", "multipleOf": 999_983})))
+def test_slow_constraints_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgespec.constraints.trial._CPU_SECONDS", 0.1)
+    with pytest.raises(OptionError, match=r"more than 0\.1 seconds"):
+        COMPILER.check(Constraint("regex", "((((a{100}){100}){100}){100})"))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the memory of processes")
-def test_constraints_that_need_much_memory_are_refused() -> None:
-    hungry = "".join(f"(?:a{index % 10}|b)?" for index in range(12_000))
-    with pytest.raises(OptionError, match="needs too much memory"):
-        COMPILER.check(Constraint("regex", hungry))
+def test_errors_contain_no_stack_frames() -> None:
+    with pytest.raises(OptionError, match="panic") as caught:
+        COMPILER.check(Constraint("grammar", 'start: text "x"\ntext[lazy]: /(.|\\n)*/'))
+    assert "backtrace" not in caught.value.what
 
 
 def test_thousands_of_choices() -> None:
