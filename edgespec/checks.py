@@ -57,7 +57,7 @@ def check_number(name: str, value: object, allowed: str) -> float:
         return float(value)
     except OverflowError:
         # Integers can be larger than any float. Like infinity, they are out of every range.
-        return math.inf if math.trunc(value) > 0 else -math.inf
+        return math.inf if int(value) > 0 else -math.inf
 
 
 def parse_size(name: str, value: str | int) -> int:
