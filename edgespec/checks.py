@@ -56,8 +56,8 @@ def check_number(name: str, value: object, allowed: str) -> float:
     try:
         return float(value)
     except OverflowError:
-        # Integers can be larger than any float. Like infinity, they are out of every range.
-        return math.inf if int(value) > 0 else -math.inf
+        # Integers can be larger than any float. NaN is also outside of all ranges.
+        return math.nan
 
 
 def parse_size(name: str, value: str | int) -> int:
