@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from numbers import Real
@@ -52,7 +53,11 @@ def check_number(name: str, value: object, allowed: str) -> float:
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise OptionError(f"{name} must be a number {allowed}, not {value!r}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        # Integers can be larger than any float. NaN is also outside of all ranges.
+        return math.nan
 
 
 def parse_size(name: str, value: str | int) -> int:

@@ -1,4 +1,4 @@
-"""Parsing of memory sizes."""
+"""Checks of option values."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 
 from edgespec.checks import parse_size
 from edgespec.errors import OptionError
+from edgespec.options import REPLY_OPTIONS
 
 
 @pytest.mark.parametrize(
@@ -56,3 +57,10 @@ def test_parse_size(text: str | int, size: int) -> None:
 def test_invalid_sizes_are_refused(text: str | int) -> None:
     with pytest.raises(OptionError, match="^memory "):
         parse_size("memory", text)
+
+
+@pytest.mark.parametrize("number", [10**400, -(10**400)])
+def test_integers_larger_than_any_float_are_refused(number: int) -> None:
+    for name, value in (("temperature", number), ("adapter_scales", {"style": number})):
+        with pytest.raises(OptionError, match="must be a number from"):
+            REPLY_OPTIONS[name].check(name, value)

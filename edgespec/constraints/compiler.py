@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from edgespec.backends.base import Vocabulary
 from edgespec.constraints.answer_start import AnswerStart
+from edgespec.constraints.matcher import new_matcher, readable, text_of
 from edgespec.constraints.processor import ConstraintProcessor
 from edgespec.constraints.specification import Constraint
 from edgespec.constraints.tokenizer import ConstraintTokenizer
+from edgespec.constraints.trial import ConstraintTrial
 from edgespec.errors import OptionError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
-    from llguidance._lib import JsonCompileOptions
 
 __all__ = ["ConstraintCompiler"]
 
-# Maximum length of a constraint, in characters. Compiling one of this length takes a few seconds at most.
+# Maximum length of a constraint, in characters.
 _MAX_CHARACTERS = 1 << 18
 # Maximum length of a text quoted in an error message, in characters.
 _MAX_SHOWN_CHARACTERS = 300
@@ -59,6 +59,7 @@ class ConstraintCompiler:
     def __init__(self, vocabulary: Vocabulary, vocab_size: int) -> None:
         self._vocabulary, self._vocab_size = vocabulary, vocab_size
         self._compiled: dict[Constraint, LLMatcher] = {}
+        self._trial = ConstraintTrial()
         self._lock = threading.Lock()
 
     @cached_property
@@ -106,49 +107,27 @@ class ConstraintCompiler:
         return matcher
 
     def _compile(self, constraint: Constraint) -> LLMatcher:
-        from llguidance import LLMatcher, LLParserLimits
-
-        # Write JSON on one line, as Python's `json.dumps` does. With more whitespace, a model could write
-        # whitespace forever.
-        style: JsonCompileOptions = {
-            "whitespace_flexible": False,
-            "item_separator": ", ",
-            "key_separator": ": ",
-        }
-        grammars: dict[str, Callable[[str], str]] = {
-            "schema": lambda text: LLMatcher.grammar_from_json_schema(text, overrides=style),
-            "regex": LLMatcher.grammar_from_regex,
-            "grammar": LLMatcher.grammar_from_lark,
-            "choice": LLMatcher.grammar_from_lark,
-        }
-        text = _choices(constraint.value) if constraint.option == "choice" else constraint.value
+        option, text, kind = constraint.option, text_of(constraint), _KINDS[constraint.option]
         if len(text) > _MAX_CHARACTERS:
-            name = _KINDS[constraint.option].name
             raise OptionError(
-                f"the {name} has {len(text):,} characters, more than the limit of {_MAX_CHARACTERS:,}",
+                f"the {kind.name} has {len(text):,} characters, more than the limit of {_MAX_CHARACTERS:,}",
                 "use a shorter one",
             )
-        tokenizer = self._tokenizer.for_llguidance
+        if problem := self._trial.problem(option, text):
+            raise OptionError(f"the {kind.name} cannot be used: {problem}", "use a simpler one")
         try:
-            grammar = grammars[constraint.option](text)
-            limits = LLParserLimits(verbose_errors=False)
-            matcher = LLMatcher(tokenizer, grammar, limits=limits, log_level=0)
-            matcher.compute_bitmask()
+            matcher = new_matcher(option, text, self._tokenizer.for_llguidance)
             message = matcher.get_error()
         except ValueError as error:
             message = str(error)
         if message:
-            raise _refused(constraint.option, text, message)
+            raise _refused(option, text, message)
         return matcher
-
-
-def _choices(texts: Sequence[str]) -> str:
-    return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
 
 
 def _refused(option: str, text: str, message: str) -> OptionError:
     """Convert llguidance's error message about a constraint to an OptionError."""
-    kind, message = _KINDS[option], message.replace("<non-verbose/>", "").strip()
+    kind, message = _KINDS[option], readable(message)
     if option == "grammar" and _GBNF_RULE.search(text):
         return OptionError(
             "this looks like llama.cpp's GBNF, but edgespec needs a grammar in Lark's format",

@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.constraints.answer_start import Answer, AnswerStart, Gap, Opening, Phase, Unconstrained
+from edgespec.constraints.matcher import readable
 from edgespec.constraints.tokenizer import ConstraintTokenizer
 from edgespec.engine.processors import Candidates, LogitsProcessor
-from edgespec.errors import BackendError
+from edgespec.errors import OptionError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -163,10 +164,10 @@ class ConstraintProcessor(LogitsProcessor):
         return consumed
 
     def _check(self) -> None:
-        """Raise BackendError if the matcher has reached one of its limits and can no longer be used."""
+        """Raise OptionError if the matcher has reached one of its limits and can no longer be used."""
         if self._matcher.is_error():
-            message = self._matcher.get_error().replace("<non-verbose/>", "").strip()
-            raise BackendError(
+            message = readable(self._matcher.get_error())
+            raise OptionError(
                 f"the constraint became too complex while the reply was being generated ({message})",
                 "use a simpler schema, regular expression or grammar",
             )

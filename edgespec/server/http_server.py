@@ -137,13 +137,19 @@ class _TimedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        cycle: RequestResponseCycle | None = self.cycle
-        if cycle and not cycle.response_complete:
+        if self._is_busy():
             self._stop_timer()
 
     def on_response_complete(self) -> None:
+        # This starts the next request if the client has already sent it.
         super().on_response_complete()
-        self._start_timer()
+        if not self._is_busy():
+            self._start_timer()
+
+    def _is_busy(self) -> bool:
+        """Whether the headers of a request have arrived, and its response is not complete."""
+        cycle: RequestResponseCycle | None = self.cycle
+        return bool(cycle and not cycle.response_complete)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.constraints import Constraint, ConstraintCompiler, ConstraintProcessor
-from edgespec.errors import BackendError, CapabilityError, OptionError
+from edgespec.errors import CapabilityError, OptionError
 from tests.constraints.vocabularies import END, ByteVocabulary
 
 PIECES = (b'{"', b'": ', b'", "', b"name", b"true", b"ab", b"abc", b"  ", b"\n\n", b"12")
@@ -301,5 +301,5 @@ class TestRefused:
         try:
             for _ in range(100):
                 constrained.push(int(rng.choice(allowed(constrained))))
-        except BackendError as error:
+        except OptionError as error:
             assert "too complex" in error.what  # noqa: PT017

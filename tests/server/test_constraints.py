@@ -82,7 +82,7 @@ def test_edgespecs_own_constraints(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"response_format": {"type": "json_schema"}}, "add it"),
+        ({"response_format": {"type": "json_schema"}}, "add response_format.json_schema"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"regex": "("}, "regex"),
         ({"schema": {"type": 5}}, ""),
@@ -140,3 +140,19 @@ def test_hostile_schemas_do_not_stop_the_server(http: httpx.Client) -> None:
     reply = http.post("/v1/chat/completions", json={"messages": MESSAGES, "schema": nested, "max_tokens": 2})
     assert reply.status_code in (200, 400)
     assert http.get("/health").status_code == 200
+
+
+def test_constraints_that_crash_llguidance_do_not_stop_the_server(http: httpx.Client) -> None:
+    definitions = {f"d{index}": {"$ref": f"#/$defs/d{index + 1}"} for index in range(3000)}
+    schema = {"$defs": {**definitions, "d3000": {"type": "null"}}, "$ref": "#/$defs/d0"}
+    reply = http.post("/v1/chat/completions", json={"messages": MESSAGES, "schema": schema})
+    assert reply.status_code == 400
+    assert "nested too deeply" in reply.json()["error"]["message"]
+    assert http.get("/health").status_code == 200
+
+
+def test_a_constraint_that_becomes_too_complex_is_an_error_of_the_request(http: httpx.Client) -> None:
+    endless = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+    reply = http.post("/v1/chat/completions", json={"messages": MESSAGES, "schema": endless})
+    assert reply.status_code == 400
+    assert "too complex" in reply.json()["error"]["message"]

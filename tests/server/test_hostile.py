@@ -70,6 +70,14 @@ def test_slow_headers_of_a_second_request_are_cut_off(victim: HttpServer) -> Non
         assert received(client) in (b"", b'{"status": "ok", "loaded": ["demo"]}')
 
 
+def test_a_request_sent_before_the_last_reply_is_not_cut_off(victim: HttpServer) -> None:
+    body = {"prompt": "To list files", "max_tokens": 400, "method": "none", "logit_bias": {"0": -100}}
+    with connect(victim) as client:
+        long = request(json.dumps({**body, "n": 4, "regex": "[a-z]{390}"}).encode(), path=b"/v1/completions")
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" + long)
+        assert received(client).count(b"HTTP/1.1 200") == 2
+
+
 def test_slow_bodies_are_refused(victim: HttpServer) -> None:
     with connect(victim) as client:
         client.sendall(request(BODY[:20], len(BODY)))

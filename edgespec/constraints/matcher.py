@@ -1,0 +1,68 @@
+"""Create llguidance's matchers, which decide which tokens a constraint allows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from edgespec.constraints.specification import Constraint
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
+
+__all__ = ["new_matcher", "readable", "text_of"]
+
+# Matches a mark in llguidance's messages, and the stack frames at their end.
+_NOISE = re.compile(r"<non-verbose/>|<backtrace>.*", re.DOTALL)
+# Write JSON on one line, as Python's `json.dumps` does. With more whitespace, a model could write whitespace
+# forever.
+_STYLE: JsonCompileOptions = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
+
+
+def text_of(constraint: Constraint) -> str:
+    """Return the text that llguidance compiles."""
+    return _choices(constraint.value) if constraint.option == "choice" else constraint.value
+
+
+def new_matcher(option: str, text: str, tokenizer: LLTokenizer) -> LLMatcher:
+    """Return a matcher at the start of the reply. It can have an error (`get_error`).
+
+    This can crash the process, or take minutes. See `trial.py`.
+
+    Args:
+        option: The option of the constraint.
+        text: The text from `text_of`.
+        tokenizer: The vocabulary.
+
+    Raises:
+        ValueError: llguidance refuses the constraint.
+    """
+    from llguidance import LLMatcher, LLParserLimits
+
+    match option:
+        case "schema":
+            grammar = LLMatcher.grammar_from_json_schema(text, overrides=_STYLE)
+        case "grammar":
+            grammar = LLMatcher.grammar_from_lark(text)
+        case _:
+            grammar = LLMatcher.grammar_from_regex(text)
+    limits = LLParserLimits(verbose_errors=False)
+    matcher = LLMatcher(tokenizer, grammar, limits=limits, log_level=0)
+    matcher.compute_bitmask()
+    return matcher
+
+
+def readable(message: str) -> str:
+    """Return an error message of llguidance without the parts that do not help users."""
+    return _NOISE.sub("", message).strip()
+
+
+def _choices(texts: Sequence[str]) -> str:
+    """Return the regular expression that matches the texts. A grammar can have only 2,000 alternatives."""
+    return "|".join(re.escape(text) for text in texts)

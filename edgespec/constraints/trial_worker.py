@@ -1,0 +1,62 @@
+"""Script that compiles constraints in a child process, to find out which ones crash it or take too long.
+
+The script reads constraints from stdin until it is closed: one JSON array per line, with the option, the text
+and the maximum CPU time in seconds. It writes an empty line after each one that it survived.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+from contextlib import suppress
+
+__all__ = ["main"]
+
+# Address space of this process. Python and llguidance need about 220 MiB, of which they use a sixth.
+_MEMORY_BYTES = 384 << 20
+# The stack on which constraints are compiled. Those of the threads that compile them later are larger, so a
+# constraint that fits here cannot overflow them. About 400 rules fit, each of which uses the next one.
+_STACK_BYTES = 2 << 20
+
+
+def main() -> None:
+    """Compile constraints until stdin is closed."""
+    _limit_memory()
+    threading.stack_size(_STACK_BYTES)
+    thread = threading.Thread(target=_compile_all)
+    thread.start()
+    thread.join()
+
+
+def _compile_all() -> None:
+    from llguidance import LLTokenizer
+
+    from edgespec.constraints.matcher import new_matcher
+
+    tokenizer = LLTokenizer("byte")
+    for line in sys.stdin:
+        option, text, cpu_seconds = json.loads(line)
+        _limit_cpu_time(cpu_seconds)
+        with suppress(ValueError):
+            new_matcher(option, text, tokenizer)
+        _limit_cpu_time(0)
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+
+
+def _limit_memory() -> None:
+    if sys.platform != "win32":
+        import resource
+
+        # macOS does not support this limit.
+        with suppress(OSError, ValueError):
+            limit = (_MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1])
+            resource.setrlimit(resource.RLIMIT_AS, limit)
+
+
+def _limit_cpu_time(seconds: float) -> None:
+    """End this process after `seconds` of CPU time, even during a native call. 0 removes the limit."""
+    if sys.platform != "win32":
+        signal.setitimer(signal.ITIMER_PROF, seconds)

@@ -1,0 +1,92 @@
+"""Constraints that crash llguidance or take minutes are refused, and end nothing but the trial."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+from edgespec.constraints import Constraint, ConstraintCompiler
+from edgespec.constraints.trial import ConstraintTrial
+from edgespec.errors import CapabilityError, OptionError
+from tests.constraints.vocabularies import END, ByteVocabulary
+
+VOCABULARY = ByteVocabulary(())
+COMPILER = ConstraintCompiler(VOCABULARY, VOCABULARY.size)
+
+
+def rules(count: int) -> Constraint:
+    """A grammar whose rules use each other."""
+    lines = [f'r{index}: r{index + 1} "a"' for index in range(count)]
+    return Constraint("grammar", "\n".join(["start: r0", *lines, f'r{count}: "x"']))
+
+
+def references(count: int) -> Constraint:
+    """A schema whose definitions refer to each other."""
+    definitions = {f"d{index}": {"$ref": f"#/$defs/d{index + 1}"} for index in range(count)}
+    schema = {"$defs": {**definitions, f"d{count}": {"type": "null"}}, "$ref": "#/$defs/d0"}
+    return Constraint("schema", json.dumps(schema))
+
+
+def terminals(count: int) -> Constraint:
+    """A grammar with a regular expression that is nested deeply."""
+    lines = [f'R{index}: R{index + 1} "a"' for index in range(count)]
+    return Constraint("grammar", "\n".join(["start: R0", *lines, f'R{count}: "x"']))
+
+
+@pytest.mark.parametrize("make", [rules, references, terminals])
+def test_deep_nesting_is_refused(make: Callable[[int], Constraint]) -> None:
+    COMPILER.check(make(60))
+    with pytest.raises(OptionError, match="nested too deeply"):
+        COMPILER.check(make(10_000 if make is terminals else 4_000))
+    COMPILER.check(make(60))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no limit for CPU time")
+def test_slow_constraints_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgespec.constraints.trial._CPU_SECONDS", 0.1)
+    with pytest.raises(OptionError, match=r"more than 0\.1 seconds"):
+        COMPILER.check(Constraint("regex", "((((a{100}){100}){100}){100})"))
+
+
+def test_errors_contain_no_stack_frames() -> None:
+    with pytest.raises(OptionError, match="panic") as caught:
+        COMPILER.check(Constraint("grammar", 'start: text "x"\ntext[lazy]: /(.|\\n)*/'))
+    assert "backtrace" not in caught.value.what
+
+
+def test_thousands_of_choices() -> None:
+    choices = tuple(f"{index} (a|b) #é" for index in range(9_000))
+    processor = COMPILER.processor(Constraint("choice", choices), [END])
+    for token in VOCABULARY.tokenize("8999 (a|b) #é", special=False, start=False):
+        processor.push(token)
+    assert processor.forced_tokens(4) == [END]
+
+
+def test_the_process_ends_with_the_trial() -> None:
+    others = set(psutil.Process().children())
+    trial = ConstraintTrial()
+    assert trial.problem("regex", "a") == ""
+    (child,) = set(psutil.Process().children()) - others
+    del trial
+    assert not child.is_running()
+
+
+def test_a_dead_process_is_replaced() -> None:
+    trial = ConstraintTrial()
+    assert trial.problem("regex", "a") == ""
+    assert trial._process
+    os.kill(trial._process.pid, signal.SIGTERM)
+    trial._process.wait()
+    assert trial.problem("regex", "b") == ""
+
+
+def test_without_an_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "")
+    with pytest.raises(CapabilityError, match="no Python interpreter"):
+        ConstraintTrial().problem("regex", "a")
