@@ -65,7 +65,7 @@ def command(client: str | None, write: bool, model: str | None, url: str, api_ke
     use = chosen.use.format(path=shlex.quote(str(path)))
     if write and path is None:
         raise OptionError(f"--write cannot configure {client}", f"without --write, {use}")
-    text = chosen.configuration(Server(url, model or _own_model(url, api_key), api_key or "edgespec"))
+    text = chosen.configuration(_server(url, model, api_key))
     if write and path:
         _write(path, text, chosen.shared)
         click.echo(printable(f"To use it, {use}"))
@@ -76,18 +76,32 @@ def command(client: str | None, write: bool, model: str | None, url: str, api_ke
     note(f"to use it, {use}")
 
 
-def _own_model(url: str, api_key: str | None) -> str:
-    """Return the name of the model that a running server uses for requests that name none."""
+def _server(url: str, model: str | None, api_key: str | None) -> Server:
+    """Return the server to use, with its model and context length if it runs.
+
+    Args:
+        url: Its address.
+        model: The model to use. None for the one that the server uses for requests that name none.
+        api_key: Its API key.
+
+    Raises:
+        EdgespecError: The server does not answer, although `model` is None.
+    """
     import httpx2
 
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    key = api_key or "edgespec"
     try:
         # A proxy for the internet would not find a server on this machine.
         reply = httpx2.get(f"{url}/v1/models", headers=headers, timeout=_CONNECT_SECONDS, trust_env=False)
         if reply.status_code == 401:
             raise EdgespecError(f"the server at {url} needs an API key", "pass --api-key")
-        return str(reply.raise_for_status().json()["data"][0]["id"])
-    except (httpx2.HTTPError, httpx2.InvalidURL, ValueError, LookupError, TypeError) as error:
+        known = reply.raise_for_status().json()["data"]
+        chosen = next(each for each in known if model in (None, each["id"]))
+        return Server(url, str(chosen["id"]), key, chosen["meta"]["n_ctx"])
+    except (httpx2.HTTPError, httpx2.InvalidURL, ValueError, LookupError, TypeError, StopIteration) as error:
+        if model is not None:
+            return Server(url, model, key)
         raise EdgespecError(
             f"no edgespec server answers at {url}",
             "start it with `edgespec serve`, or pass its address with --url or the model with --model",

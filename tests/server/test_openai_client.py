@@ -164,7 +164,11 @@ def test_too_long_prompts_report_the_sizes(client: openai.OpenAI, stream: bool) 
     body: Any = error.value.body
     assert body["n_ctx"] == 1024
     assert body["n_prompt_tokens"] > 1024
-    advice = "but the context holds only 1,?024; shorten it, or start the server with a larger --context$"
+    # LiteLLM and opencode recognise the error by its second part.
+    advice = (
+        "but the context holds only 1,?024; this model's maximum context length is 1024 tokens, so shorten it,"
+        " or start the server with a larger --context$"
+    )
     assert re.search(advice, error.value.message)
 
 
