@@ -104,8 +104,8 @@ def _context_error(error: ContextFullError) -> ApiError:
     # Programs such as opencode, and those that use LiteLLM, look for OpenAI's words about the maximum context
     # length, to shorten the conversation.
     message = (
-        f"{error.what}; this model's maximum context length is {error.context_tokens} tokens, so shorten it, or"
-        " start the server with a larger --context"
+        f"{error.what}; this model's maximum context length is {error.context_tokens} tokens, so shorten it,"
+        " or start the server with a larger --context"
     )
     details = {"n_prompt_tokens": error.prompt_tokens, "n_ctx": error.context_tokens}
     return ApiError(400, message, kind, code, "messages", details)

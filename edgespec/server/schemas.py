@@ -56,7 +56,11 @@ def _is_combined(schema: Mapping[str, Any]) -> bool:
     """Return whether several schemas apply to the same object."""
     combining = [name for name in _COMBINING if name in schema]
     several = isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1
-    return several or len(combining) + ("properties" in schema) > 1 or any(each in schema for each in _CONDITIONS)
+    return (
+        several
+        or len(combining) + ("properties" in schema) > 1
+        or any(each in schema for each in _CONDITIONS)
+    )
 
 
 def _closed(schema: Any) -> Any:
@@ -78,7 +82,7 @@ def _closed(schema: Any) -> Any:
 
 
 def _can_close(schema: Mapping[str, Any]) -> bool:
-    """Return whether a schema names properties, does not say whether others are allowed, and needs no others."""
+    """Return whether a schema names all properties that it needs, and does not mention any others."""
     properties, required = schema.get("properties"), schema.get("required", [])
     if not isinstance(properties, Mapping) or not properties or any(name in schema for name in _OTHERS):
         return False

@@ -90,7 +90,12 @@ def test_configurations_name_the_server_and_its_model(run: Run, name: str, conne
     result = run("launch", name, *connection)
     assert result.exit_code == 0, result.output
     text = result.stdout
-    parse = {"codex": tomllib.loads, "claude-code": json.loads, "zed": json.loads, "opencode": json.loads}.get(name, yaml.safe_load)
+    parse = {
+        "codex": tomllib.loads,
+        "claude-code": json.loads,
+        "zed": json.loads,
+        "opencode": json.loads,
+    }.get(name, yaml.safe_load)
     values = json.dumps(parse(text))
     assert connection[1] in values
     if name != "zed":  # It asks the server for the models, and its settings cannot contain a key.
@@ -114,7 +119,13 @@ def test_written_files_are_private_and_old_ones_are_copied(run: Run, own_home: P
         assert result.exit_code == 0, result.output
         return result.output
 
-    for variable in ("LLM_USER_PATH", "CODEX_HOME", "CLAUDE_CONFIG_DIR", "CONTINUE_GLOBAL_DIR", "XDG_CONFIG_HOME"):
+    for variable in (
+        "LLM_USER_PATH",
+        "CODEX_HOME",
+        "CLAUDE_CONFIG_DIR",
+        "CONTINUE_GLOBAL_DIR",
+        "XDG_CONFIG_HOME",
+    ):
         assert variable not in os.environ
     get_path = CLIENTS[name].path
     assert get_path

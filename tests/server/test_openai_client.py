@@ -166,8 +166,8 @@ def test_too_long_prompts_report_the_sizes(client: openai.OpenAI, stream: bool) 
     assert body["n_prompt_tokens"] > 1024
     # LiteLLM and opencode recognise the error by its second part.
     advice = (
-        "but the context holds only 1,?024; this model's maximum context length is 1024 tokens, so shorten it,"
-        " or start the server with a larger --context$"
+        "but the context holds only 1,?024; this model's maximum context length is 1024 tokens, so shorten"
+        " it, or start the server with a larger --context$"
     )
     assert re.search(advice, error.value.message)
 

@@ -44,7 +44,7 @@ def _request(body: AnthropicMessageRequest) -> ReplyRequest:
         # Anthropic's client then sends the whole conversation.
         raise ApiError(
             404,
-            "the server keeps no conversations; leave thread out, and send the whole conversation in messages",
+            "the server keeps no conversations; leave thread out, and send the whole one in messages",
             param="thread",
             details={"details": {"error_code": "thread_not_found"}},
         )

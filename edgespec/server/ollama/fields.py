@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from edgespec.server.errors import invalid_request
-from edgespec.server.fields import Ignored, ReplyFields, RequestFields, reply_options
+from edgespec.server.fields import Ignored, ReplyFields, reply_options
 from edgespec.server.schemas import without_other_properties
 
 __all__ = ["OllamaFields", "OllamaOptions", "ignored_fields", "options_of", "refuse_images"]
@@ -65,7 +65,9 @@ class OllamaFields(ReplyFields):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
         default=None, description="Number of the most likely tokens to return at each position."
     )
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = Field(default=None, description="Like num_predict.")
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="Like num_predict."
+    )
     keep_alive: Ignored
     shift: Ignored
     truncate: Ignored

@@ -1,4 +1,4 @@
-"""`POST /v1/responses`. Each request contains the whole conversation, or refers to items of earlier responses."""
+"""`POST /v1/responses`. Requests contain the whole conversation, or refer to items of earlier responses."""
 
 from __future__ import annotations
 

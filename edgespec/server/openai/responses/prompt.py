@@ -43,7 +43,9 @@ def chat_prompt(body: ResponsesRequest, stored_items: StoredItems) -> ChatPrompt
     else:
         for index, item in enumerate(body.input):
             place = f"input.{index}"
-            _add(messages, place, _stored(place, item, stored_items) if item.type == "item_reference" else item)
+            _add(
+                messages, place, _stored(place, item, stored_items) if item.type == "item_reference" else item
+            )
     tools = [_tool(tool) for tool in body.tools or () if tool.get("type") == "function"]
     return ChatPrompt.from_messages(messages, tools, _tool_choice(body.tool_choice))
 
@@ -55,8 +57,8 @@ def _stored(place: str, reference: InputItem, stored_items: StoredItems) -> Inpu
     if item is None:
         raise ApiError(
             404,
-            f"{place} refers to the item {(reference.id or '')[:100]}, but the server keeps only items of its latest"
-            " responses; send the items themselves, which clients do with store: false",
+            f"{place} refers to the item {(reference.id or '')[:100]}, but the server keeps only items of"
+            " its latest responses; send the items themselves, which clients do with store: false",
             code="item_not_found",
             param=place,
         )
