@@ -27,8 +27,8 @@ class Server:
         url: Its address, without a path.
         model: The model that the program should name.
         key: The API key. Programs insist on one, so it is any text if the server needs none.
-        context_tokens: The model's context length, by which agents know when to shorten the conversation. None
-            if the server does not run.
+        context_tokens: The model's context length, from which agents know when to shorten the
+            conversation. None if the server does not run.
     """
 
     url: str
