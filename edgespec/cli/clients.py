@@ -226,9 +226,9 @@ CLIENTS: Mapping[str, Client] = {
         _in_home("opencode/edgespec.json", "XDG_CONFIG_HOME", ".config"),
     ),
     "continue": Client(
-        "coding assistant in VS Code and JetBrains",
+        "coding assistant in VS Code, JetBrains and the terminal",
         _continue,
-        "choose the model edgespec in Continue",
+        "choose the model edgespec in Continue, or run cn --config {path}",
         _in_home("models/edgespec.yaml", "CONTINUE_GLOBAL_DIR", ".continue"),
     ),
     "zed": Client(
