@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from edgespec.assembly.loading import load
     from edgespec.assembly.preview import Preview, plan
-    from edgespec.backends.base import Capabilities, ModelFacts
+    from edgespec.backends.model_facts import Capabilities, ModelFacts
     from edgespec.chat.message import Message
     from edgespec.chat.tool_calls.calls import ToolCall, ToolCallDelta
     from edgespec.conversation import Chat
@@ -67,7 +67,7 @@ __version__ = "0.2.0"
 _HOMES = {
     "edgespec.assembly.loading": ("load",),
     "edgespec.assembly.preview": ("Preview", "plan"),
-    "edgespec.backends.base": ("Capabilities", "ModelFacts"),
+    "edgespec.backends.model_facts": ("Capabilities", "ModelFacts"),
     "edgespec.chat.message": ("Message",),
     "edgespec.chat.tool_calls.calls": ("ToolCall", "ToolCallDelta"),
     "edgespec.conversation": ("Chat",),

@@ -80,7 +80,7 @@ class Chat:
         return self._answer([*self.messages, Message("user", text)], options)
 
     def ask(self, text: str, **options: Any) -> Reply:
-        """Send the user's message `text` and return the finished reply. `options` are those of `stream`."""
+        """Send a message and return the finished reply. Takes the same arguments as `stream`."""
         return self.stream(text, **options).wait()
 
     def regenerate(self, **options: Any) -> ReplyStream:

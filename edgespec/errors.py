@@ -1,4 +1,4 @@
-"""The exceptions that edgespec raises. Each message says what failed, with which value, and what to do."""
+"""The exceptions that edgespec raises. Each message says what failed, the value, and what to do."""
 
 from __future__ import annotations
 

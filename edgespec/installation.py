@@ -40,5 +40,5 @@ def setup_command(packages: str = "") -> str:
 
 
 def pip_command(*arguments: str) -> str:
-    """Return a pip command that changes the Python environment in which edgespec runs."""
+    """Return a pip command that changes edgespec's own Python environment."""
     return shlex.join([sys.executable, "-m", "pip", "install", *arguments])

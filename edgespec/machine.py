@@ -34,8 +34,8 @@ class MlxInfo:
         metal: Whether MLX supports Metal here.
         cuda: Whether MLX supports CUDA here.
         working_set_bytes: Metal's recommended GPU memory limit. 0 without Metal.
-        problem: Why MLX is missing or cannot be loaded, in which case the other attributes are empty. Empty
-            if MLX works.
+        problem: Why MLX is missing or cannot be loaded. If set, the other attributes are empty. Empty if MLX
+            works.
     """
 
     version: str = ""

@@ -10,7 +10,7 @@ __all__ = ["DRAFTER_NAMES", "DRAFT_MODEL_USERS", "HEADS", "SELF_DRAFTS", "parse_
 # Drafters that run a head, a small network that reads the target's hidden states.
 HEADS = ("mtp", "eagle", "dflash", "medusa", "hydra")
 
-# The names of all drafters, in the order in which their drafts are merged.
+# The names of all drafters, in the order their drafts are merged.
 DRAFTER_NAMES = ("layerskip", "lowbit", "swift", *HEADS, "model", "lookahead", "grammar", "suffix", "ngram")
 # Drafters that use the target's own weights and KV cache. A method can include at most one of them.
 SELF_DRAFTS = ("layerskip", "lowbit", "swift")

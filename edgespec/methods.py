@@ -10,7 +10,8 @@ from edgespec.auto.combined_drafter import CombinedDrafter
 from edgespec.auto.controller import AutoConfig, AutoController
 from edgespec.auto.loss_limit import LossLimit
 from edgespec.auto.text_kind import text_kind
-from edgespec.backends.base import Capabilities, LanguageModel
+from edgespec.backends.base import LanguageModel
+from edgespec.backends.model_facts import Capabilities
 from edgespec.costs.curve import CostFunction, assumed_cost
 from edgespec.costs.pass_limits import PassLimits
 from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
-from edgespec.backends.base import ModelFacts, Progress
+from edgespec.backends.base import Progress
+from edgespec.backends.model_facts import ModelFacts
 from edgespec.constraints import Constraint, constraint_from
 from edgespec.engine.processors import LogitsProcessor
 from edgespec.engine.sampling_params import SamplingParams

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import ModelFacts
+from edgespec.backends.model_facts import ModelFacts
 from edgespec.files import (
     data_folder,
     delete_files,

@@ -108,7 +108,21 @@ class Session:
         """Return how many of the first `tokens` are in the target's KV cache. Call it between replies."""
         return self._target_cache.common_tokens(tokens)
 
-    def start(
+    def cached_prefixes(self) -> list[list[int]]:
+        """Return the token sequences in the prefix cache."""
+        return [tokens.tolist() for tokens in self.prefix_cache.sequences()] if self.prefix_cache else []
+
+    def start(self, request: Request) -> None:
+        """Reserve this session for a reply. Read its `steps` next, then call `end`.
+
+        Raises:
+            BusyError: Another reply is running.
+            ClosedError: The session was closed.
+        """
+        self._start(request)
+        ACTIVE_REPLIES.add(request)
+
+    def steps(
         self,
         request: Request,
         *,
@@ -117,22 +131,86 @@ class Session:
         stats: Stats,
         progress: Progress | None = None,
     ) -> Iterator[Step]:
-        """Start a reply and return its steps. Read them with `next_step`, then call `end`.
+        """Yield the steps of a started reply: prefill the prompt, then decode. Read them with `next_step`.
 
         Args:
-            request: The request. Its prompt must fit in the context.
+            request: The request that was passed to `start`. Its prompt must fit in the context.
             is_stop: Called with every emitted token. Returns True if the reply ends with this token.
             is_cancelled: Called between target passes.
             stats: Statistics to update.
             progress: Called during prefill.
-
-        Raises:
-            BusyError: Another reply is running.
-            ClosedError: The session was closed.
         """
-        self._start(request)
-        ACTIVE_REPLIES.add(request)
-        return self._steps(request, is_stop, lambda: self._stopping or is_cancelled(), stats, progress)
+
+        def must_stop() -> bool:
+            return self._stopping or is_cancelled()
+
+        drafter, _ = self.drafters.choose(request.method, constrained=request.constraint is not None)
+        tokens = list(request.tokens)
+        self._idle_drafters = ()
+        started = now()
+        stats.prompt_tokens = len(tokens)
+        try:
+            if not must_stop():
+                if self._target_cache.use_adapters(request.adapter_scales):
+                    # Heads cache what they computed from hidden states of the target with other scales.
+                    self.drafters.reset()
+                room = min(request.max_tokens, MIN_ROOM_TOKENS)
+                stats.cached_prompt_tokens = self._target_cache.prepare(tokens, room, stats, progress)
+                self.target.run_ahead(drafter is None)
+                if drafter:
+                    drafter.begin(tokens)
+                    _count_draft_memory(stats, drafter)
+                    self._idle_drafters = drafters_with_idle_work(drafter)
+                self.target.pipeline_with(self.drafters.chain_model(request.method))
+        except CancelledError:
+            yield Step((), 0, "cancelled")
+            return
+        finally:
+            stats.prefill_seconds = now() - started - stats.growth_seconds
+        facts, capabilities = self.target.facts, self.target.facts.capabilities
+        is_rejection = request.acceptance == "rejection"
+        steps = decode(
+            self.target,
+            drafter,
+            Rejection(RandomDraws(request.seed)) if is_rejection else Invariant(),
+            Sampler(request.params, request.seed, tokens, request.processors),
+            tokens[-1],
+            vocab_size=facts.vocab_size,
+            max_width=capabilities.max_width,
+            max_branches=capabilities.max_branches if capabilities.tree else 1,
+            draft_length=request.max_draft_length(drafter.chooses_length) if drafter else 0,
+            max_tokens=request.max_tokens,
+            is_stop=is_stop,
+            is_cancelled=must_stop,
+            stats=stats,
+            logprobs=request.logprobs,
+        )
+        drafted_tokens, decode_seconds = 0, 0.0
+        for step in steps:
+            tokens.extend(step.tokens)
+            if step.tokens and stats.drafted_tokens == drafted_tokens:
+                step_seconds = stats.decode_seconds - decode_seconds
+                self.target_step_seconds += _STEP_WEIGHT * (step_seconds - self.target_step_seconds)
+            drafted_tokens, decode_seconds = stats.drafted_tokens, stats.decode_seconds
+            if stats.worst_case_loss is None:
+                stats.target_step_seconds = self.target_step_seconds
+            stats.busy_passes += self.target.threads < self.target.max_threads
+            if stats.ttft_seconds is None and step.tokens:
+                stats.ttft_seconds = now() - started
+            ended = step.finish_reason is not None
+            reports = ended or stats.target_passes % _PASSES_PER_REPORT == 1
+            if reports:
+                stats.threads = self.target.threads
+            if reports and isinstance(drafter, AutoController):
+                report = drafter.report()
+                stats.target_step_seconds = report.target_step_seconds
+                stats.ledger_credit_seconds, stats.worst_case_loss = report.credit_seconds, report.max_loss
+            if drafter and ended:
+                _count_draft_memory(stats, drafter)
+            yield step
+            if self.context.needs_room and not (ended or must_stop()):
+                stats.growth_seconds += self.context.make_room()
+            self.memory_pressure.check_during_reply()
 
     def next_step(self, steps: Iterator[Step]) -> Step | None:
         """Return the next step, or None after the last one, which contains the finish reason.
@@ -179,83 +257,6 @@ class Session:
     def _end_abandoned(self) -> None:
         while self._abandoned:
             self._abandoned.popleft()()
-
-    def _steps(
-        self,
-        request: Request,
-        is_stop: Callable[[int], bool],
-        is_cancelled: Callable[[], bool],
-        stats: Stats,
-        progress: Progress | None,
-    ) -> Iterator[Step]:
-        """Yield the steps of a reply: prefill the prompt, then decode, resizing the context if needed."""
-        drafter, _ = self.drafters.choose(request.method, constrained=request.constraint is not None)
-        tokens = list(request.tokens)
-        self._idle_drafters = ()
-        started = now()
-        stats.prompt_tokens = len(tokens)
-        try:
-            if not is_cancelled():
-                if self._target_cache.use_adapters(request.adapter_scales):
-                    # Heads cache what they computed from hidden states of the target with other scales.
-                    self.drafters.reset()
-                room = min(request.max_tokens, MIN_ROOM_TOKENS)
-                stats.cached_prompt_tokens = self._target_cache.prepare(tokens, room, stats, progress)
-                self.target.run_ahead(drafter is None)
-                if drafter:
-                    drafter.begin(tokens)
-                    _count_draft_memory(stats, drafter)
-                    self._idle_drafters = drafters_with_idle_work(drafter)
-                self.target.pipeline_with(self.drafters.chain_model(request.method))
-        except CancelledError:
-            yield Step((), 0, "cancelled")
-            return
-        finally:
-            stats.prefill_seconds = now() - started - stats.growth_seconds
-        facts, capabilities = self.target.facts, self.target.facts.capabilities
-        is_rejection = request.acceptance == "rejection"
-        steps = decode(
-            self.target,
-            drafter,
-            Rejection(RandomDraws(request.seed)) if is_rejection else Invariant(),
-            Sampler(request.params, request.seed, tokens, request.processors),
-            tokens[-1],
-            vocab_size=facts.vocab_size,
-            max_width=capabilities.max_width,
-            max_branches=capabilities.max_branches if capabilities.tree else 1,
-            draft_length=request.max_draft_length(drafter.chooses_length) if drafter else 0,
-            max_tokens=request.max_tokens,
-            is_stop=is_stop,
-            is_cancelled=is_cancelled,
-            stats=stats,
-            logprobs=request.logprobs,
-        )
-        drafted_tokens, decode_seconds = 0, 0.0
-        for step in steps:
-            tokens.extend(step.tokens)
-            if step.tokens and stats.drafted_tokens == drafted_tokens:
-                step_seconds = stats.decode_seconds - decode_seconds
-                self.target_step_seconds += _STEP_WEIGHT * (step_seconds - self.target_step_seconds)
-            drafted_tokens, decode_seconds = stats.drafted_tokens, stats.decode_seconds
-            if stats.worst_case_loss is None:
-                stats.target_step_seconds = self.target_step_seconds
-            stats.busy_passes += self.target.threads < self.target.max_threads
-            if stats.ttft_seconds is None and step.tokens:
-                stats.ttft_seconds = now() - started
-            ended = step.finish_reason is not None
-            reports = ended or stats.target_passes % _PASSES_PER_REPORT == 1
-            if reports:
-                stats.threads = self.target.threads
-            if reports and isinstance(drafter, AutoController):
-                report = drafter.report()
-                stats.target_step_seconds = report.target_step_seconds
-                stats.ledger_credit_seconds, stats.worst_case_loss = report.credit_seconds, report.max_loss
-            if drafter and ended:
-                _count_draft_memory(stats, drafter)
-            yield step
-            if self.context.needs_room and not (ended or is_cancelled()):
-                stats.growth_seconds += self.context.make_room()
-            self.memory_pressure.check_during_reply()
 
     def _start(self, request: object) -> None:
         if self._active_request is not None:

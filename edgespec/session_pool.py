@@ -1,15 +1,13 @@
-"""The sessions of a runtime, each of which generates one of several concurrent replies."""
+"""The sessions of a runtime. Each session generates one reply at a time."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
-from edgespec.backends.base import LanguageModel, Progress
-from edgespec.engine.loop import Step
-from edgespec.engine.stats import Stats
+from edgespec.backends.base import LanguageModel
 from edgespec.errors import BusyError, ClosedError
 from edgespec.methods import DrafterSet
 from edgespec.request import Request
@@ -30,8 +28,8 @@ class SessionPool:
     """Starts each reply in a free session. All methods can be called from any thread.
 
     Attributes:
-        sessions: The sessions. They have the same models and drafters, which share computations and cached
-            prefixes, so any of them can generate any reply.
+        sessions: The sessions. Any of them can generate any reply, because all use the same models and
+            drafters, and share cached prefixes.
     """
 
     def __init__(self, sessions: Sequence[Session]) -> None:
@@ -45,16 +43,8 @@ class SessionPool:
         """The first session, which has the same properties as all others."""
         return self.sessions[0]
 
-    def start(
-        self,
-        request: Request,
-        *,
-        is_stop: Callable[[int], bool],
-        is_cancelled: Callable[[], bool],
-        stats: Stats,
-        progress: Progress | None = None,
-    ) -> tuple[Session, Iterator[Step]]:
-        """Start a reply in the free session whose KV cache saves the most prefill. See `Session.start`.
+    def start(self, request: Request) -> Session:
+        """Reserve the free session whose KV cache saves the most prefill. See `Session.start`.
 
         Raises:
             BusyError: All sessions are generating replies.
@@ -66,18 +56,16 @@ class SessionPool:
             # If none is free, a busy one may hold an abandoned reply, which `Session.start` ends.
             sessions = [session for session in self.sessions if not session.is_busy] or self.sessions
             if len(sessions) > 1:
-                # Among equal ones, prefer the session whose last reply is the oldest.
+                # On a tie, prefer the session that has been idle the longest.
                 cached = {session: session.cached_prefix_tokens(request.tokens) for session in sessions}
                 sessions = sorted(sessions, key=lambda session: (-cached[session], session.ended_at))
             for session in sessions:
                 try:
-                    steps = session.start(
-                        request, is_stop=is_stop, is_cancelled=is_cancelled, stats=stats, progress=progress
-                    )
+                    session.start(request)
                 except BusyError as error:
                     busy = error
                 else:
-                    return session, steps
+                    return session
         if len(self.sessions) == 1:
             raise busy
         raise BusyError(

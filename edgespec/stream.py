@@ -146,7 +146,8 @@ class ReplyStream:
             raise BusyError("another thread is reading this reply", "read each reply in a single thread")
         try:
             if self._steps is None:
-                self._session, self._steps = self._sessions.start(
+                self._session = self._sessions.start(self._request)
+                self._steps = self._session.steps(
                     self._request,
                     is_stop=self._text.feed,
                     is_cancelled=self._cancelled.is_set,

@@ -13,17 +13,10 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import (
-    Capabilities,
-    EarlyExit,
-    LanguageModel,
-    ModelFacts,
-    Progress,
-    SelfDraft,
-    Snapshot,
-    Vocabulary,
-)
+from edgespec.backends.base import LanguageModel, Progress, Snapshot, Vocabulary
 from edgespec.backends.base_model import BaseModel
+from edgespec.backends.model_facts import Capabilities, ModelFacts
+from edgespec.backends.self_draft_methods import EarlyExit, SelfDraft
 from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree

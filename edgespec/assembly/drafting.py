@@ -10,16 +10,10 @@ from edgespec.assembly.pairing import LoadedDraft, ModelPair
 from edgespec.auto.controller import AutoConfig
 from edgespec.auto.live_costs import LiveCosts
 from edgespec.auto.loss_limit import LossLimits
-from edgespec.backends.base import (
-    EarlyExit,
-    LanguageModel,
-    LowBit,
-    Progress,
-    SelfDraft,
-    SkippedLayers,
-)
+from edgespec.backends.base import LanguageModel, Progress
 from edgespec.backends.optional_features import HeadModel, Skippable, Trainable
 from edgespec.backends.registry import all_files
+from edgespec.backends.self_draft_methods import EarlyExit, LowBit, SelfDraft, SkippedLayers
 from edgespec.corpus import suffix_drafter
 from edgespec.costs.curve import CostCurve, assumed_cost
 from edgespec.costs.pass_limits import PassLimits

@@ -8,7 +8,8 @@ from typing import Any, cast
 
 from edgespec.assembly.drafting_options import DraftingOptions
 from edgespec.assembly.planning import PlanRequest
-from edgespec.backends.base import Adapter, LoadOptions
+from edgespec.backends.base import LoadOptions
+from edgespec.backends.model_facts import Adapter
 from edgespec.memory import Preference, available_bytes
 from edgespec.memory.context_resize import INITIAL_CONTEXT_TOKENS
 from edgespec.options import MODEL_OPTIONS, as_bytes

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 from edgespec.assembly.drafting_options import DraftingOptions
 from edgespec.assembly.pairing import ModelPair, draft_load_options, options_in_pair
-from edgespec.backends.base import Head, LoadOptions
+from edgespec.backends.base import LoadOptions
 from edgespec.backends.memory_estimate import MemoryEstimator
+from edgespec.backends.self_draft_methods import Head
 from edgespec.catalog import Resolved, find_installed, smaller_quantisations
 from edgespec.drafters.windowed import AttentionWindow, choose_draft_window
 from edgespec.errors import EdgespecError

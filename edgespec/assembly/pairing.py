@@ -9,7 +9,8 @@ from functools import partial
 
 from edgespec.assembly.drafting_options import DraftingOptions
 from edgespec.assembly.heads import FindHead, find_heads, without_heads
-from edgespec.backends.base import Adapter, LanguageModel, LoadOptions, ModelFacts, Progress
+from edgespec.backends.base import LanguageModel, LoadOptions, Progress
+from edgespec.backends.model_facts import Adapter, ModelFacts
 from edgespec.backends.registry import Backend, same_backend
 from edgespec.backends.trial_load import TrialModel, check_loadable
 from edgespec.catalog import MetadataCache, Resolved, choose_draft, resolve
@@ -77,7 +78,7 @@ class ModelPair:
 
     @property
     def backends(self) -> tuple[Backend, ...]:
-        """The backends of the models, starting with that of the target."""
+        """The backends of the models, the target's first."""
         return tuple(found.backend for found in (self.target, self.draft) if found)
 
 
@@ -390,7 +391,7 @@ def _load_models(found: Resolved, options: LoadOptions, progress: Progress | Non
 def draft_load_options(
     options: LoadOptions, drafting: DraftingOptions, context_tokens: int, memory_bytes: int | None
 ) -> LoadOptions:
-    """Return the draft model's load options, derived from those of the target.
+    """Return the draft model's load options, derived from the target's.
 
     Args:
         options: The target's load options.

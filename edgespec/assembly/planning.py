@@ -133,7 +133,7 @@ def budget_for(backends: Sequence[Backend], arguments: LoadArguments) -> Budget:
     """Return how much main memory and graphics memory models may use.
 
     Args:
-        backends: The backends of the models, starting with that of the target.
+        backends: The backends of the models, the target's first.
         arguments: The checked arguments of `load`.
     """
     if address_space_is_limited():

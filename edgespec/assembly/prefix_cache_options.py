@@ -6,7 +6,8 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from edgespec.backends.base import Adapter, LanguageModel, LoadOptions
+from edgespec.backends.base import LanguageModel, LoadOptions
+from edgespec.backends.model_facts import Adapter
 from edgespec.backends.registry import all_files, format_at
 from edgespec.costs.target_costs import PassCosts
 from edgespec.errors import ModelFileError

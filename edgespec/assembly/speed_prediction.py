@@ -21,7 +21,7 @@ __all__ = [
     "recommended_draft",
 ]
 
-# Length in tokens of the prompt for which the time to the first token is predicted.
+# Prompt length in tokens for predicting the time to the first token.
 _PROMPT_TOKENS = 1000
 # Approximate numbers of layers of models with up to this many parameters.
 _LAYERS = ((7e8, 26), (2e9, 26), (5e9, 32), (1e10, 34), (2e10, 44), (4e10, 62), (float("inf"), 80))
@@ -71,7 +71,7 @@ def predict_speed(
         speed: The measured speed of this machine.
         target: The weights of the target.
         draft: The weights of the draft model, or None.
-        size_ratio: Parameters of the draft model divided by those of the target.
+        size_ratio: The draft model's number of parameters divided by the target's.
         acceptance_rate: The pair's measured acceptance rate. If None, it is estimated from `size_ratio`.
     """
     step = speed.pass_seconds(target)

@@ -31,7 +31,7 @@ _PAUSED_ROUNDS = 15
 _SAVE_INTERVAL_SECONDS = 60.0
 # Report the drafters of a reply only if they saved time or drafted at least once per 16 tokens.
 _TOKENS_PER_RETRY = 16
-# Minimum length of a reply for which a speed-up is reported. Shorter replies vary too much.
+# Report no speed-up for replies shorter than this number of tokens, because it varies too much.
 _MIN_COMPARED_TOKENS = 16
 
 
@@ -57,10 +57,10 @@ class _Round:
     """Timing of one round, which consists of a draft, a verify pass and a commit.
 
     Attributes:
-        started: Time at which the round began.
+        started: Start time of the round.
         was_considered: Whether drafting was neither paused nor ruled out by `--max-loss`.
         was_asked: Whether a draft was requested from the drafters.
-        draft_done: Time at which the draft was complete.
+        draft_done: Time when the draft was complete.
         pass_seconds: Duration of the target's pass.
         other_tokens: Number of tokens of other replies in the target's pass.
         width: Number of tokens in the target's pass.

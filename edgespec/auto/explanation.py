@@ -43,11 +43,11 @@ class DraftingStatus:
         is_faster: Whether speculation has saved time in this reply so far.
         tokens: Tokens emitted in this reply.
         has_drafted: Whether any draft of this reply was verified.
-        asked_rounds: Rounds in which a draft was requested from drafters.
-        unaffordable_rounds: Rounds in which the loss limit ruled out a draft.
+        asked_rounds: Number of rounds that requested a draft from the drafters.
+        unaffordable_rounds: Number of rounds without a draft because of the loss limit.
         draft_cost_steps: Worst-case cost of the shortest draft.
         allowance_steps: How much time the next round can lose.
-        round_gain_steps: Mean time saved by recent rounds in which a draft was requested.
+        round_gain_steps: Mean time saved by recent rounds that requested a draft.
         replies: Number of replies that this process is generating concurrently.
     """
 

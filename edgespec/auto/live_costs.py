@@ -15,8 +15,8 @@ from edgespec.costs.curve import CostCurve
 
 __all__ = ["Conditions", "LiveCosts"]
 
-# Limits, in tokens, of the ranges of context lengths for which costs are tracked separately. Passes take
-# longer as the context grows.
+# Boundaries, in tokens, between the ranges of context lengths. Costs are tracked separately for each range.
+# Passes take longer as the context grows.
 _CONTEXT_BUCKETS = (2048, 8192, 32768)
 # Costs are tracked separately for each number of concurrent replies up to this one. Higher numbers share one
 # set of costs.
@@ -70,12 +70,12 @@ class LiveCosts:
     number of CPU threads.
 
     If concurrent replies share their passes, a pass takes longer for all of them when one drafts more. Costs
-    then assume that all replies verify the same number of tokens. Drafting as far as that pays maximises the
-    total number of tokens per second (goodput, arXiv 2406.14066).
+    then assume that all replies verify the same number of tokens. Drafting as long as it pays off under this
+    assumption maximises the total number of tokens per second (goodput, arXiv 2406.14066).
 
     Args:
         curve: The initial cost curve.
-        threads: Number of CPU threads with which the curve was measured.
+        threads: Number of CPU threads used to measure the curve.
         shares_passes: Whether concurrent replies share their passes.
     """
 
@@ -83,7 +83,7 @@ class LiveCosts:
     _TARGET_STEP_RATE = 0.25
     # Weight of the newest measurement in the moving average of the cost of multi-token passes.
     _WIDE_PASS_RATE = 0.15
-    # Logarithm of the largest factor by which a single pass can change an estimate.
+    # Logarithm of the largest change, as a factor, that a single pass can make to an estimate.
     _MAX_LOG_CHANGE = math.log(4.0)
     # The machine's speed may have changed if multi-token passes deviate from their estimated durations by
     # more than a factor of 1.25.
@@ -158,7 +158,7 @@ class LiveCosts:
     def comparable_seconds(self, seconds: float, width: int, other_tokens: int) -> float:
         """Convert a shared pass's duration to that of a pass with `width` tokens for every reply.
 
-        A reply therefore does not pay for the prompts and the longer drafts of other replies.
+        A reply is therefore not charged for the prompts and the longer drafts of other replies.
 
         Args:
             seconds: Duration of the pass.

@@ -13,7 +13,7 @@ _RARE_FACTOR = 8
 
 
 class RetrySchedule:
-    """Decides in which rounds to retry a drafter, with an interval that doubles after each retry.
+    """Decides when to retry a drafter. The interval doubles after each retry.
 
     Cheap retries can take place earlier, as long as all retries together take less than 0.75 % of the
     decoding time.

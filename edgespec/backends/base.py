@@ -1,28 +1,21 @@
-"""The protocol for loaded models, and the dataclasses for their load options and capabilities."""
+"""The protocols for loaded models and their tokenizers, and the options for loading a model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
+from edgespec.backends.model_facts import Adapter, ModelFacts
+from edgespec.backends.self_draft_methods import SelfDraft
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
 
 __all__ = [
     "MAX_VOCAB_PADDING",
-    "Adapter",
-    "Capabilities",
-    "EarlyExit",
-    "Head",
     "LanguageModel",
     "LoadOptions",
-    "LowBit",
-    "ModelFacts",
     "Progress",
-    "SelfDraft",
-    "SkippedLayers",
     "Snapshot",
     "Vocabulary",
 ]
@@ -33,85 +26,6 @@ MAX_VOCAB_PADDING = 1024
 # Function that is called with the name of the current task and the fraction done (0 to 1). It returns False
 # to cancel the task.
 Progress = Callable[[str, float], bool]
-
-
-@dataclass(frozen=True, slots=True)
-class EarlyExit:
-    """Self-drafting with the layers below `exit_layer` and the LM head (LayerSkip, arXiv 2404.16710).
-
-    The verify pass reuses the hidden states that these layers computed.
-    """
-
-    exit_layer: int
-
-
-@dataclass(frozen=True, slots=True)
-class LowBit:
-    """Self-drafting with the target quantised to fewer bits, sharing its KV cache (QSpec, arXiv 2410.11305).
-
-    Attributes:
-        copy: Path to a copy of the model quantised to fewer bits. None if the loaded weights contain both
-            precisions.
-        sink_tokens: Number of initial tokens that the sparse attention window always includes (MagicDec,
-            arXiv 2408.11049).
-        window_tokens: Number of most recent tokens in the attention window. None attends to the whole
-            context.
-    """
-
-    copy: str | None = None
-    sink_tokens: int = 4
-    window_tokens: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SkippedLayers:
-    """Self-drafting with some layers skipped, sharing the target's KV cache (SWIFT, arXiv 2410.06916)."""
-
-    layers: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """Drafting with a head, a small network that reads the target's hidden states.
-
-    Attributes:
-        method: Name of the drafting method, one of `HEADS` in `method_names.py`.
-        path: Path of the head's file or folder. None means the head in the target's own files.
-        converted_from: The folder that the file at `path` was converted from. None if it was not converted.
-    """
-
-    method: str
-    path: Path | None = None
-    converted_from: Path | None = None
-
-    @property
-    def shown_path(self) -> Path:
-        """The path that the user knows, for messages. Heads in the target's own files have none."""
-        path = self.converted_from or self.path
-        assert path is not None
-        return path
-
-
-SelfDraft: TypeAlias = EarlyExit | LowBit | SkippedLayers | Head
-
-
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """A low-rank adapter (LoRA, arXiv 2106.09685) to apply to a model's weights.
-
-    Attributes:
-        path: A GGUF file, or a folder in mlx-lm's format, which can also contain a DoRA adapter.
-        scale: Factor for the adapter's change to the weights.
-    """
-
-    path: str
-    scale: float = 1.0
-
-    @property
-    def name(self) -> str:
-        """The name of the file without its extension, or of the folder."""
-        path = Path(self.path)
-        return path.stem if path.suffix == ".gguf" else path.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,105 +81,6 @@ class LoadOptions:
     def for_draft(self) -> LoadOptions:
         """Return these options for a draft model, without those that apply only to the target."""
         return replace(self, is_draft=True, adapters=(), exact=False, low_bits=False, mtp=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Capabilities:
-    """Features of a loaded model, each tested by the backend at load time.
-
-    Attributes:
-        rollback: Whether cached tokens can be removed exactly, as speculative decoding requires.
-        tree: Whether a verify pass can contain branches.
-        reason: One-line explanation of a missing feature. Empty if nothing is missing.
-        max_width: Maximum number of tokens in a verify pass.
-        max_branches: Maximum number of leaves in a token tree.
-        max_draft_length: Maximum length of a draft in tokens, or depth of a draft tree. Limited for heads
-            that predict a fixed number of tokens.
-        drafts_in_one_pass: Whether a single pass predicts all draft tokens, so that longer drafts take no
-            more time. True for block-diffusion heads.
-        self_draft_methods: Methods that `self_draft` supports: `layerskip` (EarlyExit), `lowbit` (LowBit),
-            `swift` (SkippedLayers, for a `Skippable` model), and the methods of heads (Head).
-        trainable: Whether the model implements `Trainable`, for online training as a draft model.
-        partial_truncate: Whether `truncate` and `snapshot` work at every token. If not, `truncate` may keep
-            fewer tokens than requested.
-        exact: Whether all passes that the model accepts produce logits bit-identical to those of single-token
-            passes. See `bit_exactness`.
-        prefix_reuse_exact: Whether the logits after a cached prefix do not depend on how the prefix was
-            computed, apart from rounding. With `exact`, they are bit-identical. If False, bit-identical
-            logits require computing all tokens again from the start, in the same batches.
-    """
-
-    rollback: bool
-    tree: bool
-    reason: str = ""
-    max_width: int = 1 << 20
-    max_branches: int = 1 << 20
-    max_draft_length: int = 1 << 20
-    drafts_in_one_pass: bool = False
-    self_draft_methods: frozenset[str] = frozenset()
-    trainable: bool = False
-    partial_truncate: bool = True
-    exact: bool = False
-    prefix_reuse_exact: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """Properties of a loaded model.
-
-    Attributes:
-        path: Path to the model file or folder.
-        architecture: Architecture name from the metadata, such as `llama`.
-        description: Human-readable summary: architecture, size and quantisation.
-        parameters: Number of weights.
-        file_bytes: Size of the model on disk.
-        weight_bytes: Memory used by the loaded weights.
-        kv_bytes: Memory used by all cached state at the current context size: keys, values, recurrent states
-            and their checkpoints.
-        quantisation: Quantisation name, such as `Q4_K_M`.
-        trained_context_tokens: Context length that the model was trained for. 0 if unknown.
-        context_tokens: Current context size.
-        chat_template: Whether the model has a chat template.
-        notice: Warning to show to the user. Empty if there is none.
-        rollback: Description of how rejected tokens are removed from the cache.
-        requested_context_tokens: Context size that `resize` can reach if the model was loaded with a smaller
-            context, else 0.
-        requested_kv_bytes: `kv_bytes` at `requested_context_tokens`, else 0.
-        cache_variant: Identifies properties of the KV cache that do not follow from the model and its
-            options. A saved cache is only valid for the same variant.
-        adapters: The adapters applied to the weights.
-    """
-
-    name: str
-    path: str
-    architecture: str
-    description: str
-    parameters: int
-    file_bytes: int
-    weight_bytes: int
-    kv_bytes: int
-    quantisation: str
-    trained_context_tokens: int
-    context_tokens: int
-    vocab_size: int
-    chat_template: bool
-    capabilities: Capabilities
-    notice: str = ""
-    rollback: str = ""
-    requested_context_tokens: int = 0
-    requested_kv_bytes: int = 0
-    cache_variant: str = ""
-    adapters: tuple[Adapter, ...] = ()
-
-    @property
-    def max_context_tokens(self) -> int:
-        """The number of tokens to which the context can be resized."""
-        return max(self.requested_context_tokens, self.context_tokens)
-
-    @property
-    def max_kv_bytes(self) -> int:
-        """Memory used by all cached state at the maximum context size, in bytes."""
-        return max(self.requested_kv_bytes, self.kv_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,11 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from edgespec.backends.base import LanguageModel, ModelFacts, Progress, SelfDraft, Vocabulary
+from edgespec.backends.base import LanguageModel, Progress, Vocabulary
 from edgespec.backends.hidden_state_log import OpenLogs
 from edgespec.backends.memory_check import check_tokens_fit
+from edgespec.backends.model_facts import ModelFacts
+from edgespec.backends.self_draft_methods import SelfDraft
 from edgespec.errors import CancelledError, CapabilityError, ClosedError, ContextFullError
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from itertools import cycle
 
 import numpy as np
 
-from edgespec.backends.base import Capabilities, LanguageModel, Progress
+from edgespec.backends.base import LanguageModel, Progress
+from edgespec.backends.model_facts import Capabilities
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgespec.backends.base import Adapter, Head, LanguageModel, LoadOptions, Progress
+from edgespec.backends.base import LanguageModel, LoadOptions, Progress
 from edgespec.backends.gguf_adapters import check_gguf_adapters
 from edgespec.backends.gguf_files import gguf_files
 from edgespec.backends.gguf_header import read_header
@@ -18,8 +18,10 @@ from edgespec.backends.gguf_metadata import (
 )
 from edgespec.backends.mlx_files import check_mlx_adapters, missing_files, require_mlx
 from edgespec.backends.mlx_metadata import read_mlx_info
+from edgespec.backends.model_facts import Adapter
 from edgespec.backends.pass_weights import PassWeights
 from edgespec.backends.registry import Backend, BenchmarkModels, ExitMeasurement, FileFormat
+from edgespec.backends.self_draft_methods import Head
 from edgespec.backends.token_list import TokenList, tokens_of_folder, tokens_of_header
 from edgespec.errors import CapabilityError
 from edgespec.heads.residual_layout import RESIDUAL_METHODS

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from edgespec.backends.base import Adapter
 from edgespec.backends.gguf_files import check_is_gguf
 from edgespec.backends.gguf_header import read_header
+from edgespec.backends.model_facts import Adapter
 from edgespec.errors import ModelFileError
 
 __all__ = ["check_gguf_adapters"]

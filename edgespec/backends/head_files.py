@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from edgespec.backends.base import Head
 from edgespec.backends.mlx_metadata import read_head_info
 from edgespec.backends.model_info import ModelInfo
 from edgespec.backends.registry import format_at
+from edgespec.backends.self_draft_methods import Head
 from edgespec.errors import ModelFileError, shorten
 from edgespec.heads.residual_layout import residual_head_method
 

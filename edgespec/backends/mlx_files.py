@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from edgespec.backends.base import Adapter
+from edgespec.backends.model_facts import Adapter
 from edgespec.errors import BackendMissingError, ModelFileError, OptionError, shorten
 from edgespec.files import read_regular_file, regular_file_bytes
 from edgespec.heads.residual_layout import residual_head_method

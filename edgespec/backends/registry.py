@@ -12,11 +12,13 @@ from functools import cache
 from pathlib import Path
 from typing import TypeAlias
 
-from edgespec.backends.base import Adapter, Head, LanguageModel, LoadOptions, Progress
+from edgespec.backends.base import LanguageModel, LoadOptions, Progress
 from edgespec.backends.drafter_training import Teacher
 from edgespec.backends.memory_estimate import MemoryEstimate, MemoryEstimator
+from edgespec.backends.model_facts import Adapter
 from edgespec.backends.model_info import ModelInfo
 from edgespec.backends.pass_weights import PassWeights
+from edgespec.backends.self_draft_methods import Head
 from edgespec.backends.token_list import TokenList
 from edgespec.errors import ModelFileError
 

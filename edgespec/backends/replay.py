@@ -13,9 +13,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import Head, LanguageModel, ModelFacts, Progress, SelfDraft, Snapshot, Vocabulary
+from edgespec.backends.base import LanguageModel, Progress, Snapshot, Vocabulary
 from edgespec.backends.base_model import BaseModel, scaled_progress
 from edgespec.backends.hidden_state_log import OpenLogs
+from edgespec.backends.model_facts import ModelFacts
+from edgespec.backends.self_draft_methods import Head, SelfDraft
 from edgespec.engine.logits import Logits, Noise
 from edgespec.engine.processors import Candidates, LogitsProcessor
 from edgespec.engine.tree import TokenTree

@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from edgespec.backends.base import ModelFacts, Progress, Snapshot, Vocabulary
+from edgespec.backends.base import Progress, Snapshot, Vocabulary
 from edgespec.backends.base_model import BaseModel, in_batches
 from edgespec.backends.hidden_state_log import HiddenStateLog
 from edgespec.backends.memory_check import check_tokens_fit
+from edgespec.backends.model_facts import ModelFacts
 from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
-from edgespec.backends.base import Capabilities, LoadOptions, ModelFacts
+from edgespec.backends.base import LoadOptions
 from edgespec.backends.base_model import BaseModel
 from edgespec.backends.hidden_state_log import MAX_LOGGED_TOKENS, POST_NORM, HiddenStateLog
 from edgespec.backends.memory_check import check_weights_fit
 from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
+from edgespec.backends.model_facts import Capabilities, ModelFacts
 from edgespec.backends.optional_features import HiddenStateSource
 from edgespec.backends.residual_head_view import PrefixHeadView, ResidualHeadView
 from edgespec.errors import CapabilityError

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Generic, TypeVar
 
-from edgespec.backends.base import LanguageModel, ModelFacts, Progress, SelfDraft, Snapshot, Vocabulary
+from edgespec.backends.base import LanguageModel, Progress, Snapshot, Vocabulary
 from edgespec.backends.base_model import BaseModel
+from edgespec.backends.model_facts import ModelFacts
+from edgespec.backends.self_draft_methods import SelfDraft
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, ClosedError

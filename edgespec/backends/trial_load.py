@@ -20,8 +20,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from edgespec.backends.base import Adapter, Head, Progress
+from edgespec.backends.base import Progress
+from edgespec.backends.model_facts import Adapter
 from edgespec.backends.registry import FileFormat, all_files, backend_of, format_of
+from edgespec.backends.self_draft_methods import Head
 from edgespec.errors import BackendError, CancelledError, EdgespecError, ModelFileError
 from edgespec.files import cache_folder, file_state, read_regular_file, regular_file_bytes, write_private_file
 from edgespec.heap import limit_malloc_arenas

@@ -103,7 +103,7 @@ class BenchPlan:
         return len(self.prompts) * len(self.temperatures) * self.repeats * len(self.configs)
 
     def rounds(self) -> Iterator[BenchRound]:
-        """Yield all rounds of the benchmark, each of which answers one prompt with every configuration.
+        """Yield all rounds of the benchmark. Each round answers one prompt with every configuration.
 
         The order of the configurations changes from round to round, so that a gradual slowdown of the
         machine, for example from heat, affects all of them equally. Categories alternate, so that a partial

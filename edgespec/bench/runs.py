@@ -58,7 +58,7 @@ class BenchRun:
     """The replies measured in a complete or partial run of a plan.
 
     Attributes:
-        rows: Measured replies, in the order in which they ran.
+        rows: Measured replies, in the order they ran.
         curve: Measured duration of verify passes, by number of tokens in the pass.
         ending: Why the run ended: `complete`, `cancelled`, `time` (the time limit) or `failed`.
         error: The error message, if `ending` is `failed`.
@@ -87,7 +87,7 @@ def run(
     Args:
         runtime: The runtime to measure. Its prefix cache is cleared before every reply.
         plan: The replies to measure.
-        max_seconds: Time limit in seconds, after which no new reply starts. Unlimited if None.
+        max_seconds: Start no new reply after this time. None means no limit.
         progress: Called with a description and the fraction of the replies that are finished. Returning False
             cancels the run.
         meter: The energy meter to read before and after each reply.

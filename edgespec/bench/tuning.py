@@ -22,7 +22,7 @@ __all__ = ["DrafterResult", "PassCost", "Tuning", "break_even", "tune"]
 _MIN_SPEED_UP = 1.05
 # Warn if other programs used the CPU during more than this share of a method's passes.
 _MAX_BUSY_SHARE = 0.2
-_DRAFT_LENGTH = 4  # Draft length with which every drafter is tried.
+_DRAFT_LENGTH = 4  # Draft length for trying each drafter.
 _MAX_DRAFT_LENGTH = 16  # Longest draft length that can be recommended.
 
 

@@ -31,7 +31,7 @@ _MAX_PAIRS, _MAX_FILE_BYTES = 500, 2**20
 _MIN_DRAFTED = 200
 # Counts of drafted tokens are halved above this number, so that recent replies have more weight.
 _MAX_DRAFTED = 20_000
-# Number of drafted tokens after which the acceptance counts are saved to disk.
+# Save the acceptance counts to disk after this many drafted tokens.
 _SAVE_EVERY_DRAFTED = 2_000
 
 Counts: TypeAlias = tuple[int, int]

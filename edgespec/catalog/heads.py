@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from edgespec.backends.base import Head
 from edgespec.backends.head_files import drafts_in_one_pass, head_info, method_of, why_not_made_for
 from edgespec.backends.model_info import ModelInfo
 from edgespec.backends.registry import FileFormat, format_at
+from edgespec.backends.self_draft_methods import Head
 from edgespec.catalog.catalogue import HeadEntry, ModelEntry, load_catalogue
 from edgespec.catalog.head_reference import cached_head, refused_model
 from edgespec.catalog.installed import model_info_or_none, read_model_info

@@ -24,8 +24,8 @@ class Message:
 
     Attributes:
         role: The author of the message.
-        content: The text. For a reply of the model, the answer without reasoning and tool calls. For a
-            message with the role `tool`, the result of the call.
+        content: The text. For a model's reply, the answer without reasoning and tool calls. For a message
+            with the role `tool`, the result of the call.
         reasoning: The reasoning before the answer. Empty if the model did not reason.
         markers: The text before and after the reasoning, such as `<think>` and whitespace.
         tool_calls: The tools that a reply of the model calls.
@@ -50,7 +50,7 @@ class Message:
 
     @property
     def prompt_texts(self) -> tuple[str, ...]:
-        """The texts that most templates write into a prompt, which excludes reasoning."""
+        """The texts that most templates include in a prompt. They exclude reasoning."""
         calls = (text for call in self.tool_calls for text in (call.id, call.name, call.arguments))
         return (self.content, self.tool_call_id, self.name, *calls)
 

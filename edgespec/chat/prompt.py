@@ -63,8 +63,8 @@ class PromptBuilder:
     Args:
         template: The model's chat template.
         vocabulary: The model's tokenizer.
-        cached_prefixes: Function that returns the token sequences in the prefix cache, from which a resumed
-            conversation can continue.
+        cached_prefixes: Function that returns the token sequences in the prefix cache, so that a resumed
+            conversation can reuse them.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class PromptBuilder:
         Args:
             messages: The conversation.
             progress: Called repeatedly. Returning False cancels the call.
-            settings: What the chat template renders besides the messages, such as tools.
+            settings: The chat template's inputs besides the messages, such as tools.
 
         Raises:
             CancelledError: `progress` returned False.
@@ -203,7 +203,7 @@ class PromptBuilder:
             context_tokens: The context size.
             context_full: `slide` drops the oldest turns, `refuse` raises ContextFullError.
             progress: Called repeatedly. Returning False cancels the call.
-            settings: What the chat template renders besides the messages, such as tools.
+            settings: The chat template's inputs besides the messages, such as tools.
 
         Raises:
             CancelledError: `progress` returned False.

@@ -38,7 +38,7 @@ class ReplySplitter:
         self._calls = syntax.parser() if syntax else None
 
     def feed(self, text: str) -> ReplyParts:
-        """Add text of the reply. Return the parts that are certain by now."""
+        """Add text of the reply. Return the parts that can already be classified."""
         return self._parts(self._reasoning.feed(text), is_end=False)
 
     def finish(self, text: str = "") -> ReplyParts:

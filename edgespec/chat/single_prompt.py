@@ -29,8 +29,8 @@ def build_single_prompt(
         message: The user's message.
         system: The system prompt, which requires a template.
         context_tokens: Size of the context.
-        progress: Called while the prompt is tokenized. Returning False cancels this.
-        settings: What the chat template renders besides the message.
+        progress: Called while the prompt is tokenized. Returning False cancels the call.
+        settings: The chat template's inputs besides the message.
 
     Raises:
         ContextFullError: The message is too long for the context.

@@ -24,18 +24,18 @@ __all__ = ["DEFAULT_SETTINGS", "ChatTemplate", "TemplateSettings"]
 
 @dataclass(frozen=True)
 class TemplateSettings:
-    """What a chat template renders besides the messages.
+    """The inputs of a chat template besides the messages.
 
     Attributes:
         tools: The tools that the model may call, in the format of OpenAI's API.
-        thinking: Whether the model should reason: `auto` is the template's default, `on` or `off`.
+        thinking: Whether the model should reason: `on`, `off`, or `auto` for the template's default.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
     thinking: str = "auto"
 
     def variables(self) -> dict[str, object]:
-        """Return the variables of the template, under all names that published templates use."""
+        """Return the template's variables, under every name that published templates use for them."""
         tools = list(self.tools) or None
         variables: dict[str, object] = {"tools": tools, "xml_tools": tools}
         if self.thinking != "auto":
@@ -73,7 +73,7 @@ class ChatTemplate:
         self._tool_support = ToolSupport(source, self.call_form)
         # Mistral's templates accept only ids of this length.
         self._has_short_ids = bool(re.search(r"length\s*!=\s*9", source))
-        # DeepSeek R1's templates recognise tool calls by the missing content.
+        # DeepSeek R1's templates take a message for a tool call if its content is missing.
         self._empty_content = None if re.search(r"content['\"]\]\s+is none", source) else ""
         self._tokens = {"bos_token": bos_text, "eos_token": eos_text}
         self._lock = threading.Lock()
@@ -102,7 +102,7 @@ class ChatTemplate:
         Args:
             messages: The conversation.
             progress: Called every 50 ms. Returning False cancels the call.
-            settings: What to render besides the messages.
+            settings: The template's other inputs, such as tools.
 
         Raises:
             CancelledError: `progress` returned False.
@@ -177,7 +177,7 @@ class ChatTemplate:
 
 
 def _with_short_ids(message: Message) -> Message:
-    """Return the message with ids of nine characters for its tool calls."""
+    """Return the message with the ids of its tool calls shortened to nine characters."""
     return replace(
         message,
         tool_calls=tuple(replace(call, id=_short_id(call.id)) for call in message.tool_calls),
@@ -190,7 +190,7 @@ def _short_id(call_id: str) -> str:
 
 
 def _with_valid_arguments(messages: Sequence[Message]) -> list[Message] | None:
-    """Put arguments that are not valid JSON into an object. Return None if all arguments are valid."""
+    """Wrap invalid JSON arguments of tool calls in an object. Return None if all are valid."""
 
     def valid(call: ToolCall) -> ToolCall:
         if parse_object(call.arguments) is not None:
@@ -205,11 +205,11 @@ def _with_valid_arguments(messages: Sequence[Message]) -> list[Message] | None:
 
 
 def _without_later_system(messages: Sequence[Message]) -> list[Message] | None:
-    """Keep one system message, at the start. Return None if there is no later one.
+    """Merge later system messages into user messages. Return None if there is no later one.
 
-    Several at the start are joined. Later ones become part of the user message before or after them, because
-    many templates also require that the roles alternate. They keep their place, so that the cached prefix of
-    the conversation stays valid.
+    System messages at the start are joined. Each later one is merged into the user message before or after
+    it, because many templates require that roles alternate. Its place does not change, so that the cached
+    prefix of the conversation remains valid.
     """
     if all(message.role != "system" for message in messages[1:]):
         return None

@@ -77,7 +77,7 @@ def encode(message: dict[str, Any]) -> bytes:
 class Arguments(dict[str, Any]):
     """The arguments of a tool call, which print as JSON.
 
-    Some published templates expect an object and others expect text, which they print or concatenate.
+    Some published templates expect an object. Others expect text to print or concatenate.
     """
 
     def __str__(self) -> str:

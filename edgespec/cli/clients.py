@@ -26,7 +26,7 @@ class Server:
     Attributes:
         url: Its address, without a path.
         model: The model that the program should name.
-        key: The API key. Programs insist on one, so it is any text if the server needs none.
+        key: The API key. A placeholder if the server needs none, because many programs require a key.
         context_tokens: The model's context length, from which agents know when to shorten the
             conversation. None if the server does not run.
     """
@@ -45,9 +45,9 @@ class Client:
         about: What the program is, for the list of programs.
         configuration: Returns the text of the configuration.
         use: What to do once the configuration is in place. `{path}` stands for its file.
-        path: Returns the file for the configuration. None if it is not a file, or one with the user's other
-            settings that only the user can edit.
-        shared: Whether the file is a list with the user's other entries, to which ours is added.
+        path: Returns the path of the configuration file. None if there is no such file, or if edgespec cannot
+            edit it without risking the user's other settings.
+        shared: Whether the file is a list with entries of the user, to which edgespec adds its own.
     """
 
     about: str
@@ -58,7 +58,7 @@ class Client:
 
 
 def _in_home(name: str, variable: str = "", default: str = "") -> Callable[[], Path]:
-    """Return a function that returns a file in the home folder, or in the folder that a variable names."""
+    """Return a function that returns a path in the folder given by `variable`, or in the home folder."""
 
     def path() -> Path:
         if variable and (folder := os.environ.get(variable)):
@@ -105,7 +105,8 @@ def _aider(server: Server) -> str:
 
 
 def _claude_code(server: Server) -> str:
-    # Claude Code uses a smaller model for some of its work. On one machine, loading a second one costs more.
+    # Use the same model for the tasks that Claude Code gives to a smaller one, because loading a second model
+    # would take more time than it saves.
     sizes = ("ANTHROPIC_MODEL", *(f"ANTHROPIC_DEFAULT_{size}_MODEL" for size in ("OPUS", "SONNET", "HAIKU")))
     environment = {
         "ANTHROPIC_BASE_URL": server.url,

@@ -17,7 +17,7 @@ from edgespec.files import write_private_file
 __all__ = ["command"]
 
 _CONNECT_SECONDS = 5.0
-# Lines around our entry in a file with the user's other entries.
+# Comment lines that mark our entry among the user's entries.
 _BEGIN, _END = "# begin: written by edgespec launch\n", "# end: written by edgespec launch\n"
 
 
@@ -51,9 +51,9 @@ _BEGIN, _END = "# begin: written by edgespec launch\n", "# end: written by edges
     help="The server's API key, if it needs one. The environment variable EDGESPEC_API_KEY also sets it.",
 )  # fmt: skip
 def command(client: str | None, write: bool, model: str | None, url: str, api_key: str | None) -> None:
-    """Print the configuration with which a program uses a running `edgespec serve`, or write it with --write.
+    """Print the configuration that lets a program use `edgespec serve`. With --write, save it to a file.
 
-    Without the name of a program, list the programs. Start the server first, or pass --model.
+    Without a program, list the supported programs. Start the server first, or pass --model.
     """
     if client is None:
         if write:
@@ -92,7 +92,7 @@ def _server(url: str, model: str | None, api_key: str | None) -> Server:
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     key = api_key or "edgespec"
     try:
-        # A proxy for the internet would not find a server on this machine.
+        # Do not use a proxy, because it cannot reach a server on this machine.
         reply = httpx2.get(f"{url}/v1/models", headers=headers, timeout=_CONNECT_SECONDS, trust_env=False)
         if reply.status_code == 401:
             raise EdgespecError(f"the server at {url} needs an API key", "pass --api-key")
@@ -128,13 +128,13 @@ def _write(path: Path, text: str, shared: bool) -> None:
         copy = _unused(path)
         write_private_file(copy, old.encode())
         click.echo(f"Copied the old {printable(str(path))} to {printable(copy.name)}.")
-    # Write to the file itself if the path is a link, as in folders of settings under version control.
+    # If the path is a symbolic link, for example to settings under version control, write to its target.
     write_private_file(path.resolve(), new.encode())
     click.echo(f"Wrote {printable(str(path))}.")
 
 
 def _with_entry(old: str, entry: str) -> str:
-    """Return a list in YAML with our entry at its end, instead of an earlier one of ours."""
+    """Append our entry to a YAML list, replacing our earlier entry."""
     others = re.sub(f"{re.escape(_BEGIN)}.*?{re.escape(_END)}", "", old, flags=re.DOTALL)
     if others and not others.endswith("\n"):
         others += "\n"

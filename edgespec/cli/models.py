@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 _LOOK_CONTEXT_TOKENS = 256
-# Maximum number of unusable models for which `models list` shows the reason.
+# Maximum number of unusable models in `models list` with an explanation why.
 _MAX_UNUSABLE = 3
 
 

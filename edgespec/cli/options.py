@@ -82,7 +82,8 @@ class KindType(click.ParamType):  # type: ignore[type-arg]  # generic since clic
 class OutputPath(click.Path):
     """The click parameter type for the path of a new file or folder.
 
-    An empty text, such as an unset shell variable, is refused. It would mean the current folder.
+    Empty text, for example from an unset shell variable, is rejected, because it would mean the current
+    folder.
     """
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:

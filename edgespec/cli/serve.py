@@ -117,12 +117,12 @@ def _serve(stop: Stop, as_json: bool, options: dict[str, Any]) -> None:
     try:
         server.run(on_ready)
     except CancelledError:
-        # Stopping the server is not a failure, not even before it was ready.
+        # Stopping the server is not a failure, even before it is ready.
         return
 
 
 class _Printable(logging.Formatter):
-    """Formats log lines without control characters, which requests could contain."""
+    """Formats log lines and removes control characters, because requests can contain them."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))

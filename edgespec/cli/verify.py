@@ -189,7 +189,7 @@ def _smallest_p_value(facts: dict[str, Any]) -> float:
 
 
 def _verdict(facts: dict[str, Any]) -> str:
-    """Return a one-sentence conclusion for a report in which all checks passed."""
+    """Return a one-sentence conclusion for a report without failed checks."""
     if facts["acceptance"] == "rejection":
         return "Passed: drafting did not measurably change the probabilities of the replies."
     near_ties = sum(method["near_tie"] for method in facts["methods"].values())

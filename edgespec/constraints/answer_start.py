@@ -1,4 +1,4 @@
-"""Find where the answer of a reply starts, because a constraint does not apply to the reasoning before it."""
+"""Find the start of a reply's answer. Constraints do not apply to the reasoning before it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _PROMPT_END_TOKENS = 40
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """The start of a reply, where the model can open its reasoning. `tokens` are the marker's so far."""
+    """The start of a reply, where reasoning can begin. `tokens` are the marker's tokens generated so far."""
 
     tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Inside the reasoning, which ends with the marker `close`. `tail` holds the last bytes of its text."""
+    """Inside the reasoning, until the marker `close`. `tail` holds the last bytes of the reasoning."""
 
     close: bytes
     tail: bytes = b""
@@ -43,7 +43,7 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """In the answer, to which the constraint applies."""
+    """Inside the answer. The constraint applies here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +55,18 @@ Phase: TypeAlias = Opening | Reasoning | Gap | Answer | Unconstrained
 
 
 class AnswerStart:
-    """Decides which phase each token of one reply belongs to.
+    """Tracks whether a reply is in its reasoning or in its answer.
 
-    Only a marker at the start of the reply opens reasoning (see `ReasoningSplitter`). The model can write one
-    if its chat template contains it, unless the prompt already ends with the reasoning, or an answer can
-    start with the same token.
+    Only a marker at the start of the reply opens reasoning (see `ReasoningSplitter`). The model may write any
+    marker that its chat template contains, unless the prompt already contains the end of the reasoning, or an
+    answer can start with the same token.
 
     Args:
-        tokenizer: The vocabulary.
-        vocabulary: The same vocabulary, as the backend provides it.
+        tokenizer: The vocabulary, with the tables that constraints need.
+        vocabulary: The target's tokenizer.
         prompt: Tokens of the prompt.
         reply_start: Text at the end of the prompt that already belongs to the reply.
-        answer_tokens: Which tokens an answer can start with.
+        answer_tokens: Mask of the tokens that an answer can start with.
 
     Attributes:
         phase: The phase of the first token.
@@ -120,9 +120,9 @@ class AnswerStart:
         return Unconstrained() if rest.strip() else Gap(allows_space=not rest)
 
     def allowed(self, phase: Phase) -> NDArray[np.bool_]:
-        """Return which tokens are allowed in a phase besides those that the constraint allows.
+        """Return a mask of the tokens allowed in a phase, in addition to those that the constraint allows.
 
-        The reasoning must not end the reply, because it would have no answer then.
+        A reply must not end during its reasoning, because it would have no answer.
         """
         if isinstance(phase, Opening):
             done = len(phase.tokens)
@@ -141,7 +141,7 @@ class AnswerStart:
 
 
 def _phase_after(reply_start: str) -> tuple[Phase, str]:
-    """Return the phase after a text at the start of a reply, and the part of the answer in it."""
+    """Return the phase after `reply_start`, and the answer text that it contains."""
     text = reply_start.lstrip()
     if not text:
         return Opening(), reply_start

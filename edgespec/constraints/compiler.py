@@ -26,7 +26,7 @@ __all__ = ["ConstraintCompiler"]
 _MAX_CHARACTERS = 1 << 18
 # Maximum length of a text quoted in an error message, in characters.
 _MAX_SHOWN_CHARACTERS = 300
-# Match the reasons in llguidance's messages about regular expressions and JSON schemas.
+# Match the reason in llguidance's error messages about regular expressions and JSON schemas.
 _REGEX_ERROR = re.compile(r"^error: (.+)$", re.MULTILINE)
 _UNSUPPORTED_KEYWORDS = re.compile(r"Unimplemented keys: \[(.+)\]", re.DOTALL)
 # Matches the beginning of a rule in llama.cpp's grammars.
@@ -49,7 +49,7 @@ _KINDS = {
 
 
 class ConstraintCompiler:
-    """Compiles the constraints of the replies of one target. Can be called from any thread.
+    """Compiles constraints for one target. Can be called from any thread.
 
     Args:
         vocabulary: The vocabulary of the target.
@@ -147,7 +147,7 @@ def _choices(texts: Sequence[str]) -> str:
 
 
 def _refused(option: str, text: str, message: str) -> OptionError:
-    """Return the error for a constraint that llguidance refuses with this message."""
+    """Convert llguidance's error message about a constraint to an OptionError."""
     kind, message = _KINDS[option], message.replace("<non-verbose/>", "").strip()
     if option == "grammar" and _GBNF_RULE.search(text):
         return OptionError(

@@ -23,7 +23,7 @@ _MAX_MASKS = 128
 
 
 class _State:
-    """The state after a token: a node of the tree of all texts that drafts and the reply have visited.
+    """A node in the tree of all token sequences that the reply and its drafts have visited.
 
     Attributes:
         parent: The state before the token, or None at the start of the reply.
@@ -31,8 +31,8 @@ class _State:
         phase: The phase that the reply is in.
         in_answer: Whether the token is part of the answer, so that the matcher consumes it.
         depth: Number of tokens since the start of the reply.
-        children: The states after further tokens.
-        mask: Which tokens are allowed next. None if that has not been computed, or is not cached any more.
+        children: The next states, by token.
+        mask: The tokens allowed next, bool [vocabulary]. None if not yet computed, or evicted.
     """
 
     __slots__ = ("children", "depth", "in_answer", "mask", "parent", "phase", "token")
@@ -48,13 +48,13 @@ class _State:
 class ConstraintProcessor(LogitsProcessor):
     """Removes the tokens that violate a constraint. Used for one reply.
 
-    `push` and `pop` only move between states. The matcher follows when a mask is needed, by rolling back to
-    the last common token and consuming the others. A token that the constraint forbids can occur in drafts,
-    which are not masked. No state after it is constrained, because the target never reaches one.
+    `push` and `pop` only move between states. When a mask is needed, the matcher rolls back to the last
+    common token and consumes the tokens after it. Drafts are not masked, so they can contain forbidden
+    tokens. The states after a forbidden token have no mask, because the target never chooses that token.
 
     Args:
         tokenizer: The vocabulary.
-        matcher: llguidance's matcher for the constraint, at its start. Not shared with other replies.
+        matcher: A new llguidance matcher for the constraint, which no other reply uses.
         start: Where the answer starts.
     """
 
@@ -107,14 +107,14 @@ class ConstraintProcessor(LogitsProcessor):
         return self._tokenizer.usual_end_token if self._tokenizer.end_mask[allowed].all() else None
 
     def _mask(self) -> NDArray[np.bool_] | None:
-        """Return which tokens are allowed in the current state, or None if it is not constrained."""
+        """Return the mask of the tokens allowed in the current state, or None if all are allowed."""
         state = self._state
         if state.mask is None:
             state.mask = self._new_mask()
             if state.mask is not None:
                 self._masked.append(state)
             if len(self._masked) > _MAX_MASKS:
-                # Also drop the states after it, most of which belong to rejected drafts.
+                # Also drop its descendants, because most of them belong to rejected drafts.
                 oldest = self._masked.popleft()
                 oldest.mask = None
                 oldest.children = {}
@@ -163,7 +163,7 @@ class ConstraintProcessor(LogitsProcessor):
         return consumed
 
     def _check(self) -> None:
-        """Raise BackendError if the matcher has reached one of its limits, after which it is unusable."""
+        """Raise BackendError if the matcher has reached one of its limits and can no longer be used."""
         if self._matcher.is_error():
             message = self._matcher.get_error().replace("<non-verbose/>", "").strip()
             raise BackendError(

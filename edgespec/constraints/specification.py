@@ -1,4 +1,4 @@
-"""The constraint that the options of a reply describe."""
+"""The constraint that a reply's options set."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ __all__ = ["Constraint", "constraint_from"]
 
 
 class Constraint(NamedTuple):
-    """A constraint on a reply, with the name and the checked value of the option that describes it."""
+    """A constraint on a reply: the name of the option that sets it, and the option's validated value."""
 
     option: str
     value: Any
 
 
 def constraint_from(values: Mapping[str, Any]) -> Constraint | None:
-    """Return the constraint that the checked options of a reply describe, or None.
+    """Return the constraint that a reply's options set, or None.
 
     Raises:
-        OptionError: They describe several constraints.
+        OptionError: Several options set a constraint.
     """
     given = [Constraint(name, values[name]) for name in CONSTRAINT_NAMES if values[name] not in (None, ())]
     if len(given) > 1:

@@ -18,10 +18,10 @@ __all__ = ["ConstraintTokenizer"]
 
 # llguidance treats tokens that begin with this byte, which is never part of UTF-8, as control tokens.
 _CONTROL_BYTE = b"\xff"
-# The control character that precedes a text to be tokenized. Tokenizers that add a space to the start of a
-# text then add it before this character.
+# Control character to put before a text that is tokenized. Tokenizers that add a leading space then add it
+# before this character, not before the text.
 _TEXT_START = "\x02"
-# Longer whitespace tokens are not needed between the reasoning and the answer.
+# Maximum size of the whitespace tokens allowed between the reasoning and the answer.
 _MAX_SPACE_BYTES = 4
 
 
@@ -57,32 +57,32 @@ class ConstraintTokenizer:
 
     @cached_property
     def for_llguidance(self) -> LLTokenizer:
-        """The tokenizer for llguidance, in which control tokens and end tokens are never text."""
+        """The tokenizer in llguidance's form. Control tokens and end tokens never match text."""
         from llguidance import LLTokenizer, TokenizerWrapper
 
         return LLTokenizer(TokenizerWrapper(_Tokenizer(self, self._vocabulary)), eos_token=self.end_tokens)
 
     @cached_property
     def usual_end_token(self) -> int:
-        """The end token to assume where a constraint allows only end tokens: EOS if it is one of them."""
+        """The end token to emit if a constraint allows only end tokens. Prefers EOS."""
         eos = self._vocabulary.tokenize(self._vocabulary.eos_text, special=True, start=False)
         return eos[0] if len(eos) == 1 and eos[0] in self.end_tokens else self.end_tokens[0]
 
     @cached_property
     def end_mask(self) -> NDArray[np.bool_]:
-        """Which tokens end a reply."""
+        """Mask of the tokens that end a reply."""
         return self.mask(self.end_tokens)
 
     @cached_property
     def space_mask(self) -> NDArray[np.bool_]:
-        """Which tokens are whitespace that can separate the reasoning from the answer."""
+        """Mask of the whitespace tokens that can separate the reasoning from the answer."""
         pieces = enumerate(self.pieces)
         return self.mask(
             [token for token, piece in pieces if piece.isspace() and len(piece) <= _MAX_SPACE_BYTES]
         )
 
     def longer_than(self, start: bytes) -> NDArray[np.bool_]:
-        """Return which tokens begin with `start` and contain more than whitespace after it."""
+        """Return a mask of the tokens that begin with `start`, followed by more than whitespace."""
         if start not in self._longer:
             pieces = enumerate(self.pieces)
             longer = [
@@ -98,13 +98,13 @@ class ConstraintTokenizer:
         return mask
 
     def unpacked(self, bits: bytes) -> NDArray[np.bool_]:
-        """Return llguidance's mask, which has one bit per token, as a boolean array [size]."""
+        """Unpack llguidance's mask, which has one bit per token, to a boolean array [size]."""
         allowed = np.unpackbits(np.frombuffer(bits, np.uint8), count=len(self.pieces), bitorder="little")
         return np.pad(allowed, (0, self.size - len(allowed))).astype(np.bool_)
 
 
 class _Tokenizer:
-    """The attributes and the call that llguidance's `TokenizerWrapper` expects of a tokenizer."""
+    """A tokenizer with the interface that llguidance's `TokenizerWrapper` expects."""
 
     def __init__(self, tokenizer: ConstraintTokenizer, vocabulary: Vocabulary) -> None:
         ends = set(tokenizer.end_tokens)
@@ -122,10 +122,10 @@ class _Tokenizer:
         self._start = self._tokenize(_TEXT_START)
 
     def __call__(self, text: bytes) -> list[int]:
-        """Return the tokens with which the model usually writes a text.
+        """Tokenize a text as the model usually writes it.
 
-        Where the vocabulary's tokenizer changes the text, return the longest tokens that match, from left to
-        right.
+        If the vocabulary's tokenizer would change the text, choose the longest matching token at each
+        position.
         """
         tokens = self._tokenize(_TEXT_START + text.decode("utf-8", "replace"))[len(self._start) :]
         if b"".join(self._pieces[token] for token in tokens) == text:

@@ -32,8 +32,8 @@ MEASURED_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 1
 _REQUIRED_WIDTHS = (1, 2, 4, 8)
 # Minimum time budget for a measurement, as a multiple of the duration of a single-token pass.
 _MIN_BUDGET_STEPS = 12
-# Maximum duration of a pass, as a multiple of that of a wider one. Some kernels are slower at a few widths,
-# but by less than this. A heuristic.
+# Maximum duration of a pass, as a multiple of a wider pass's duration. Some kernels are slower at a few
+# widths, but by less than this. A heuristic.
 _MAX_EXCESS = 3.0
 
 

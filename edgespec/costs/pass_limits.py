@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgespec.backends.base import Capabilities
+from edgespec.backends.model_facts import Capabilities
 
 __all__ = ["PassLimits"]
 

@@ -22,7 +22,7 @@ _MAX_STEP_RATIO = 2.0
 
 
 class FreeCosts:
-    """Cost model in which a pass over many tokens takes no longer than a single-token pass."""
+    """Cost model that assumes that a pass over many tokens takes no longer than a single-token pass."""
 
     settings_key = "free"
     has_loss_limit = False

@@ -9,7 +9,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from edgespec.backends.base import Capabilities, LanguageModel, ModelFacts
+from edgespec.backends.base import LanguageModel
+from edgespec.backends.model_facts import Capabilities, ModelFacts
 from edgespec.drafters.tree_growth import TreeGrowth
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits

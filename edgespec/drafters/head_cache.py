@@ -15,18 +15,18 @@ from edgespec.errors import EdgespecError
 
 __all__ = ["HeadCache"]
 
-# The beginning of a copy of a head's state: the positions at which its KV cache starts and ends, and the
-# number of hidden states after that, 0 or 1.
+# Header of a copied head state: the start and end positions of its KV cache, and the number of hidden states
+# that follow (0 or 1).
 _COPY = struct.Struct("<QQQ")
 
 
 class HeadCache(DraftCache):
     """Keeps a head's KV cache in step with the token sequence. Prefills only on request.
 
-    A head can only run tokens for which the target's previous hidden state is known. It is unknown for tokens
-    too long ago, and for a prefix that the target restored from a cache, unless the prefix was stored with
-    the head's state (`copy`). The head then begins after these tokens, which lowers the acceptance rate but
-    does not change the reply.
+    A head can only run tokens for which the target's previous hidden state is known. It is unknown for old
+    tokens. It is also unknown for a prefix that the target restored from the prefix cache, unless the head's
+    state was stored with the prefix (see `copy`). The head's KV cache then starts after these tokens, which
+    lowers the acceptance rate but does not change the reply.
 
     Args:
         model: The head.
@@ -89,8 +89,9 @@ class HeadCache(DraftCache):
     def copy(self, tokens: Sequence[int], start: int) -> bytes:
         """Return a copy of the head's state for `tokens[start:]`, or nothing if it cannot be copied.
 
-        The copy contains the KV cache, and the target's hidden state after the last token, which the next
-        token needs. The head first runs the tokens that it lacks. The target needed far longer for them.
+        The copy contains the head's KV cache, and the target's hidden state after the last token, which the
+        next token needs. The head first runs the tokens that it lacks, which takes little time compared with
+        the target.
 
         Args:
             tokens: The first tokens in the target's KV cache.
@@ -98,7 +99,7 @@ class HeadCache(DraftCache):
         """
         try:
             if self._read_tokens(tokens) < len(tokens):
-                # The last token of a sequence is not prefilled, so it can be any.
+                # The last token of a sequence is not prefilled, so any token will do.
                 self.begin([*tokens, tokens[-1]])
                 self.prefill()
             read, end, log = self._read_tokens(tokens), len(tokens), self.model.log
@@ -111,7 +112,7 @@ class HeadCache(DraftCache):
     def restore(self, tokens: Sequence[int], copy: bytes) -> None:
         """Load a copy of the head's state after the target has restored the same tokens.
 
-        If the copy is empty or does not fit, the head begins after the tokens.
+        If the copy is empty or does not fit, the head's KV cache starts after the tokens.
 
         Args:
             tokens: All tokens in the target's KV cache. They end with the copied ones.

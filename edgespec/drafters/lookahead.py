@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-from edgespec.backends.base import Capabilities
+from edgespec.backends.model_facts import Capabilities
 from edgespec.costs.curve import CostCurve
 from edgespec.drafters.base import Drafter
 from edgespec.engine.acceptance import Acceptance
@@ -28,7 +28,7 @@ from edgespec.errors import OptionError
 __all__ = ["LookaheadDrafter", "LookaheadWindow", "NgramPool", "choose_window"]
 
 _INITIAL_DRAFT_LENGTH = 16
-# Number of recent tokens from which the initial guesses for future tokens are drawn at random.
+# Initial guesses for future tokens are drawn at random from this many recent tokens.
 _RECENT_TOKENS = 512
 # Number of tokens at the end of the prompt whose n-grams are indexed for drafting.
 _PROMPT_TOKENS = 1 << 14

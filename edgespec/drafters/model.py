@@ -11,7 +11,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import Capabilities, LanguageModel
+from edgespec.backends.base import LanguageModel
+from edgespec.backends.model_facts import Capabilities
 from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.drafters.base import BudgetedDrafter, MemoryUse, check_rollback
 from edgespec.drafters.draft_cache import DraftCache, is_confident, replace_unknown_ids, top_probs

@@ -1,4 +1,4 @@
-"""Running statistics in which recent values have the most weight."""
+"""Running statistics that give the most weight to recent values."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RunningMean:
 class AcceptanceCounts:
     """Counts drafted and accepted tokens in several categories. Recent tokens have the most weight.
 
-    Also keeps long-term counts, in which earlier tokens lose their weight more slowly.
+    Also keeps long-term counts, whose earlier tokens lose their weight more slowly.
 
     Args:
         accepted: Initial number of accepted tokens per category, float64.
@@ -55,10 +55,10 @@ class AcceptanceCounts:
         drafted: Decayed count of drafted tokens per category.
     """
 
-    # Factor by which earlier counts shrink with each new token. With 0.98, a token loses half of its weight
+    # Each new token multiplies the earlier counts by this factor. With 0.98, a token loses half of its weight
     # after 34 further tokens.
     DECAY = 0.98
-    # Factor by which earlier counts shrink with each new token, for the long-term acceptance rates.
+    # The long-term acceptance rates use this factor instead.
     _LONG_DECAY = 0.998
 
     def __init__(self, accepted: NDArray[np.float64], drafted: NDArray[np.float64]) -> None:

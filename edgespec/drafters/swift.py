@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import SkippedLayers
 from edgespec.backends.optional_features import Skippable
+from edgespec.backends.self_draft_methods import SkippedLayers
 from edgespec.costs.curve import CostFunction, assumed_cost
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.model import ModelDrafter
@@ -26,8 +26,7 @@ __all__ = ["LayerSet", "ScoredLayerSet", "SwiftDrafter", "SwiftSearch"]
 # Zero-based indices of the skipped layers, in ascending order.
 LayerSet: TypeAlias = tuple[int, ...]
 
-# Number of recent tokens on which a set of skipped layers is evaluated. More would noticeably delay a new
-# reply.
+# Number of recent tokens for evaluating a set of skipped layers. More would noticeably delay a new reply.
 EVALUATION_TOKENS = 64
 _MIN_EVALUATION_TOKENS = 16
 # Maximum number of sets of skipped layers to evaluate in one idle period between replies.
@@ -37,7 +36,7 @@ MAX_SETS = 1000
 # Average fraction of the layers to skip in a random set, from the SWIFT paper (arXiv 2410.06916).
 _SKIP_RATIO = 0.45
 _MAX_DRAFT_LENGTH = 8
-# Maximum number of sets of skipped layers for which results are kept.
+# Maximum number of sets of skipped layers to keep results for.
 _MAX_SAVED_SETS = 256
 # When more drafted tokens than this have been counted for a set of skipped layers, its counts are halved to
 # give new tokens more weight.

@@ -39,12 +39,12 @@ class AttentionWindow:
 
     @property
     def slack_tokens(self) -> int:
-        """Number of tokens by which the attention window can grow before tokens are evicted."""
+        """Number of tokens that the attention window can grow before tokens are evicted."""
         return max(1, self.window_tokens // 4)
 
     @property
     def context_tokens(self) -> int:
-        """Context size, in tokens, with which to load the draft model."""
+        """Context size, in tokens, for loading the draft model."""
         return self.sink_tokens + self.window_tokens + self.slack_tokens + _MAX_TREE_TOKENS
 
     @property

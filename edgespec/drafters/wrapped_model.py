@@ -7,8 +7,9 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 
-from edgespec.backends.base import Capabilities, LanguageModel, Snapshot, Vocabulary
+from edgespec.backends.base import LanguageModel, Snapshot, Vocabulary
 from edgespec.backends.base_model import BaseModel
+from edgespec.backends.model_facts import Capabilities
 from edgespec.errors import BackendError, CapabilityError
 
 __all__ = ["WrappedModel", "wrapped_capabilities"]

@@ -18,7 +18,7 @@ from edgespec.engine.tree import TokenTree
 
 __all__ = ["Acceptance", "AcceptedPath", "Draw", "Invariant", "RandomDraws", "Rejection"]
 
-# A drafted token and the distribution from which it was drawn (None if it was not drawn at random).
+# A drafted token, and the distribution it was drawn from (None if it was not drawn at random).
 Draw = tuple[int, Distribution | None]
 
 

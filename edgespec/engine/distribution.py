@@ -28,7 +28,7 @@ class Distribution:
 
     @classmethod
     def point_mass(cls, token: int) -> Distribution:
-        """Return the distribution in which one token has a probability of 1."""
+        """Return a distribution that gives one token a probability of 1."""
         return cls(np.array([token], np.int64), np.array([1]))
 
     def __len__(self) -> int:

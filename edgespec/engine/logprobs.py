@@ -13,7 +13,7 @@ __all__ = ["TokenLogprob", "token_logprob", "token_logprobs"]
 
 
 class TokenLogprob(NamedTuple):
-    """The log-probability of a token, and the most likely tokens at its position with theirs, best first."""
+    """The log-probability of a token, and those of the most likely tokens at its position, best first."""
 
     token: int
     logprob: float
@@ -23,13 +23,13 @@ class TokenLogprob(NamedTuple):
 def token_logprob(logits: Logits, row: int, token: int, count: int) -> TokenLogprob:
     """Return the log-probability of a token and of the `count` most likely tokens.
 
-    They are those of the model itself, before constraints, penalties, the temperature and filters.
+    The log-probabilities are the model's own, before constraints, penalties, temperature and filters.
 
     Args:
         logits: The logits of the target's pass.
         row: The row of the token before `token`.
         token: The token.
-        count: Number of most likely tokens. Of equally likely ones, those with the lowest ids come first.
+        count: Number of most likely tokens. Equally likely tokens are sorted by id.
     """
     _, values = logits.top(row, 0)
     peak = values.max()
@@ -46,12 +46,12 @@ def token_logprob(logits: Logits, row: int, token: int, count: int) -> TokenLogp
 def token_logprobs(
     logits: Logits, nodes: Sequence[int], tokens: Sequence[int], count: int
 ) -> tuple[TokenLogprob, ...]:
-    """Return the log-probabilities of emitted tokens, as `token_logprob` does for one.
+    """Return the log-probabilities of emitted tokens. See `token_logprob`.
 
     Args:
         logits: The logits of the target's pass.
-        nodes: The root and the accepted nodes of the draft tree. There can be more of them than tokens.
-        tokens: The emitted tokens, each of which follows the node at the same index.
+        nodes: The root and the accepted nodes of the draft tree. Can be longer than `tokens`.
+        tokens: The emitted tokens. Each one follows the node at the same index.
         count: Number of most likely tokens.
     """
     pairs = zip(nodes, tokens, strict=False)

@@ -21,7 +21,7 @@ _U12, _U27, _U30, _U31 = np.uint64(12), np.uint64(27), np.uint64(30), np.uint64(
 
 
 class Stream(IntEnum):
-    """Independent streams of random numbers, so that drafting and accepting do not share any of them."""
+    """Independent streams of random numbers. Drafting and acceptance use different streams."""
 
     TOKEN = 0
     DRAFT = 1

@@ -1,4 +1,4 @@
-"""Common prefixes of token sequences, which determine how much of a KV cache can be reused."""
+"""Find common prefixes of token sequences, whose KV cache can be reused."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class SamplingParams:
         repetition_penalty: Divides positive and multiplies negative logits of tokens in the penalty window.
         presence_penalty: Subtracted from the logit of every token in the penalty window.
         frequency_penalty: Subtracted from the logit once for each occurrence in the penalty window.
-        penalty_window: Number of most recent tokens, including the prompt, to which penalties apply. -1 means
+        penalty_window: Penalties apply to this many of the most recent tokens, including the prompt. -1 means
             all.
         logit_bias: Added to the logits of these token ids. -inf forbids a token.
 

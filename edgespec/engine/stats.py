@@ -111,7 +111,7 @@ class Stats:
 
     @property
     def plain_seconds_estimate(self) -> float | None:
-        """Estimated time in which plain decoding would emit the same tokens, in seconds. None if unknown."""
+        """Estimated time that plain decoding would take for the same tokens, in seconds. None if unknown."""
         return self.generated_tokens * self.target_step_seconds or None
 
     def to_json(self) -> dict[str, object]:
@@ -153,7 +153,7 @@ class RoundTimer:
 
         Args:
             stats: The statistics of the reply.
-            overlapped_seconds: Part of the draft time in which the verify pass was already running.
+            overlapped_seconds: Part of the draft time during which the verify pass was already running.
             waited_seconds: Part of the sampling time spent waiting for the verify pass.
         """
         seconds = self._seconds

@@ -73,7 +73,7 @@ class TokenTree:
         return tuple(depths)
 
     def children(self, node: int) -> list[int]:
-        """Return the children of a node, in the order in which they were drawn."""
+        """Return the children of a node, in the order they were drawn."""
         return [i for i in range(node + 1, len(self.parents)) if self.parents[i] == node]
 
     def child(self, node: int, token: int) -> int | None:
@@ -142,10 +142,10 @@ class TokenTree:
 
 
 class TreeBuilder:
-    """A token tree under construction. Nodes are numbered in the order in which they are added.
+    """A token tree under construction. Nodes are numbered in the order they are added.
 
     Args:
-        chain: Tokens to start with, each of which is the parent of the next. The first one is the root.
+        chain: Tokens to start with. Each one is the parent of the next, and the first is the root.
     """
 
     __slots__ = ("_places", "depths", "draft_probs", "is_chain", "parents", "tokens")

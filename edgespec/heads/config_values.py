@@ -1,4 +1,4 @@
-"""Check values in the configuration of a head, which can come from anywhere."""
+"""Validate values in a head's configuration, which may be damaged or malicious."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class DFlashFiles:
 
     Attributes:
         config: The head's configuration.
-        tensors: Tensors by name. The names are those of z-lab's heads, without the prefix `model.`.
+        tensors: Tensors, by their names in z-lab's heads without the prefix `model.`.
         target_ids: Target token id for each draft token, int64 [draft vocabulary]. None if both vocabularies
             are equal, in which case the head uses the target's LM head.
     """

@@ -19,8 +19,8 @@ from edgespec.heads.tensor_files import read_folder_tensors
 
 __all__ = ["MTP_MODELS", "QWEN_MODELS", "read_mtp"]
 
-# Values of `model_type` in `config.json` whose MTP layout `read_mtp` supports. The original files of Qwen
-# models contain the weights of norms minus 1.
+# Values of `model_type` in `config.json` whose MTP layout `read_mtp` supports. Qwen's original files store
+# the weights of norms minus 1.
 QWEN_MODELS = ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 MTP_MODELS = (*QWEN_MODELS, "deepseek_v3", "glm4_moe", "mimo")
 _NEEDED = ("fc.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "norm.weight")
@@ -33,10 +33,11 @@ class _Layout:
     Attributes:
         prefix: Regular expression for the start of all names. Its group, if any, is the layer's number.
         marker: A name that only an MTP layer has, because DeepSeek numbers MTP layers like all others.
-        names: Names outside the decoder layer, and the same names in Qwen3-Next. Those with an empty name
-            are not read, because they are copies of the target's tensors.
-        decoder_prefix: What names in the decoder layer lack, compared with Qwen3-Next.
-        hidden_first: Whether `fc` reads the hidden state before the embedding, and not after it.
+        names: Maps names outside the decoder layer to Qwen3-Next's names. Tensors with an empty new name are
+            skipped, because they are copies of the target's tensors.
+        decoder_prefix: Prefix that turns names in the decoder layer into Qwen3-Next's names.
+        hidden_first: Whether the input of `fc` is the hidden state followed by the embedding, not the
+            reverse.
     """
 
     prefix: str
@@ -86,7 +87,8 @@ def read_mtp(folder: Path) -> dict[str, StoredTensor]:
     stored = read_folder_tensors(folder)
     layers = [(layout, layer) for layout in _LAYOUTS for layer in _layers(stored, layout)]
     if len(layers) != 1 or any(name.startswith("layers.1.") for name in layers[0][1]):
-        raise _unusable(folder, "it has more than one MTP layer" if layers else "there are no tensors of one")
+        reason = "it has more than one MTP layer" if layers else "it has no tensors of an MTP layer"
+        raise _unusable(folder, reason)
     layout, tensors = layers[0]
     missing = [name for name in _NEEDED if name not in tensors]
     if missing:
@@ -121,5 +123,5 @@ def _layers(stored: Mapping[str, StoredTensor], layout: _Layout) -> Iterator[dic
 
 
 def _with_halves_swapped(matrix: StoredTensor) -> StoredTensor:
-    """Return a matrix [rows, 2n] with its first n columns after the others."""
+    """Swap the first and the last n columns of a matrix [rows, 2n]."""
     return replace(matrix, read=lambda: np.roll(matrix.read(), matrix.shape[-1] // 2, axis=-1))

@@ -11,7 +11,7 @@ from edgespec.heads.residual_layout import AttentionLayer
 
 __all__ = ["AttentionShape", "PrefixLayer"]
 
-# Minimum number of tokens by which the KV cache grows, so that it is not copied for every append.
+# Grow the KV cache by at least this many tokens, so that it is not copied for every append.
 _MIN_GROWTH_TOKENS = 256
 
 

@@ -162,7 +162,7 @@ def read_residual_heads(path: Path) -> ResidualHeads:
 
 
 def _read_config(path: Path) -> Mapping[str, Any]:
-    """Return the settings in `config.json`. The file is optional, because weights tell all sizes."""
+    """Return the settings in `config.json`. The file is optional, because the weights determine all sizes."""
     try:
         if path.stat().st_size > _MAX_CONFIG_BYTES:
             raise ValueError("it is too large")
@@ -189,7 +189,7 @@ class _NamedTensors:
         self._tensors = read_tensor_file(file)
 
     def numbers(self, before: str, after: str) -> list[int]:
-        """Return every n for which there is a tensor named `{before}{n}{after}`, in ascending order."""
+        """Return every n with a tensor named `{before}{n}{after}`, in ascending order."""
         pattern = re.compile(rf"{re.escape(before)}(\d{{1,4}}){re.escape(after)}")
         return sorted(int(found[1]) for name in self._tensors if (found := pattern.fullmatch(name)))
 

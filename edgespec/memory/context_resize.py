@@ -17,7 +17,7 @@ __all__ = ["INITIAL_CONTEXT_TOKENS", "MIN_ROOM_TOKENS", "ResizableContext", "has
 INITIAL_CONTEXT_TOKENS = 2048
 # Grow the context when it has room for fewer tokens than this, which is enough for any verify pass.
 MIN_ROOM_TOKENS = 256
-# Context size in tokens to which the draft model is reduced when the target needs memory.
+# Reduce the draft model's context to this size in tokens when the target needs memory.
 _MIN_DRAFT_TOKENS = 256
 
 

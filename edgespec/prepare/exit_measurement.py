@@ -87,7 +87,7 @@ def _layer_bytes(source: GgufModel) -> tuple[list[int], int]:
 
 
 def _agreement(source: GgufModel, hidden: NDArray[np.float32], expected: NDArray[np.int64]) -> list[float]:
-    """Return, for each layer, the fraction of positions at which its most likely token is the expected one.
+    """Return how often each layer's most likely token is the expected one, as a fraction of the positions.
 
     The shape of `hidden` is (layers, tokens, embedding).
     """

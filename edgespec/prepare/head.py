@@ -18,7 +18,7 @@ __all__ = ["convert_once", "converted_path", "needs_conversion", "prepare_head"]
 
 # Prefix of the names of temporary folders for head conversion.
 _UNFINISHED = ".edgespec-"
-# Age of a folder that no running conversion can still be using.
+# Temporary folders older than this are abandoned, because no conversion takes this long.
 _STALE_SECONDS = 24 * 3600.0
 
 
@@ -55,7 +55,7 @@ def convert_once(folder: Path, target: Path) -> Path:
 
 
 def _delete_leftovers(folder: Path) -> None:
-    """Delete what conversions left behind that were killed."""
+    """Delete the temporary folders of conversions that were killed."""
     with suppress(OSError):
         for leftover in folder.glob(f"{_UNFINISHED}*"):
             if leftover.stat().st_mtime < time.time() - _STALE_SECONDS:
@@ -66,7 +66,7 @@ def prepare_head(folder: Path, target: Path, output: Path, *, setting: str = "--
     """Convert an EAGLE-3, DFlash or DSpark head to a GGUF file.
 
     Args:
-        folder: Folder of the head, in the layout in which it was published on Hugging Face.
+        folder: Folder of the head, as published on Hugging Face.
         target: The GGUF model that the head was trained for.
         output: The file to write. An existing file is replaced once the new one is complete.
         setting: The option or environment variable that chose the output's folder, for error messages.

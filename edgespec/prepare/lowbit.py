@@ -100,7 +100,7 @@ def prepare_lowbit(
         build_folder.file(_COPY, write_copy)
         return facts
 
-    # The GGUF header of the quantised file is about as large as that of the original file.
+    # The GGUF header of the quantised file is about as large as the original header.
     header_bytes = max(0, source_bytes - size.source_bytes) + _HEADER_BYTES
     needed_bytes = size.copy_bytes + header_bytes + (source_bytes if path.is_dir() else 0)
     settings = {"type": type_name}

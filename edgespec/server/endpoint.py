@@ -25,9 +25,9 @@ from edgespec.server.service import Service
 
 __all__ = ["PathEndpoint", "error_response"]
 
-# The largest body. Prompts of a million tokens are about 5 MB.
+# Maximum size of a request body in bytes. Prompts of a million tokens have about 5 MB.
 MAX_BODY_BYTES = 8 * 2**20
-# The most bytes of unfinished bodies that the server holds. Clients could otherwise use up the memory.
+# Maximum total size of the request bodies that are being received, so that clients cannot use up the memory.
 MAX_BUFFERED_BYTES = 16 * MAX_BODY_BYTES
 # Time limit in seconds for a client to send the whole body.
 BODY_SECONDS = 60.0

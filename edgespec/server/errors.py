@@ -29,7 +29,7 @@ __all__ = ["ApiError", "api_error", "invalid_request", "unsupported_content", "v
 # Seconds after which a client should retry if the server is busy or is stopping.
 _RETRY_SECONDS = 5
 _MAX_SHOWN_CHARACTERS = 100
-# Names of types, which pydantic adds to the place of a problem if a field allows several types.
+# Type names that pydantic adds to the path of an invalid field if the field allows several types.
 _TYPE = re.compile(r"\[|-|^(?:str|int|float|bool|dict|[A-Z]\w*)$")
 
 
@@ -57,14 +57,14 @@ class ApiError(Exception):
 
 
 def invalid_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """Return the error for a request that the server cannot fulfil as it is."""
+    """Return the error for an invalid request, with status 400."""
     return ApiError(400, message, code=code, param=param)
 
 
 def unsupported_content(place: str, kind: str) -> ApiError:
     """Return the error for a part of a message that is not text, such as an image."""
     return invalid_request(
-        f"{place} is of the type {kind[:40]!r}, but edgespec's models read only text;"
+        f"{place} has the type {kind[:40]!r}, but edgespec's models read only text;"
         " remove it, or describe it in words",
         place,
         "unsupported_content",
@@ -72,7 +72,7 @@ def unsupported_content(place: str, kind: str) -> ApiError:
 
 
 def api_error(error: Exception) -> ApiError:
-    """Convert an exception raised while a request was handled to the error that the client receives."""
+    """Convert an exception from a request handler to the error to send to the client."""
     retry = {"Retry-After": str(_RETRY_SECONDS)}
     match error:
         case ApiError():
@@ -119,14 +119,14 @@ def validation_error(
     Args:
         error: The exception.
         known: Names of the fields that the operation supports, to suggest one for a misspelt name.
-        advice: What to do instead of setting fields that other operations support, by the name of the field.
+        advice: Advice for fields that only other operations support, by field name.
     """
     problems = error.errors(include_url=False)
-    # Report a field of another operation before the field that is missing instead.
+    # A field of another operation explains why the right field is missing, so report it first.
     elsewhere = (each for each in problems if _place(each["loc"]) in advice)
     first = _place(next(elsewhere, problems[0])["loc"])
-    # A field that allows several types has a problem for each of them. If only a part of the value is wrong
-    # for one of them, that is probably the type that was meant.
+    # If a field allows several types, pydantic reports a problem for each. The client probably meant the type
+    # for which only part of the value is wrong.
     same_field = [each for each in problems if f"{_place(each['loc'])}.".startswith(f"{first}.")]
     problem = max(same_field, key=lambda each: _place(each["loc"]).count("."))
     place = _place(problem["loc"])
@@ -160,7 +160,7 @@ def validation_error(
 
 
 def _near(place: str, known: Sequence[str]) -> list[str]:
-    """Return similar fields of the same object, and for a field at the top also those of nested objects."""
+    """Return similar field names in the same object. For top-level fields, also search nested objects."""
     parent, _, name = place.rpartition(".")
     fields = {
         each.rpartition(".")[2]: each for each in known if each.startswith(f"{parent}." if parent else "")
@@ -169,7 +169,7 @@ def _near(place: str, known: Sequence[str]) -> list[str]:
 
 
 def _place(path: tuple[int | str, ...]) -> str:
-    """Return the place of a problem, such as `messages.0.content`, without the names of types."""
+    """Return the path of the invalid field, such as `messages.0.content`, without names of types."""
     return ".".join(str(part) for part in path if not _TYPE.search(str(part)))
 
 

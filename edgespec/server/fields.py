@@ -37,11 +37,11 @@ class RequestFields(BaseModel):
 
     @classmethod
     def known_fields(cls) -> list[str]:
-        """Return the names of all fields in JSON."""
+        """Return the JSON names of all fields."""
         return [info.alias or name for name, info in cls.model_fields.items()]
 
     def ignored_fields(self) -> list[str]:
-        """Return the names of the fields that have a value and are ignored."""
+        """Return the names of the ignored fields that the request sets."""
         return [
             name
             for name, info in type(self).model_fields.items()
@@ -51,16 +51,16 @@ class RequestFields(BaseModel):
 
 # Maximum number of entries in a list or object. Bounds the validation time.
 _MAX_ENTRIES = 10_000
-# Options for which -1 means the default, as in llama.cpp and LM Studio.
+# Options that interpret -1 as the default, as in llama.cpp and LM Studio.
 _MINUS_ONE_IS_DEFAULT = ("max_tokens", "seed")
 
 
 def _reply_field(name: str, option: Option, hint: Any) -> Any:
     """Return the type and default of a request field, derived from the option's declaration.
 
-    The option checks the value. pydantic would collect millions of errors for a long list of wrong values.
+    The option itself validates the value, because pydantic would collect an error for every item of a list.
     """
-    # JSON has no classes, which the Python API accepts as schemas.
+    # The Python API also accepts classes as schemas, but JSON cannot contain classes.
     types = tuple(each for each in get_args(hint | None) if each is not type)
     adapter: TypeAdapter[Any] = TypeAdapter(Union[types])  # type: ignore[arg-type]  # noqa: UP007
     schema = adapter.json_schema() | option.kind.json_schema(name)
@@ -86,7 +86,7 @@ def _reply_field(name: str, option: Option, hint: Any) -> Any:
 
 
 def _integer_keys(value: dict[str, Any]) -> dict[Any, Any]:
-    """Return the object with integers as keys, which are strings in JSON, if all keys are integers."""
+    """Convert the keys of a JSON object, which are strings, to integers if all of them are."""
     if all(key.isascii() and key.isdigit() and len(key) < 10 for key in value):
         return {int(key): item for key, item in value.items()}
     return dict(value)
@@ -100,7 +100,7 @@ def _reply_fields() -> dict[str, Any]:
 
 
 def _attribute(name: str) -> str:
-    """Return the attribute with the value of an option. Some names are methods of pydantic's models."""
+    """Return the attribute name for an option. It differs if pydantic has a method of that name."""
     return f"{name}_" if name in dir(BaseModel) else name
 
 
@@ -109,20 +109,20 @@ _REPLY_FIELDS = _reply_fields()
 if TYPE_CHECKING:
 
     class ReplyFields(RequestFields):
-        """The options of a reply, with edgespec's names."""
+        """The options of a reply, under edgespec's names."""
 
 else:
     ReplyFields = create_model("ReplyFields", __base__=RequestFields, **_REPLY_FIELDS)
 
 
 def reply_options(fields: ReplyFields) -> dict[str, Any]:
-    """Return the options of a reply that the request sets."""
+    """Return the reply options that the request sets."""
     values = {name: getattr(fields, _attribute(name)) for name in REPLY_OPTIONS}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def require_fields(place: str, given: RequestFields, names: Sequence[str]) -> None:
-    """Raise ApiError if one of the fields, which only some types of an object need, has no value."""
+    """Raise ApiError if one of the named fields, required for this type of object, is missing."""
     for name in names:
         if getattr(given, name) is None:
             raise invalid_request(f"{place}.{name} is missing; add it", f"{place}.{name}")

@@ -1,4 +1,4 @@
-"""Replies being generated for one HTTP request, as asynchronous events."""
+"""Generate the replies to one HTTP request, and yield them as asynchronous events."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ChatPrompt:
 
     Attributes:
         messages: The whole conversation.
-        reply_start: Text with which the reply begins.
+        reply_start: Text that the reply begins with.
         tools: The tools that the model can call, as in OpenAI's API.
         tool_choice: See `Runtime.stream_messages`.
     """
@@ -45,8 +45,8 @@ class ChatPrompt:
     ) -> ChatPrompt:
         """Return the prompt for a whole conversation.
 
-        A last message of the assistant becomes the start of the reply. Clients can also end the conversation
-        with a system message, which becomes a user message, because models reply only to users and tools.
+        If the last message is from the assistant, it becomes the start of the reply. If it is a system
+        message, it becomes a user message, because models reply only to users and tools.
         """
         conversation = list(messages)
         ends_with_reply = bool(conversation) and conversation[-1]["role"] == "assistant"
@@ -93,7 +93,7 @@ class Generation:
 
     Attributes:
         model: The model that generates the replies.
-        loaded_ns: When the model was ready for the replies, as `time.perf_counter_ns` counts.
+        loaded_ns: Time at which the model was ready for the replies, from `time.perf_counter_ns`.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Generation:
         return [ended[index] for index in range(len(ended))]
 
     def stats(self, index: int) -> Stats:
-        """Return the statistics so far of a reply of which `events` has yielded a part."""
+        """Return the current statistics of a reply. `events` must have yielded a part of it."""
         stream = self._replies[index].stream
         assert stream is not None
         return stream.stats

@@ -20,16 +20,16 @@ from edgespec.server.settings import ServerSettings
 
 __all__ = ["HttpServer"]
 
-# Seconds that a client may take for the headers of a request.
+# Time limit in seconds for receiving the headers of a request.
 _HEADER_SECONDS = 20.0
-# Time in seconds after which an idle connection is closed.
+# Close a connection after this many seconds without a request.
 _KEEP_ALIVE_SECONDS = 15
 _MAX_HEADER_BYTES = 64 * 1024
-# Maximum number of connections. Further ones get an error with status 503.
+# Maximum number of connections. Additional ones are rejected with status 503.
 _MAX_CONNECTIONS = 512
 # Maximum time in seconds that replies may continue after a stop request.
 _GRACE_SECONDS = 5.0
-# Seconds after which a stopping server closes connections whose clients neither send nor read.
+# When stopping, wait this many seconds for clients that neither send nor read.
 _CLOSE_SECONDS = 10
 
 
@@ -39,7 +39,7 @@ class HttpServer:
     `run` blocks its thread. `stop` can be called from any thread and from signal handlers.
 
     Args:
-        settings: What to serve, and to whom.
+        settings: The server's settings.
 
     Attributes:
         url: The address of the server.
@@ -127,7 +127,7 @@ class HttpServer:
 
 
 class _TimedProtocol(H11Protocol):
-    """HTTP/1.1 with a time limit for the headers of each request, which uvicorn does not have."""
+    """HTTP/1.1 with a time limit for receiving request headers, which uvicorn lacks."""
 
     _deadline: asyncio.TimerHandle | None = None
 

@@ -1,4 +1,4 @@
-"""Counters of the server, in the text format of Prometheus."""
+"""The server's counters, in Prometheus's text format."""
 
 from __future__ import annotations
 

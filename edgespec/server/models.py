@@ -37,9 +37,9 @@ class KnownModel:
 
     Attributes:
         name: The name.
-        created: Unix time in seconds at which its file was last changed, or 0 if unknown.
+        created: Modification time of its file (Unix time in seconds), or 0 if unknown.
         info: The metadata in its files, or None if they could not be read.
-        loaded: The model if it is loaded.
+        loaded: The loaded model, or None if it is not loaded.
     """
 
     name: str
@@ -52,10 +52,10 @@ class LoadedModel:
     """A loaded model and the queue of its requests.
 
     Attributes:
-        name: The reference with which the model was first requested.
+        name: The name used in the first request for the model.
         runtime: The loaded model. Only the queue's threads may generate with it.
         queue: Runs the model's requests.
-        loaded_at: Unix time at which the model was loaded, in seconds.
+        loaded_at: Load time of the model (Unix time in seconds).
     """
 
     def __init__(self, name: str, runtime: Runtime, max_waiting: int) -> None:
@@ -66,7 +66,7 @@ class LoadedModel:
 
     @property
     def memory_bytes(self) -> int:
-        """System memory that the model can grow to, without that of Python."""
+        """Maximum system memory of the model, excluding Python's own memory."""
         plan = self.runtime.plan
         if plan is None:
             return 0
@@ -122,15 +122,15 @@ class ModelPool:
     - Models are loaded and unloaded one at a time, in the order of the requests for them.
     - A model is loaded beside others if it fits into the rest of the memory budget without reductions, such
       as a shorter context. Otherwise, the models that were not used for the longest time are unloaded first.
-    - A model is unloaded only when no request uses it. Requests that arrive while it is leaving wait until it
-      is loaded again, so that a busy model cannot keep others from being loaded.
+    - A model is unloaded only when no request uses it. Requests that arrive during unloading wait until it is
+      loaded again, so that a busy model cannot keep others from being loaded.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
         self._entries: dict[Path, _Entry] = {}
         self._leaving: list[LoadedModel] = []
-        # Held while a model is loaded or unloaded. Waiting tasks get it in order.
+        # Held while a model is loaded or unloaded. Waiting tasks acquire it in order.
         self._turn = asyncio.Lock()
         self._budget_bytes = 0
         self._stopping = threading.Event()
@@ -160,7 +160,7 @@ class ModelPool:
         if entry is None:
             entry = self._entries[path] = _Entry()
             entry.ready = asyncio.create_task(self._load(name, path, entry))
-            # Read the exception even if no request waits for the model any more, or asyncio logs it.
+            # Retrieve the exception even if no request is waiting, because asyncio would log it otherwise.
             entry.ready.add_done_callback(lambda task: task.cancelled() or task.exception())
         elif entry.loaded is None and entry.users > self._settings.max_waiting:
             raise BusyError(f"{entry.users} requests are already waiting for {name}", "try again later")
@@ -189,9 +189,9 @@ class ModelPool:
         return list(known.values())
 
     def _check_name(self, name: str) -> None:
-        """Raise ModelNotFoundError if requests must not name a model like this."""
+        """Raise ModelNotFoundError if requests are not allowed to use a name of this kind."""
         if name != self._settings.target and isinstance(parse_reference(name), PathReference):
-            # Clients must not be able to open any file on this machine.
+            # Clients must not be able to open arbitrary files on this machine.
             raise ModelNotFoundError(
                 f"{name[:100]} is the path of a file, but requests can only name models that `edgespec models"
                 " list` shows",
@@ -206,7 +206,7 @@ class ModelPool:
         except ModelNotFoundError as error:
             if name in error.what:
                 raise
-            # The client may not know that its name stands for another one.
+            # The error is about the name behind the client's alias, so add the name that the client used.
             raise ModelNotFoundError(f"{name[:100]}: {error.what}", error.next_step) from error
 
     async def _load(self, name: str, path: Path, entry: _Entry) -> LoadedModel:
@@ -252,7 +252,7 @@ class ModelPool:
         return options
 
     def _last_used(self, path: Path) -> tuple[bool, bool, float]:
-        """Sort key for unloading: models without users first, then those not used for the longest time."""
+        """Sort key for unloading: models without users first, then the least recently used."""
         entry = self._entries[path]
         return (entry.loaded is None, entry.users > 0, entry.last_used)
 
@@ -280,7 +280,8 @@ class ModelPool:
     async def close(self) -> None:
         """Cancel loading and all replies, and free all models."""
         self._stopping.set()
-        # Closing a queue ends its replies, so that a load that waits for them can end.
+        # Close the queues first. This ends their replies, which a model that is being loaded may be waiting
+        # for.
         for model in [*self.loaded, *self._leaving]:
             await asyncio.to_thread(model.queue.close)
         async with self._turn:

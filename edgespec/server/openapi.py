@@ -1,4 +1,4 @@
-"""The OpenAPI description of the server, derived from the protocols' records."""
+"""The OpenAPI description of the server, generated from the definitions of its protocols."""
 
 from __future__ import annotations
 

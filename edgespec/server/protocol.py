@@ -1,4 +1,4 @@
-"""The records that describe a protocol and its operations."""
+"""The dataclasses that define a protocol and its operations."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class Protocol:
 
     Attributes:
         name: Its name in the OpenAPI description.
-        prefixes: Beginnings of its paths. Errors of unknown paths with a prefix have the protocol's format.
-            The longest matching prefix of all protocols wins.
+        prefixes: Prefixes of its paths. Errors for unknown paths use the format of the protocol with the
+            longest matching prefix.
         operations: Its operations.
         error_body: Returns the body of an error response.
         stream_media_type: The media type of streams.

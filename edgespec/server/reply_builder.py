@@ -21,9 +21,10 @@ Event: TypeAlias = dict[str, Any]
 
 
 class ReplyBuilder(Protocol):
-    """Builds the response of one reply from its chunks, and the events that stream it.
+    """Builds a response from the chunks of its reply, and the events of a streamed response.
 
-    Events refer to parts of the response, which change. So encode each event before requesting the next one.
+    Events share objects with the response, which later calls change. Encode each event before requesting the
+    next one.
 
     Attributes:
         response: The response, which is complete after `finish`.

@@ -14,7 +14,7 @@ from edgespec.server.errors import ApiError, api_error
 
 __all__ = ["EventStream", "json_response", "open_stream", "server_sent_event"]
 
-# Seconds of silence after which a comment is sent, so that clients and proxies keep the connection open.
+# After this many seconds of silence, send a comment, so that clients and proxies keep the connection open.
 _PING_SECONDS = 10.0
 # Seconds that a client may take to receive a part of the response.
 SEND_SECONDS = 60.0
@@ -96,7 +96,7 @@ async def open_stream(
 ) -> EventStream:
     """Return the response that sends `parts`.
 
-    Waits for the first part for a while, so that most errors become error responses.
+    Waits briefly for the first part, so that most errors can still be sent as error responses.
 
     Args:
         parts: Generates the encoded events.

@@ -23,7 +23,7 @@ class Guard:
     - Without an API key, the Host header must name this machine. Otherwise, a web page could reach the server
       by pointing its own host name at 127.0.0.1 (DNS rebinding).
     - Requests from web pages, which have an Origin header, are rejected unless the user allowed the origin.
-      Browsers send some requests without asking the server first, and even those use up time.
+      Browsers send some requests without a CORS preflight, and generating replies to them would take time.
 
     Args:
         app: The application to protect.
@@ -56,7 +56,8 @@ class Guard:
 
     def _problem(self, path: str, headers: Headers) -> ApiError | None:
         if "transfer-encoding" in headers and "content-length" in headers:
-            # A proxy in front of the server could take another part of the data for the body.
+            # A proxy could interpret the headers differently and find another request in the body (request
+            # smuggling).
             return invalid_request("send either Content-Length or Transfer-Encoding, but not both")
         origin = headers.get("origin")
         if origin is not None and origin not in self._origins and "*" not in self._origins:

@@ -1,4 +1,4 @@
-"""What the handlers of all protocols share: the settings, the models and the metrics."""
+"""The state that the handlers of all protocols share: settings, models and metrics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Service:
     """The server's state. Used in the event loop only.
 
     Attributes:
-        settings: What to serve, and to whom.
+        settings: The server's settings.
         models: The loaded models.
         metrics: Counts requests and replies.
         stored_items: Items of recent responses that later requests can refer to.
@@ -43,7 +43,7 @@ class Service:
 
         Args:
             model: Reference to the model, or None for the server's own model.
-            requests: The replies to generate. Their options take precedence over those of the settings.
+            requests: The replies to generate. Their options override the options in the settings.
 
         Raises:
             BusyError: Too many requests are waiting.

@@ -1,4 +1,4 @@
-"""Operations about the server itself."""
+"""Operations that report the server's health and metrics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Health(TypedDict):
 
 
 async def health(call: Call[None]) -> Response:
-    """Report that the server runs."""
+    """Report that the server is running."""
     state: Health = {"status": "ok", "loaded": [model.name for model in call.service.models.loaded]}
     return json_response(state)
 
@@ -36,7 +36,9 @@ SYSTEM = Protocol(
     "edgespec",
     (),
     (
-        Operation("GET", "/health", "Report that the server runs.", health, response=Health, public=True),
+        Operation(
+            "GET", "/health", "Report that the server is running.", health, response=Health, public=True
+        ),
         Operation("GET", "/metrics", "Return the server's counters for Prometheus.", metrics, response=str),
     ),
     error_body,

@@ -29,7 +29,7 @@ class Conversation:
     """A prompt and the target's reply to it.
 
     Attributes:
-        tokens: Token ids of the prompt followed by those of the reply, int32 [tokens].
+        tokens: Token ids of the prompt and the reply, int32 [tokens].
         prompt_length: Number of tokens in the prompt.
         kind: Kind of text, such as `code`.
     """

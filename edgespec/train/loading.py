@@ -29,7 +29,7 @@ class TrainingTarget:
         template: The target's chat template.
         path: Folder of the loaded model.
         identity: Hash of the loaded model's files.
-        gguf: The GGUF model that the finished drafter is for. None if the target itself can be trained with.
+        gguf: The GGUF model that will use the drafter. None if the drafter is for the loaded model itself.
     """
 
     name: str
@@ -46,7 +46,7 @@ class DraftToTrain:
 
     Attributes:
         model: The draft model.
-        lora: Train low-rank changes of its weights instead of its weights.
+        lora: Whether to train a LoRA adapter instead of the weights.
     """
 
     model: Resolved
@@ -56,7 +56,7 @@ class DraftToTrain:
         """Return the draft model as a student of the target.
 
         Raises:
-            OptionError: The vocabulary of the draft model differs from that of the target.
+            OptionError: The draft model and the target have different vocabularies.
         """
         path = self.model.path
         own, other = format_at(path).read_tokens(path), format_at(target.path).read_tokens(target.path)
@@ -147,7 +147,7 @@ def _trainable(path: Path, name: str, weights: Path | None) -> Path:
     if format_at(path).load_teacher is not None:
         if weights is not None:
             raise OptionError(
-                f"--weights is only for GGUF models, but {name} is already in a form to train with",
+                f"--weights is only for GGUF models, but {name} is an MLX or Hugging Face model",
                 "omit --weights",
             )
         return path
@@ -165,13 +165,13 @@ def _trainable(path: Path, name: str, weights: Path | None) -> Path:
     if difference := _difference(path, weights):
         raise OptionError(
             f"--weights {weights} is not the same model as {name}: {difference}",
-            "pass the model from which the GGUF file was made",
+            "pass the model that the GGUF file was made from",
         )
     return weights
 
 
 def _difference(path: Path, weights: Path) -> str:
-    """Return a difference between a GGUF model and what may be its other form, or an empty string."""
+    """Describe how a GGUF model and another form of it differ, or return an empty string."""
     own, other = format_at(path).read_info(path), format_at(weights).read_info(weights)
     # The layers of a GGUF model include those for multi-token prediction, which other forms do not count.
     if not own.heads and 0 < own.layers != other.layers > 0:

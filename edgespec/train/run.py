@@ -133,7 +133,7 @@ def train_drafter(
         _train(trainer, saved, state, others, held_out[:_CURVE_CONVERSATIONS], progress)
         finished = _finished(trainer, saved.path)
         del trainer
-        # Measure what was written, because its weights have fewer bits than those in training.
+        # Measure the saved drafter, because its weights have a lower precision than during training.
         published = student.published(finished)
         assert published is not None
         figures = measure_drafter(published, held_out, BATCH_TOKENS, progress)

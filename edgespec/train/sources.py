@@ -58,5 +58,5 @@ def chat_prompts(store: ChatStore | None = None) -> list[TrainingPrompt]:
 
 
 def own_prompt(messages: Sequence[Message]) -> TrainingPrompt:
-    """Return a prompt, recognising its kind of text from the last message."""
+    """Return a prompt, with the kind of text detected from the last message."""
     return TrainingPrompt(tuple(messages), text_kind(messages[-1].content))

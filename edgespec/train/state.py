@@ -25,7 +25,7 @@ class TrainingSettings:
         tokens: Number of tokens in the conversations to train with.
         prompts: Hash of the user's prompts. Empty if the target writes all questions itself.
         draft: Hash of the files of the draft model to train. Empty for heads.
-        lora: Whether low-rank changes of the draft model are trained.
+        lora: Whether a LoRA adapter is trained instead of the draft model's weights.
     """
 
     method: str

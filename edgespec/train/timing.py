@@ -38,9 +38,9 @@ def estimate_seconds(
 
     Args:
         teacher: The target.
-        student: What is trained.
+        student: The kind of head, or the draft model, to train.
         wanted_tokens: Number of tokens in the conversations to train with.
-        question_start: The prompt after which the target writes a question.
+        question_start: The prompt that makes the target write a question.
         written_tokens: Number of tokens in the conversations already written.
         trained_tokens: Number of tokens already trained on, including repetitions.
         progress: Called repeatedly. Returning False cancels the trial.

@@ -42,8 +42,8 @@ class ConversationWriter:
         prompts: Prompts to answer in the first batches. In later batches, the target writes the questions.
 
     Attributes:
-        question_start: The prompt after which the target writes a question: the chat template up to the
-            user's message.
+        question_start: The prompt that makes the target write a question: the chat template up to the user's
+            message.
 
     Raises:
         TemplateError: The template rejects a message or leaves it out.

@@ -16,7 +16,8 @@ from edgespec.assembly.heads import choose_heads, describe_choice
 from edgespec.assembly.loading import always_draft
 from edgespec.assembly.pairing import ModelPair, find_pair
 from edgespec.assembly.planning import LoadPlan, PlanRequest, check_fits, plan_pair
-from edgespec.backends.base import Head, LoadOptions
+from edgespec.backends.base import LoadOptions
+from edgespec.backends.self_draft_methods import Head
 from edgespec.catalog import mlx_installed, resolve
 from edgespec.catalog.heads import HeadOption
 from edgespec.errors import CapabilityError, MemoryBudgetError, ModelFileError, OptionError

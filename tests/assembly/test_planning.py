@@ -16,10 +16,11 @@ import edgespec
 from edgespec.assembly.drafting_options import DraftingOptions
 from edgespec.assembly.pairing import ModelPair, find_pair
 from edgespec.assembly.planning import LoadPlan, PlanRequest, check_fits, plan_pair
-from edgespec.backends.base import Adapter, LoadOptions
+from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.memory_estimate import GgufMemoryEstimator
 from edgespec.backends.llamacpp.quantise import quantise
 from edgespec.backends.memory_estimate import MemoryEstimate
+from edgespec.backends.model_facts import Adapter
 from edgespec.catalog import resolve
 from edgespec.catalog.catalogue import models_folder
 from edgespec.errors import MemoryBudgetError, OptionError

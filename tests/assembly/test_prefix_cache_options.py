@@ -15,7 +15,8 @@ from edgespec.assembly import loading
 from edgespec.assembly.load_request import LoadRequest
 from edgespec.assembly.pairing import load_target
 from edgespec.assembly.prefix_cache_options import _identity, file_states
-from edgespec.backends.base import Adapter, LoadOptions
+from edgespec.backends.base import LoadOptions
+from edgespec.backends.model_facts import Adapter
 from edgespec.costs.target_costs import FreeCosts
 from edgespec.errors import OptionError
 from edgespec.files import sampled_sha256

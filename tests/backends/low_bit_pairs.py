@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from edgespec.backends.base import LanguageModel, LowBit
+from edgespec.backends.base import LanguageModel
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.gguf_model import GgufModel
+from edgespec.backends.self_draft_methods import LowBit
 from edgespec.engine.tree import TokenTree
 from tests.backends.contract import Rows, row_of
 

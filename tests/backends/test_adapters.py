@@ -13,7 +13,8 @@ import pytest
 import edgespec
 from edgespec.assembly.loading import always_draft
 from edgespec.backends import llamacpp
-from edgespec.backends.base import Adapter, LoadOptions
+from edgespec.backends.base import LoadOptions
+from edgespec.backends.model_facts import Adapter
 from edgespec.errors import CapabilityError, ModelFileError, OptionError
 from tests.backends.contract import step
 from tests.backends.gguf_adapters import write_gguf_adapter

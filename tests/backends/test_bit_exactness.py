@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import edgespec
-from edgespec.backends.base import Capabilities, LanguageModel, Progress
+from edgespec.backends.base import LanguageModel, Progress
 from edgespec.backends.bit_exactness import BitExactPasses, find_bit_exact_passes, restricted_to
+from edgespec.backends.model_facts import Capabilities
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError

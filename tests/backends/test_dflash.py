@@ -18,12 +18,13 @@ from numpy.typing import NDArray
 import edgespec
 from edgespec.assembly.loading import always_draft
 from edgespec.backends import llamacpp
-from edgespec.backends.base import Head, LanguageModel, LoadOptions
+from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.hidden_state_log import MAX_LOGGED_TOKENS
 from edgespec.backends.llamacpp.dflash import DFlashHead, estimate_dflash_head
 from edgespec.backends.llamacpp.markov_head import MarkovHead
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.backends.llamacpp.native import captured_log
+from edgespec.backends.self_draft_methods import Head
 from edgespec.drafters.head_cache import HeadCache
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engine.acceptance import Invariant

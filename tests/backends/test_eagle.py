@@ -12,27 +12,24 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
-from safetensors.numpy import save_file
 
 import edgespec
 from edgespec.assembly.loading import always_draft
 from edgespec.backends import llamacpp
-from edgespec.backends.base import Head, LanguageModel, LoadOptions
+from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.hidden_state_log import HiddenStateLog
 from edgespec.backends.llamacpp import state_taps
 from edgespec.backends.llamacpp.eagle import EagleHead
 from edgespec.backends.llamacpp.model import LlamaCppModel
+from edgespec.backends.self_draft_methods import Head
 from edgespec.drafters.head_cache import HeadCache
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import (
     CapabilityError,
-    EdgespecError,
     ModelFileError,
     ModelNotFoundError,
     OptionError,
 )
-from edgespec.prepare.head import prepare_head
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
 from tests.backends.published_heads import VOCAB, write_published
 from tests.backends.tiny_models import (
@@ -43,7 +40,6 @@ from tests.backends.tiny_models import (
     write_llama,
     write_mamba,
 )
-from tests.heads.published import Layout
 
 CONTEXT = 512
 
@@ -310,131 +306,6 @@ def test_a_head_with_huge_weights_changes_no_reply(files: Files, tmp_path: Path,
         assert drafting.generate("the file", **asked).tokens == plain.generate("the file", **asked).tokens
 
 
-@pytest.mark.parametrize("pickled", [False, True])
-@pytest.mark.parametrize("layout", ["SafeAILab", "NVIDIA", "speculators"])
-def test_a_published_head_is_converted(
-    files: Files, target: LlamaCppModel, tmp_path: Path, layout: Layout, pickled: bool
-) -> None:
-    output = tmp_path / "head.gguf"
-    folder = write_published(tmp_path / "published", layout, pickled=pickled)
-    assert prepare_head(folder, files.target, output) == output.stat().st_size
-    tokens = list(range(10, 30))
-    head = head_of(target, output)
-    target.prefill(tokens[:-1])
-    logits = first_logits(head, HeadCache(head), tokens)
-    head.close()
-    # It drafts the tokens of its own vocabulary.
-    assert np.flatnonzero(np.isfinite(logits)).tolist() == list(range(7, 107))
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"num_attention_heads": 0, "head_dim": None},
-        {"hidden_size": 1e400},
-        {"vocab_size": 50},
-        {"eagle_aux_hidden_state_layer_ids": "abc"},
-        {"rms_norm_eps": "x"},
-        {"rms_norm_eps": float("nan")},
-        {"rms_norm_eps": -1.0},
-        {"head_dim": 15},
-    ],
-)
-def test_an_impossible_config_is_not_converted(files: Files, tmp_path: Path, changes: dict[str, Any]) -> None:
-    folder = write_published(tmp_path / "published", **changes)
-    with pytest.raises(ModelFileError, match="not an EAGLE head that edgespec supports"):
-        prepare_head(folder, files.target, tmp_path / "head.gguf")
-
-
-def test_a_folder_that_is_no_head_is_not_converted(files: Files, tmp_path: Path) -> None:
-    folder = write_published(tmp_path / "published")
-    output = tmp_path / "head.gguf"
-    (folder / "pytorch_model.bin").write_bytes(b"pickle")
-    (folder / "model.safetensors").rename(folder / "moved")
-    with pytest.raises(EdgespecError):
-        prepare_head(folder, files.target, output)
-    save_file({"fc.weight": np.zeros((2, 2), np.float32)}, folder / "model.safetensors")
-    with pytest.raises(ModelFileError, match="it lacks"):
-        prepare_head(folder, files.target, output)
-    (folder / "config.json").write_text("{}")
-    with pytest.raises(ModelFileError):
-        prepare_head(folder, files.target, output)
-    assert not output.exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["published"]
-
-
-def converted_logits(files: Files, target: LlamaCppModel, folder: Path, output: Path) -> NDArray[np.float64]:
-    prepare_head(folder, files.target, output)
-    tokens = list(range(10, 60))
-    head = head_of(target, output)
-    target.truncate(0)
-    target.prefill(tokens[:-1])
-    logits = first_logits(head, HeadCache(head), tokens)
-    head.close()
-    finite: NDArray[np.float64] = logits[np.isfinite(logits)]
-    return finite
-
-
-_ROPES: list[dict[str, Any]] = [
-    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-    {"type": "linear", "factor": 4.0},
-    {"rope_type": "yarn", "factor": 4.0},
-]
-
-
-@pytest.mark.parametrize("rope", _ROPES)
-def test_the_scaling_of_rotary_embeddings_is_converted(
-    files: Files, target: LlamaCppModel, tmp_path: Path, rope: dict[str, Any]
-) -> None:
-    plain = write_published(tmp_path / "plain")
-    scaling = {**rope, "original_max_position_embeddings": 32}
-    scaled = write_published(tmp_path / "scaled", rope_scaling=scaling)
-    expected = converted_logits(files, target, plain, tmp_path / "plain.gguf")
-    assert np.abs(expected - converted_logits(files, target, scaled, tmp_path / "scaled.gguf")).max() > 1e-3
-
-
-def test_a_head_that_lists_layers_by_their_outputs_is_converted(files: Files, tmp_path: Path) -> None:
-    folder = write_published(tmp_path / "published", eagle_aux_hidden_state_layer_ids=[1, 0, 1])
-    prepare_head(folder, files.target, tmp_path / "head.gguf")
-    field = gguf.GGUFReader(tmp_path / "head.gguf").fields["eagle3.target_layers"]
-    assert field.contents() == [2, 1, 2]
-
-
-@pytest.mark.filterwarnings("error")
-def test_what_llama_cpp_does_not_support_is_not_converted(files: Files, tmp_path: Path) -> None:
-    llama3 = {**_ROPES[0], "original_max_position_embeddings": 32}
-    for number, (changes, message) in enumerate(
-        [
-            ({"rope_scaling": {"type": "longrope"}}, "rope_scaling of type 'longrope'"),
-            ({"norm_output": True}, "norm_output"),
-            ({"eagle_aux_hidden_state_layer_ids": [7, 8, 9]}, "layers"),
-            ({"rope_scaling": {"type": "linear"}}, "factor"),
-            ({"rope_scaling": {"type": "linear", "factor": 0}}, "its factor is 0, but must be a positive"),
-            ({"rope_scaling": {"type": "yarn", "factor": float("nan")}}, "its factor is nan"),
-            ({"rope_scaling": llama3 | {"factor": 0.0}}, "its factor is 0.0"),
-            ({"rope_scaling": llama3 | {"low_freq_factor": 4.0}}, "and differ"),
-            ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "must be given"),
-            ({"rope_theta": -1.0}, "its rope_theta is -1.0"),
-        ]
-    ):
-        folder = write_published(tmp_path / str(number), **changes)  # type: ignore[arg-type]
-        with pytest.raises(ModelFileError, match=message):
-            prepare_head(folder, files.target, tmp_path / "head.gguf")
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("value", [np.nan, np.inf, 1e6])
-def test_weights_that_float16_cannot_hold_are_not_converted(
-    files: Files, tmp_path: Path, value: float
-) -> None:
-    matrix = np.full((32, 64), value, np.float32)
-    folder = write_published(tmp_path / "published", changes={"layer.mlp.down_proj.weight": matrix})
-    with pytest.raises(ModelFileError, match="not finite numbers, or too large for float16") as caught:
-        prepare_head(folder, files.target, tmp_path / "head.gguf")
-    assert str(folder) in caught.value.what
-    assert [path.name for path in tmp_path.iterdir()] == ["published"]
-
-
 def test_errors_about_a_converted_head_name_its_folder(
     files: Files, target: LlamaCppModel, tmp_path: Path
 ) -> None:
@@ -442,20 +313,3 @@ def test_errors_about_a_converted_head_name_its_folder(
     head = Head("eagle", damaged(write_eagle(tmp_path / "head.gguf", layers=(0, 1, 2)), np.nan), folder)
     with pytest.raises(ModelFileError, match=f"the head {folder} is damaged: its logits are not finite"):
         target.self_draft(head)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"rms_norm_eps": 1e300},
-        {"rope_theta": 1e300},
-        {"max_position_embeddings": -5},
-        {"max_position_embeddings": 10**30},
-    ],
-)
-def test_settings_that_gguf_cannot_store_are_refused(
-    files: Files, tmp_path: Path, changes: dict[str, Any]
-) -> None:
-    folder = write_published(tmp_path / "published", **changes)
-    with pytest.raises(ModelFileError, match="invalid settings"):
-        prepare_head(folder, files.target, tmp_path / "head.gguf")

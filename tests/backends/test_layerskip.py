@@ -12,13 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from edgespec.backends import llamacpp
-from edgespec.backends.base import EarlyExit, LanguageModel, LoadOptions, LowBit, SkippedLayers
+from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.llamacpp import context_planning
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.layerskip import LayerSkipModel, load_layerskip
 from edgespec.backends.llamacpp.layerskip_files import SHARED_BYTES_KEY
 from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.native import library
+from edgespec.backends.self_draft_methods import EarlyExit, LowBit, SkippedLayers
 from edgespec.drafters.base import MemoryUse
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engine.tree import TokenTree

@@ -14,10 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from edgespec.backends import llamacpp
-from edgespec.backends.base import EarlyExit, LanguageModel, LoadOptions, LowBit, SkippedLayers
+from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.layerskip import load_layerskip
 from edgespec.backends.llamacpp.quantise import quantise
+from edgespec.backends.self_draft_methods import EarlyExit, LowBit, SkippedLayers
 from edgespec.catalog.catalogue import models_folder
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, CapabilityError, ClosedError, ContextFullError, MemoryBudgetError

@@ -12,12 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from edgespec.backends import llamacpp
-from edgespec.backends.base import EarlyExit, LanguageModel, LoadOptions, LowBit
+from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.llamacpp.context_planning import work_bytes
 from edgespec.backends.llamacpp.layerskip import LayerSkipModel, load_layerskip
 from edgespec.backends.llamacpp.merged_kv import merge_kv
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.backends.llamacpp.quantise import quantise
+from edgespec.backends.self_draft_methods import EarlyExit, LowBit
 from edgespec.drafters.model import ModelDrafter
 from edgespec.errors import CapabilityError, MemoryBudgetError
 from edgespec.methods import DrafterSet

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 import edgespec
 from edgespec.assembly.loading import always_draft
 from edgespec.backends import llamacpp
-from edgespec.backends.base import Head, LanguageModel, LoadOptions
+from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.gguf_header import read_header
 from edgespec.backends.hidden_state_log import POST_NORM
 from edgespec.backends.llamacpp import context_planning, mtp, probe, state_taps
@@ -26,6 +26,7 @@ from edgespec.backends.llamacpp.mtp_files import MTP_GRAPHS, read_mtp_layers
 from edgespec.backends.llamacpp.mtp_head import ChainedMtpHead
 from edgespec.backends.optional_features import HeadModel
 from edgespec.backends.replay import ReplayModel
+from edgespec.backends.self_draft_methods import Head
 from edgespec.drafters.head_cache import HeadCache
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, EdgespecError, ModelFileError, OptionError

@@ -14,9 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from edgespec.backends import llamacpp
-from edgespec.backends.base import EarlyExit, LanguageModel, LoadOptions
+from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.place_model import load_places
+from edgespec.backends.self_draft_methods import EarlyExit
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import (
     CancelledError,

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgespec.backends.base import EarlyExit, LanguageModel, LowBit
+from edgespec.backends.base import LanguageModel
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
 from edgespec.backends.llamacpp.quantise import quantise
+from edgespec.backends.self_draft_methods import EarlyExit, LowBit
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, ContextFullError, MemoryBudgetError
 from tests.backends.contract import TREES, row_of, tokens_for, tree_of

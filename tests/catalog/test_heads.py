@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from edgespec.assembly.drafting_options import DraftingOptions
 from edgespec.assembly.pairing import find_pair
-from edgespec.backends.base import Head
 from edgespec.backends.head_files import head_info, why_not_made_for
+from edgespec.backends.self_draft_methods import Head
 from edgespec.catalog import MetadataCache, Resolved, head_options, load_catalogue, published_heads, resolve
 from edgespec.catalog.head_reference import resolve_head
 from edgespec.catalog.heads import HeadOption, named_head

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.backends.base import Capabilities
+from edgespec.backends.model_facts import Capabilities
 from edgespec.costs.curve import CostCurve
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.lookahead import LookaheadDrafter, LookaheadWindow, NgramPool, choose_window

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from edgespec import Reply
 from edgespec.auto.combined_drafter import CombinedDrafter
 from edgespec.backends import llamacpp, mlx
-from edgespec.backends.base import Capabilities, LanguageModel, LoadOptions
+from edgespec.backends.base import LanguageModel, LoadOptions
+from edgespec.backends.model_facts import Capabilities
 from edgespec.catalog.catalogue import models_folder
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.lookahead import LookaheadDrafter, LookaheadWindow

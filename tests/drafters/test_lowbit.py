@@ -11,7 +11,8 @@ import pytest
 from edgespec import Runtime
 from edgespec.auto.combined_drafter import CombinedDrafter
 from edgespec.backends import llamacpp
-from edgespec.backends.base import LanguageModel, LoadOptions, LowBit
+from edgespec.backends.base import LanguageModel, LoadOptions
+from edgespec.backends.self_draft_methods import LowBit
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.backends.base import Capabilities
+from edgespec.backends.model_facts import Capabilities
 from edgespec.drafters.swift import (
     MAX_SETS,
     MAX_SETS_PER_IDLE_PERIOD,

@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import Capabilities, LanguageModel, ModelFacts
+from edgespec.backends.base import LanguageModel
+from edgespec.backends.model_facts import Capabilities, ModelFacts
 from edgespec.engine.acceptance import RandomDraws
 from edgespec.engine.distribution import Distribution
 from edgespec.engine.tree import TokenTree

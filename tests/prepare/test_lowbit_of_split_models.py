@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgespec.backends.base import LoadOptions, LowBit
+from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.layerskip import load_layerskip
+from edgespec.backends.self_draft_methods import LowBit
 from edgespec.errors import CancelledError, CapabilityError, ModelFileError, OptionError
 from edgespec.prepare import builder
 from edgespec.prepare.gguf_parts import GgufModel, merged_file

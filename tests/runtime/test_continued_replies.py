@@ -40,7 +40,7 @@ def test_reply_cut_at_any_token_ends_the_same_when_continued(
         # No cache and no remembered tokens: a program that has just started opens the chat.
         demo.clear_cache()
         chat = demo.chat("Be brief.", [Message("user", HOWTO), Message("assistant", start)])
-        chat._runtime._prompts = None  # type: ignore[attr-defined]
+        chat._runtime._prompts._builder = None  # type: ignore[attr-defined]
         left = options | {"max_tokens": options["max_tokens"] - cut}
         reply = chat.continue_reply(method=method, **left).wait()
         assert reply.tokens == uncut.tokens[cut:]

@@ -121,8 +121,8 @@ def test_invalid_options_are_named(demo: Runtime) -> None:
 
 
 def test_a_model_without_chat_template_raises(demo: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "_template", None)
-    monkeypatch.setattr(demo, "_prompts", None)
+    monkeypatch.setattr(demo._prompts, "template", None)
+    monkeypatch.setattr(demo._prompts, "_builder", None)
     with pytest.raises(TemplateError, match="no chat template"):
         demo.reply([user("x")])
 

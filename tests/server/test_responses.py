@@ -331,14 +331,18 @@ def test_logprobs(client: openai.OpenAI) -> None:
         (
             {"input": [{"type": "computer_call", "call_id": "c"}]},
             "input.0",
-            "input.0 is of the type 'computer_call', which edgespec does not support",
+            "input.0 has the type 'computer_call', which edgespec does not support",
         ),
         ({"input": [{"type": "item_reference"}]}, "input.0.id", "input.0.id is missing; add it"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "the server keeps no responses"),
         ({"background": True}, "background", "only while the client waits"),
         ({"tools": [{"type": "function"}]}, None, "tool 1 has an invalid name"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice", "tool_choice must be"),
-        ({"text": {"format": {"type": "json_schema"}}}, "text.format", "but no schema; add it"),
+        (
+            {"text": {"format": {"type": "json_schema"}}},
+            "text.format",
+            "but no schema; add text.format.schema",
+        ),
         ({"max_output_tokens": 0}, "max_output_tokens", "greater than or equal to 1"),
     ],
 )

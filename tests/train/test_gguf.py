@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from edgespec.backends.base import Head, LoadOptions
+from edgespec.backends.base import LoadOptions
 from edgespec.backends.drafter_training import TrainingBatch
 from edgespec.backends.head_files import head_at
 from edgespec.backends.llamacpp import load
@@ -17,6 +17,7 @@ from edgespec.backends.llamacpp.eagle import EagleHead
 from edgespec.backends.mlx.head_trainer import MlxHeadTrainer
 from edgespec.backends.mlx.teacher import load_teacher
 from edgespec.backends.optional_features import HeadModel
+from edgespec.backends.self_draft_methods import Head
 from edgespec.catalog.catalogue import models_folder
 from edgespec.drafters.head_cache import HeadCache
 from edgespec.engine.tree import TokenTree

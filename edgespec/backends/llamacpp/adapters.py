@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from edgespec.backends.base import Adapter
 from edgespec.backends.llamacpp.native import library, recent_errors
+from edgespec.backends.model_facts import Adapter
 from edgespec.errors import BackendError, ModelFileError
 
 __all__ = ["LoraAdapters", "adapter_bytes"]

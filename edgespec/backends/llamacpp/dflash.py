@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import Capabilities, Head, LoadOptions, Progress
+from edgespec.backends.base import LoadOptions, Progress
 from edgespec.backends.base_model import in_batches
 from edgespec.backends.gguf_header import read_header
 from edgespec.backends.gguf_metadata import read_gguf_info
@@ -25,6 +25,8 @@ from edgespec.backends.llamacpp.markov_head import MarkovHead
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.memory_check import check_tokens_fit
 from edgespec.backends.memory_estimate import MemoryEstimate
+from edgespec.backends.model_facts import Capabilities
+from edgespec.backends.self_draft_methods import Head
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError

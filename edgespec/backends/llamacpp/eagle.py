@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import Head, LoadOptions
+from edgespec.backends.base import LoadOptions
 from edgespec.backends.gguf_header import read_header
 from edgespec.backends.gguf_metadata import read_gguf_info
 from edgespec.backends.llamacpp.context_planning import plan_context
@@ -21,6 +21,7 @@ from edgespec.backends.llamacpp.metadata import architecture_metadata
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.memory_estimate import MemoryEstimate
 from edgespec.backends.mlx_metadata import read_head_info
+from edgespec.backends.self_draft_methods import Head
 from edgespec.errors import ModelFileError
 
 if TYPE_CHECKING:

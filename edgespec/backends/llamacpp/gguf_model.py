@@ -11,17 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import (
-    EarlyExit,
-    Head,
-    LanguageModel,
-    LoadOptions,
-    Progress,
-    SelfDraft,
-    SkippedLayers,
-    Snapshot,
-    Vocabulary,
-)
+from edgespec.backends.base import LanguageModel, LoadOptions, Progress, Snapshot, Vocabulary
 from edgespec.backends.base_model import BaseModel, in_batches
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
 from edgespec.backends.llamacpp.kv_cells import KvCells
@@ -32,6 +22,7 @@ from edgespec.backends.llamacpp.resizing import check_resize_fits, rebuild_conte
 from edgespec.backends.llamacpp.text_export import export_text, first_part, import_text, sized_parts
 from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
 from edgespec.backends.memory_check import round_up_to_block
+from edgespec.backends.self_draft_methods import EarlyExit, Head, SelfDraft, SkippedLayers
 from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree

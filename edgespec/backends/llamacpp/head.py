@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import Capabilities, LoadOptions, Progress, Snapshot
+from edgespec.backends.base import LoadOptions, Progress, Snapshot
 from edgespec.backends.base_model import in_batches
 from edgespec.backends.hidden_state_log import HiddenStateLog
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
@@ -22,6 +22,7 @@ from edgespec.backends.llamacpp.probe import ProbeResult
 from edgespec.backends.llamacpp.resizing import check_resize_fits, rebuild_context
 from edgespec.backends.llamacpp.text_export import export_text, import_text
 from edgespec.backends.memory_check import check_tokens_fit
+from edgespec.backends.model_facts import Capabilities
 from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree

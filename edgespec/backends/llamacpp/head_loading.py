@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from edgespec.backends.base import Head, LoadOptions
+from edgespec.backends.base import LoadOptions
 from edgespec.backends.gguf_header import read_header
 from edgespec.backends.hidden_state_log import MAX_LOGGED_TOKENS
 from edgespec.backends.llamacpp.loading import check_file, load_weights
@@ -18,6 +18,7 @@ from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.staging_api import target_layers_api
 from edgespec.backends.memory_check import check_weights_fit
 from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
+from edgespec.backends.self_draft_methods import Head
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, ModelFileError, shorten
 

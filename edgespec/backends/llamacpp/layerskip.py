@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import LoadOptions, ModelFacts, Progress
+from edgespec.backends.base import LoadOptions, Progress
 from edgespec.backends.base_model import scaled_progress
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_planning import plan_split_contexts, split_load_options, work_bytes
@@ -43,6 +43,7 @@ from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import probe
 from edgespec.backends.llamacpp.resizing import cache_variant, initial_plan
 from edgespec.backends.memory_check import check_weights_fit
+from edgespec.backends.model_facts import ModelFacts
 from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree, TreeBuilder

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from edgespec.backends.base import LoadOptions, ModelFacts, Progress, Vocabulary
+from edgespec.backends.base import LoadOptions, Progress, Vocabulary
 from edgespec.backends.gguf_files import gguf_files
 from edgespec.backends.llamacpp.context import ContextPlan
 from edgespec.backends.llamacpp.header_validation import check_header
@@ -19,6 +19,7 @@ from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.native import captured_log, library, recent_errors
 from edgespec.backends.llamacpp.probe import ProbeResult
 from edgespec.backends.memory_check import check_weights_fit
+from edgespec.backends.model_facts import ModelFacts
 from edgespec.cores import usable_cores
 from edgespec.errors import CancelledError, EdgespecError, MemoryBudgetError, ModelFileError
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from edgespec.backends.base import LoadOptions, LowBit
+from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
 from edgespec.backends.llamacpp.context_planning import check_contexts_fit
 from edgespec.backends.llamacpp.kv_cells import KvCells
@@ -36,6 +36,7 @@ from edgespec.backends.memory_check import (
     check_weights_fit,
     round_up_to_block,
 )
+from edgespec.backends.self_draft_methods import LowBit
 from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree

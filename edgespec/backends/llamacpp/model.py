@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import Head, LanguageModel, LoadOptions, ModelFacts, Progress
+from edgespec.backends.base import LanguageModel, LoadOptions, Progress
 from edgespec.backends.hidden_state_log import HiddenStateLog
 from edgespec.backends.llamacpp.adapters import LoraAdapters, adapter_bytes
 from edgespec.backends.llamacpp.checkpoints import StateCheckpoint, StateCheckpoints
@@ -29,7 +29,9 @@ from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import probe
 from edgespec.backends.llamacpp.residual_target import load_gguf_residual_heads
 from edgespec.backends.llamacpp.resizing import cache_variant, initial_plan, rebuild_context
+from edgespec.backends.model_facts import ModelFacts
 from edgespec.backends.replay import ReplayModel
+from edgespec.backends.self_draft_methods import Head
 from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgespec.backends.base import Head, LoadOptions
+from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.head_loading import (
     check_finite,
     check_sizes,
@@ -19,6 +19,7 @@ from edgespec.backends.llamacpp.mtp_head import ChainedMtpHead, MtpHead
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.staging_api import nextn_api
 from edgespec.backends.memory_estimate import MemoryEstimate
+from edgespec.backends.self_draft_methods import Head
 from edgespec.errors import CapabilityError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progress, SelfDraft, Snapshot
+from edgespec.backends.base import LanguageModel, LoadOptions, Progress, Snapshot
 from edgespec.backends.base_model import BaseModel
 from edgespec.backends.llamacpp.adapters import LoraAdapters, adapter_bytes
 from edgespec.backends.llamacpp.context import LlamaContext
@@ -30,6 +30,8 @@ from edgespec.backends.llamacpp.shared_context import (
 )
 from edgespec.backends.llamacpp.text_export import export_text, import_text
 from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
+from edgespec.backends.model_facts import ModelFacts
+from edgespec.backends.self_draft_methods import SelfDraft
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import (

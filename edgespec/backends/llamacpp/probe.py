@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import Capabilities, LoadOptions
+from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.checkpoints import StateCheckpoints
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.kv_types import SMALL_KERNEL_MAX_ROWS, prefill_kernel_differs
@@ -16,6 +16,7 @@ from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.mtp_files import MTP_GRAPHS
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.staging_api import nextn_api, target_layers_api
+from edgespec.backends.model_facts import Capabilities
 from edgespec.errors import BackendError, ModelFileError
 from edgespec.heads.residual_layout import RESIDUAL_METHODS
 

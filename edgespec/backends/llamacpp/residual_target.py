@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgespec.backends.base import Head
 from edgespec.backends.gguf_metadata import read_gguf_info
 from edgespec.backends.llamacpp.file_matrix import FileMatrix
 from edgespec.backends.llamacpp.metadata import architecture_metadata
@@ -13,6 +12,7 @@ from edgespec.backends.llamacpp.native import library
 from edgespec.backends.memory_estimate import MemoryEstimate
 from edgespec.backends.residual_head_view import ResidualHeadView
 from edgespec.backends.residual_heads import ResidualHeadTarget, estimate_residual_heads, load_residual_heads
+from edgespec.backends.self_draft_methods import Head
 from edgespec.heads.prefix_layer import AttentionShape
 from edgespec.heads.products import NUMPY_BYTES_PER_WEIGHT, numpy_product
 from edgespec.heads.residual_layout import ResidualHeads

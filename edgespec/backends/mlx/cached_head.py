@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import ModelFacts, Progress, Snapshot
+from edgespec.backends.base import Progress, Snapshot
 from edgespec.backends.base_model import in_batches
 from edgespec.backends.hidden_state_log import HiddenStateLog
 from edgespec.backends.memory_check import check_tokens_fit
@@ -20,6 +20,7 @@ from edgespec.backends.mlx.evaluation import evaluate
 from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.mlx.pass_layout import PassLayout
 from edgespec.backends.mlx.target_ends import DraftVocabulary
+from edgespec.backends.model_facts import ModelFacts
 from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError

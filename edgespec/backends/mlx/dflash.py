@@ -10,12 +10,12 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import Capabilities, ModelFacts
 from edgespec.backends.hidden_state_log import HiddenStateLog
 from edgespec.backends.mlx.cached_head import CachedHead
 from edgespec.backends.mlx.dflash_network import DFlashNetwork
 from edgespec.backends.mlx.evaluation import evaluate, start_evaluation, translate_errors
 from edgespec.backends.mlx.logits import DeviceLogits
+from edgespec.backends.model_facts import Capabilities, ModelFacts
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError
 from edgespec.heads.dflash_config import DFlashConfig

@@ -10,13 +10,13 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import Capabilities, ModelFacts
 from edgespec.backends.hidden_state_log import HiddenStateLog
 from edgespec.backends.mlx.attention_cache import AttentionCache
 from edgespec.backends.mlx.cached_head import BATCH_TOKENS, CachedHead
 from edgespec.backends.mlx.evaluation import start_evaluation, translate_errors
 from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.mlx.pass_layout import install_tree_ropes
+from edgespec.backends.model_facts import Capabilities, ModelFacts
 from edgespec.engine.tree import TokenTree, TreeBuilder
 from edgespec.errors import CapabilityError
 

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
-from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts
+from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.memory_check import check_weights_fit
 from edgespec.backends.mlx.attention_cache import cache_rows
 from edgespec.backends.mlx.build_info import runs_on_cpu
 from edgespec.backends.mlx.evaluation import evaluate, translate_errors
+from edgespec.backends.model_facts import ModelFacts
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.heads.stored_tensor import StoredTensor

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from edgespec.backends.base import Capabilities, LanguageModel, LoadOptions, ModelFacts, Progress
+from edgespec.backends.base import LanguageModel, LoadOptions, Progress
 from edgespec.backends.memory_check import (
     BLOCK_TOKENS,
     cache_too_large_error,
@@ -29,6 +29,7 @@ from edgespec.backends.mlx.model_skeleton import (
     translate_load_errors,
 )
 from edgespec.backends.mlx_files import missing_files, read_json_object
+from edgespec.backends.model_facts import Capabilities, ModelFacts
 from edgespec.errors import CancelledError, ModelFileError, OptionError
 from edgespec.heap import unmap_freed_buffers
 

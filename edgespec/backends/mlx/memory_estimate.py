@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from edgespec.backends.base import Adapter, LoadOptions
+from edgespec.backends.base import LoadOptions
 from edgespec.backends.memory_check import requested_context
 from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
 from edgespec.backends.mlx.build_info import mlx_core, runs_on_cpu
@@ -26,6 +26,7 @@ from edgespec.backends.mlx.model_skeleton import (
     trace_one_token,
 )
 from edgespec.backends.mlx_metadata import language_config
+from edgespec.backends.model_facts import Adapter
 from edgespec.errors import OptionError
 
 __all__ = ["MlxMemoryEstimator"]

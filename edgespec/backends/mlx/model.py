@@ -14,17 +14,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import (
-    Head,
-    LanguageModel,
-    LoadOptions,
-    ModelFacts,
-    Progress,
-    SelfDraft,
-    SkippedLayers,
-    Snapshot,
-    Vocabulary,
-)
+from edgespec.backends.base import LanguageModel, LoadOptions, Progress, Snapshot, Vocabulary
 from edgespec.backends.base_model import BaseModel, in_batches
 from edgespec.backends.hidden_state_log import HiddenStateLog
 from edgespec.backends.mlx.cache_serialization import deserialize_caches, serialize_caches
@@ -43,7 +33,9 @@ from edgespec.backends.mlx.partial_models import (
 from edgespec.backends.mlx.pass_runner import PassRunner
 from edgespec.backends.mlx.state_recorder import StateRecorder
 from edgespec.backends.mlx.vocabulary import MlxVocabulary
+from edgespec.backends.model_facts import ModelFacts
 from edgespec.backends.optional_features import Trainer
+from edgespec.backends.self_draft_methods import Head, SelfDraft, SkippedLayers
 from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError

@@ -13,11 +13,12 @@ from typing import Any, TypeAlias
 
 import mlx.core as mx
 
-from edgespec.backends.base import EarlyExit, LowBit, ModelFacts, SkippedLayers
 from edgespec.backends.mlx.layers import LayerList, SkippedLayer
 from edgespec.backends.mlx.low_bit_weights import LowBitWeights
 from edgespec.backends.mlx.model_skeleton import parameter_bytes
 from edgespec.backends.mlx.pass_layout import PassLayout
+from edgespec.backends.model_facts import ModelFacts
+from edgespec.backends.self_draft_methods import EarlyExit, LowBit, SkippedLayers
 from edgespec.errors import CapabilityError, OptionError
 
 __all__ = ["SELF_DRAFT_NAMES", "EarlyExitModel", "PartialDraft", "PartialModel", "PartialModelFactory"]

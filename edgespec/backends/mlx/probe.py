@@ -13,11 +13,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import Capabilities, EarlyExit, LowBit, SkippedLayers
 from edgespec.backends.mlx.attention_cache import AttentionCache
 from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.mlx.model import MlxModel
 from edgespec.backends.mlx.partial_models import SELF_DRAFT_NAMES, PartialDraft
+from edgespec.backends.model_facts import Capabilities
+from edgespec.backends.self_draft_methods import EarlyExit, LowBit, SkippedLayers
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import EdgespecError, ModelFileError
 from edgespec.heads.mtp_files import MTP_MODELS

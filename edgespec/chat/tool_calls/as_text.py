@@ -1,4 +1,4 @@
-"""Tools and tool calls as text, for chat templates that have no place for them."""
+"""Write tools and tool calls as text, for chat templates that do not support them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ToolSupport:
         self._shows_results = bool(re.search(r"""['"]tool['"]""", template))
 
     def rewrite(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
-        """Return the messages, with what the template would leave out as text."""
+        """Return the messages, with everything that the template would leave out written as text."""
         rewritten = [self._rewritten(message) for message in messages]
         if not tools or self._shows_tools:
             return rewritten

@@ -1,4 +1,4 @@
-"""The types of a tool call: a complete one, and a part of one that streams."""
+"""The types of tool calls: `ToolCall` for complete calls, and `ToolCallDelta` for parts of streamed calls."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def collect_calls(deltas: Iterable[ToolCallDelta]) -> tuple[ToolCall, ...]:
 
 
 def parse_object(text: str) -> dict[str, Any] | None:
-    """Return the JSON object that a text describes, or None if it describes none."""
+    """Parse a text as a JSON object. Return None if it is not one."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -83,7 +83,7 @@ def parse_object(text: str) -> dict[str, Any] | None:
 
 
 def as_tool_calls(number: int, items: Any) -> tuple[ToolCall, ...]:
-    """Check the tool calls of the `number`-th message, in the format of OpenAI's API or as `ToolCall`.
+    """Convert the tool calls of the `number`-th message, which are `ToolCall` or in OpenAI's format.
 
     Raises:
         OptionError: A call is invalid.

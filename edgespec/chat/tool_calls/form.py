@@ -29,14 +29,14 @@ _FIRST_CHARACTERS = 2
 
 @dataclass(frozen=True)
 class JsonPart:
-    """The JSON text of a value with a schema."""
+    """A JSON value that matches a schema."""
 
     schema: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class TextPart:
-    """Any text up to the text `end`, which is included."""
+    """Any text, up to and including `end`."""
 
     end: str
 
@@ -50,7 +50,7 @@ class ChoicePart:
 
 @dataclass(frozen=True)
 class OptionalPart:
-    """Parts that can be left out."""
+    """A sequence of parts that the model may leave out."""
 
     parts: Sequence[Part]
 
@@ -60,15 +60,15 @@ Part: TypeAlias = "str | JsonPart | TextPart | ChoicePart | OptionalPart"
 
 
 class CallForm(Protocol):
-    """A way of writing tool calls. Forms hold no state of a reply, so they can be shared."""
+    """A format for tool calls. Implementations are stateless, so replies can share them."""
 
     @property
     def opens(self) -> tuple[str, ...]:
-        """The texts that begin one or several calls. None of them begins with another."""
+        """The markers that begin one or several calls. None of them is a prefix of another."""
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The texts in calls that can be control tokens, which usually add no text to a reply."""
+        """The markers in calls that can be control tokens. Other control tokens add no text to a reply."""
 
     @property
     def starts_bare(self) -> bool:
@@ -76,12 +76,12 @@ class CallForm(Protocol):
 
     @property
     def reasoning_ends(self) -> tuple[str, ...]:
-        """The texts that begin a call and also end the reasoning, besides the usual marker."""
+        """The markers that begin a call and at the same time end the reasoning."""
 
     def read(self, reader: TextReader, writer: CallWriter) -> Wait[bool]:
-        """Read calls from behind the text that begins them. Return False if the text is not as expected.
+        """Read calls from the position after an opening marker. Return False if the text is invalid.
 
-        Calls that were reported by then remain calls.
+        Calls that were already reported to `writer` are kept.
         """
 
     def spell(self, name: str, parameters: Mapping[str, Any]) -> Sequence[Part]:
@@ -89,10 +89,10 @@ class CallForm(Protocol):
 
 
 class CallWriter:
-    """Reports the calls that a form reads.
+    """Receives the tool calls that a `CallForm` reads.
 
     Attributes:
-        used: The position behind the last text that certainly belongs to a call. 0 if there is none.
+        used: The position after the last text that certainly belongs to a call. 0 if there is none.
     """
 
     def __init__(
@@ -120,12 +120,12 @@ class CallWriter:
         return schema if isinstance(schema, dict) else {}
 
     def begin(self, name: str) -> bool:
-        """Begin a call. Return False if the name cannot be one."""
+        """Begin a call. Return False if `name` cannot be the name of a tool."""
         self._name, self._held, self._reported = name, "", False
         return name.isprintable() and 0 < len(name) <= MAX_NAME_CHARACTERS
 
     def write(self, arguments: str) -> None:
-        """Add text to the arguments of the call. The reader's position must be behind its source."""
+        """Add text to the call's arguments. The reader must already have read past it."""
         if self._reported:
             self._report(ToolCallDelta(self._count, "", "", arguments))
             self.used = self._reader.at
@@ -137,7 +137,7 @@ class CallWriter:
             self.used = self._reader.at
 
     def end(self) -> None:
-        """End the call, either because it is complete or because the text does not continue it."""
+        """End the call, whether it is complete or the text stopped being valid."""
         self._count += self._reported
         self._reported = False
         self.used = self._reader.at

@@ -1,4 +1,4 @@
-"""The forms in which models write tool calls, recognised by their chat template.
+"""The formats in which models write tool calls, recognised by their chat templates.
 
 The libraries for this do not fit. The response templates of transformers (`utils/chat_parsing`) and the
 parsers of mlx-lm return a call only when it is complete, raise an error if it is invalid, and need packages
@@ -47,7 +47,7 @@ def _function_tags(opening: str, closing: str) -> TaggedForm:
     )
 
 
-# Each form, with texts that occur in the chat templates of its models. The first match counts.
+# The formats, each with texts that identify the chat templates of its models. The first match counts.
 _FORMS: tuple[tuple[Sequence[str], CallForm], ...] = (
     # gpt-oss. The name can also come before the channel.
     (

@@ -17,7 +17,7 @@ from edgespec.chat.tool_calls.tool_set import ToolSet
 
 __all__ = ["auto_grammar", "required_grammar", "tool_grammar"]
 
-# Keys of a schema next to which `additionalProperties` would have another meaning or none.
+# Schema keys that change or cancel the effect of `additionalProperties`.
 _COMBINING_KEYS = {"additionalProperties", "allOf", "anyOf", "oneOf", "$ref", "patternProperties"}
 # Write JSON as chat templates do. Flexible whitespace would let a model write spaces without end.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -48,12 +48,12 @@ def tool_grammar(form: CallForm, tools: ToolSet, vocabulary: Vocabulary) -> str 
 
 
 def required_grammar(form: CallForm, tools: ToolSet, control_token: ControlToken) -> str:
-    """Return a grammar of replies that consist of one call of a required tool.
+    """Return a grammar that makes the reply one call of a required tool.
 
     Args:
         form: How the model writes calls.
         tools: The tools of the request.
-        control_token: Returns the id of the control token with a text, or None if there is none.
+        control_token: Returns the id of the control token with the given text, or None.
     """
     grammar = _Grammar(form, control_token, lenient=not tools.strict)
     calls = [grammar.rule(form.spell(name, _closed(tools.schemas[name]))) for name in tools.required]
@@ -63,7 +63,7 @@ def required_grammar(form: CallForm, tools: ToolSet, control_token: ControlToken
 def auto_grammar(form: CallForm, tools: ToolSet, control_token: ControlToken) -> str:
     """Return a grammar that allows only valid calls of the tools, with any text around them.
 
-    Takes the arguments of `required_grammar`. Other text can be before and after the calls.
+    Takes the arguments of `required_grammar`.
     """
     grammar = _Grammar(form, control_token, lenient=False)
     spelled = [form.spell(name, _closed(schema)) for name, schema in tools.schemas.items()]
@@ -90,14 +90,14 @@ class _Grammar:
     """Collects the rules of a grammar."""
 
     def __init__(self, form: CallForm, control_token: ControlToken, *, lenient: bool) -> None:
-        # A lenient grammar ignores what it cannot enforce in a schema. Others are refused.
+        # Lenient grammars ignore parts of a schema that cannot be enforced. Otherwise, these are an error.
         self._json_options = {**_SPACING, "lenient": lenient}
         tokens = {marker: control_token(marker) for marker in form.markers if marker}
         self._tokens = {marker: token for marker, token in tokens.items() if token is not None}
         self._rules: list[str] = []
 
     def text(self, start: str) -> str:
-        """Return the grammar, whose replies match the expression `start`."""
+        """Return the whole grammar. Replies match the expression `start`."""
         return "\n".join(["%llguidance {}", f"start: {start}", *self._rules, ""])
 
     def rule(self, parts: Iterable[Part]) -> str:
@@ -111,7 +111,7 @@ class _Grammar:
         return name
 
     def terminal(self, expression: str) -> str:
-        """Add a terminal, a rule that is matched as a whole. Return its name."""
+        """Add a terminal, which is a rule of the lexer. Return its name."""
         name = f"TEXT_{len(self._rules)}"
         self._rules.append(f"{name}: {expression}")
         return name
@@ -142,7 +142,7 @@ class _Grammar:
 
 
 def _after(opening: str, parts: Sequence[Part]) -> Sequence[Part] | None:
-    """Return what follows a marker in a call, or None if the call does not begin with it."""
+    """Return the parts of a call after its opening marker, or None if it begins differently."""
     first = parts[0]
     assert isinstance(first, str)
     _, found, rest = first.partition(opening)
@@ -150,7 +150,7 @@ def _after(opening: str, parts: Sequence[Part]) -> Sequence[Part] | None:
 
 
 def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a tool's schema without arguments that it does not name, because no tool expects them."""
+    """Return a tool's schema, changed to forbid arguments that it does not define."""
     if schema and ("properties" not in schema or schema.keys() & _COMBINING_KEYS):
         return schema
     return {"type": "object", "properties": {}, "additionalProperties": False, **schema}

@@ -21,7 +21,7 @@ _ARGUMENT_KEYS = ("arguments", "parameters")
 class JsonForm:
     """Tool calls such as `<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`.
 
-    A list of calls can take the place of a single one.
+    A list of calls can also occur in place of a single call.
 
     Attributes:
         opens: The texts before the calls.

@@ -18,14 +18,14 @@ class NamedForm:
     """Tool calls such as `[TOOL_CALLS]add[ARGS]{"a": 1}`.
 
     Attributes:
-        opens: The texts before a call, also those before the first of several calls.
+        opens: The markers before a call, including any marker that only the first of several calls has.
         separators: The texts between the name and the arguments.
-        closes: The texts after a call, also those after the last of several calls.
+        closes: The markers after a call, including any marker that only the last of several calls has.
         around: The texts before the name, between the name and the arguments, and after the arguments, as the
             model was trained to write them.
         header: A pattern of the text before the separator, whose first group is the name.
         markers: The texts in calls that can be control tokens.
-        reasoning_ends: The texts that begin a call and also end the reasoning.
+        reasoning_ends: The markers that begin a call and at the same time end the reasoning.
     """
 
     opens: tuple[str, ...]

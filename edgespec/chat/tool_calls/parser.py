@@ -41,16 +41,16 @@ class CallSyntax:
 
     @cached_property
     def markers(self) -> frozenset[bytes]:
-        """The texts of control tokens that are part of calls."""
+        """The texts of the control tokens that occur in calls."""
         return frozenset(marker.encode() for marker in self.form.markers)
 
 
 class ToolCallParser:
     """Splits an answer into text and tool calls as it arrives.
 
-    The result does not depend on how the answer is divided into parts. Text that does not continue as a call
-    stays text. If that shows only after the call's first arguments were reported, the call keeps what was
-    reported, and the text from there on stays text. Whitespace around calls belongs to them.
+    The result does not depend on how the answer is divided into parts. Text that turns out not to be a call
+    is returned as text. If this becomes clear only after the first arguments were reported, the call ends
+    there, and the rest is returned as text. Whitespace around calls is part of the calls.
 
     Args:
         form: How the model writes calls.
@@ -71,7 +71,7 @@ class ToolCallParser:
         self._starts_bare = form.starts_bare
 
     def feed(self, text: str) -> ParsedText:
-        """Add text of the answer. Return the text and the calls that are certain by now."""
+        """Add text of the answer. Return the text and parts of calls that can already be told apart."""
         self._reader.text += text
         next(self._parsing, None)
         return self._drain()
@@ -110,10 +110,10 @@ class ToolCallParser:
                 self._text.append(reader.text[used : reader.at])
 
     def _find_opening(self) -> Wait[int | None]:
-        """Show the text up to the next marker that begins calls, and read the marker.
+        """Read up to and including the next opening marker, and show the text before it.
 
         Returns:
-            The end of the marker. The text before it is only whitespace. None if the answer ended without a
+            The end of the marker. Only whitespace is left before it. None if the answer has no further
             marker.
         """
         reader = self._reader
@@ -136,7 +136,7 @@ class ToolCallParser:
             yield
 
     def _show(self, end: int) -> int:
-        """Show the text before `end`, without whitespace at its end. Return the length of that whitespace."""
+        """Show the text before `end` without trailing whitespace. Return the length of the whitespace."""
         reader = self._reader
         shown = reader.text[:end].rstrip(SPACE)
         self._text.append(shown)

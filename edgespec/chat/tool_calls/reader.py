@@ -1,4 +1,4 @@
-"""Read text that arrives in parts, in functions that look as if all of it were there."""
+"""Read text that arrives in parts, with generators that pause until the next part arrives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STRING_RUN = re.compile(r'[^"\\\x00-\x1f]*')
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 _SCALAR_RUN = re.compile(r"[-+.\w]*")
 _SCALAR = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?|true|false|null", re.ASCII)
-# The longest escape in a JSON string, such as \u00e9.
+# Length of the longest escape in a JSON string, such as \u00e9.
 _ESCAPE_CHARACTERS = 6
 _CLOSING = {"{": "}", "[": "]"}
 
@@ -28,9 +28,9 @@ _CLOSING = {"{": "}", "[": "]"}
 class TextReader:
     """Text that arrives in parts, and a position in it.
 
-    The reading methods are generators to be used with `yield from`. They move the position behind what they
-    have read. If the text is not what they look for, they leave the position where it was, except for
-    `json_value` and `json_string`.
+    The reading methods are generators: call them with `yield from`. They move the position past the text that
+    they have read. If the text does not match, they leave the position unchanged, except for `json_value` and
+    `json_string`.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class TextReader:
         self.ended = False
 
     def drop_read_text(self) -> None:
-        """Forget the text before the position, which starts the remaining text."""
+        """Discard the text before the position, which becomes 0."""
         self.text, self.at = self.text[self.at :], 0
 
     def peek(self) -> Wait[str]:
@@ -111,7 +111,7 @@ class TextReader:
         Returns:
             Whether the value is valid and complete. If not, the position is at the invalid character.
         """
-        # Characters that close the open objects and arrays, and what may come next.
+        # The closing brackets of the open objects and arrays, and the kind of text that may come next.
         closing: list[str] = []
         expected = "value"
         while True:
@@ -194,7 +194,7 @@ class TextReader:
         return True
 
     def _end(self, pattern: re.Pattern[str]) -> int:
-        """Return where a pattern that matches anywhere ends, if it starts at the position."""
+        """Return the end of the pattern's match at the position, or the position if there is none."""
         found = pattern.match(self.text, self.at)
         return found.end() if found else self.at
 

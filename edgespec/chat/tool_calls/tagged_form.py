@@ -1,4 +1,4 @@
-"""Tool calls written in tags, with a tag for each argument, whose value is plain text or JSON."""
+"""Tool calls written in tags, with one tag per argument. The values are plain text or JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from edgespec.chat.tool_calls.reader import TextReader, Wait
 
 __all__ = ["TaggedForm"]
 
-# Values that some templates write as Python does.
+# Python's spellings of JSON values, which some templates use.
 _PYTHON_VALUES = {"True": "true", "False": "false", "None": "null"}
 _JSON_TYPES: dict[type, frozenset[str]] = {
     str: frozenset({"string"}),
@@ -47,7 +47,7 @@ class TaggedForm:
         value_open: The text before a value, if there is one besides the key.
         value_end: The text after a value.
         call_end: The text after the last parameter.
-        padded: Whether values are on lines of their own, whose line breaks do not belong to the values.
+        padded: Whether each value is on separate lines. The line breaks around it are not part of the value.
         closes: The texts after a call, also those after the last of several calls. They may be missing.
     """
 
@@ -137,7 +137,7 @@ class TaggedForm:
 
 
 def _types(schema: Mapping[str, Any]) -> frozenset[str]:
-    """Return the JSON types that a schema allows. It is empty if the schema does not tell."""
+    """Return the JSON types that a schema allows. Empty if the schema does not specify any."""
     declared = schema.get("type")
     if isinstance(declared, str):
         return frozenset({declared})
@@ -153,7 +153,7 @@ def _types(schema: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _as_json(text: str, types: frozenset[str]) -> str:
-    """Return the JSON text of a value, which is a string unless it is the JSON text of an allowed type."""
+    """Return a value as JSON. It becomes a string unless it is already JSON of an allowed type."""
     candidate = text.strip()
     candidate = _PYTHON_VALUES.get(candidate, candidate)
     try:

@@ -30,7 +30,7 @@ class ToolSet:
     Attributes:
         definitions: The tools as chat templates expect them, which is the format of OpenAI's API.
         schemas: The JSON schema of each tool's parameters, by the tool's name.
-        required: The names of the tools of which the reply must call one. Empty if the model decides.
+        required: The reply must call one of the tools with these names. Empty if the model decides.
         strict: Whether a tool demands that all arguments match its schema.
     """
 
@@ -41,7 +41,7 @@ class ToolSet:
 
 
 def as_tool_set(tools: Sequence[Mapping[str, Any]], choice: ToolChoice = "auto") -> ToolSet:
-    """Check the tools and the choice of a request.
+    """Validate the `tools` and the `tool_choice` of a request.
 
     Raises:
         OptionError: A tool or the choice is invalid.
@@ -51,7 +51,7 @@ def as_tool_set(tools: Sequence[Mapping[str, Any]], choice: ToolChoice = "auto")
     functions = [_function(number, tool) for number, tool in enumerate(tools, 1)]
     schemas = {function["name"]: function.get("parameters") or {} for function in functions}
     if len(schemas) < len(functions):
-        raise OptionError("two tools have the same name", "give each tool a name of its own")
+        raise OptionError("two tools have the same name", "give each tool a different name")
     named = choice.get("function") if isinstance(choice, Mapping) else None
     name = named.get("name") if isinstance(named, Mapping) else None
     if choice == "none":

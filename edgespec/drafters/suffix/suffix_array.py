@@ -23,7 +23,7 @@ _TOKEN = np.dtype(">i4")
 
 
 class SuffixArray:
-    """A suffix array of reversed texts, in which all occurrences of a match are adjacent.
+    """A suffix array of reversed texts. All occurrences of a match are adjacent in it.
 
     Each position is sorted by the 32 tokens before it. Sorting uses prefix doubling (Manber and Myers 1990).
     A binary search finds the longest match. The index uses 8 bytes per token.

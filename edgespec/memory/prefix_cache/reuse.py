@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edgespec.backends.base import Capabilities
+from edgespec.backends.model_facts import Capabilities
 
 __all__ = ["REUSE_BLOCK_TOKENS", "ReuseCosts", "reusable_tokens"]
 

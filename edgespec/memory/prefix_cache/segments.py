@@ -1,4 +1,4 @@
-"""A tree of cached token sequences, in which a prefix shared by several sequences is stored only once."""
+"""A tree of cached token sequences, which stores a prefix shared by several sequences only once."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ __all__ = [
 
 
 class ContentBlock(RequestFields):
-    """A part of a message's content. `chat_prompt` checks that it has the fields that its type needs."""
+    """A part of a message's content. `chat_prompt` checks the fields that its type requires."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -34,7 +34,7 @@ class ContentBlock(RequestFields):
     content: str | _Blocks | None = None
 
 
-# Unlike an annotated type, an alias can be part of a union.
+# A type alias, because a union cannot contain an annotated type directly.
 _Blocks = TypeAliasType("_Blocks", Annotated[list[ContentBlock], FailFast()])
 
 
@@ -46,7 +46,7 @@ class AnthropicMessage(RequestFields):
 
 
 class AnthropicTool(RequestFields):
-    """A tool. One with a type of its own, such as a web search, runs on Anthropic's servers."""
+    """A tool. Tools with a special type, such as web search, run on Anthropic's servers."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -79,7 +79,7 @@ class ThinkingConfig(RequestFields):
 
     @property
     def option(self) -> str:
-        """The value of the reply's option `thinking`. With the other types, the model decides."""
+        """The value for the reply option `thinking`: `on`, `off` or `auto`."""
         return {"enabled": "on", "disabled": "off"}.get(self.type, "auto")
 
 
@@ -105,7 +105,7 @@ class Thread(RequestFields):
 
 
 class AnthropicCountRequest(RequestFields):
-    """The body of a request to count the tokens of a prompt."""
+    """The body of a token count request."""
 
     model: str | None = Field(default=None, description="The model. Defaults to the server's own model.")
     messages: Annotated[list[AnthropicMessage], Field(min_length=1), FailFast()]
@@ -121,13 +121,13 @@ class AnthropicCountRequest(RequestFields):
     workspace_id: Ignored
 
     def ignored_fields(self) -> list[str]:
-        """Return the names of the fields that are ignored, and the places of the tools that are skipped."""
+        """Return the names of the ignored fields and the positions of the skipped tools."""
         skipped = [f"tools.{at}" for at, tool in enumerate(self.tools or ()) if not tool.is_function]
         return [*super().ignored_fields(), *skipped]
 
 
 class AnthropicMessageRequest(AnthropicCountRequest, ReplyFields):
-    """The body of a request for a message."""
+    """The body of a message request."""
 
     stream: bool | None = Field(default=None, description="Send the reply as it is generated.")
     stop_sequences: list[str] | None = Field(default=None, description="Like stop.")

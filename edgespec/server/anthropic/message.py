@@ -15,12 +15,12 @@ from edgespec.server.reply_builder import Event
 
 __all__ = ["AnthropicReply", "MessageBuilder"]
 
-# The signature of all reasoning. Clients leave reasoning without a signature out of their next request.
+# Placeholder for the signature of reasoning. Clients drop unsigned reasoning from their next request.
 _SIGNATURE = "edgespec"
 
 
 class AnthropicUsage(TypedDict):
-    """Numbers of tokens. `input_tokens` are those that were not read from the prefix cache."""
+    """Token counts. `input_tokens` excludes tokens that were found in the prefix cache."""
 
     input_tokens: int
     cache_creation_input_tokens: int
@@ -29,7 +29,7 @@ class AnthropicUsage(TypedDict):
 
 
 class AnthropicReply(TypedDict):
-    """The response to a request for a message."""
+    """The response to a message request."""
 
     id: str
     type: str
@@ -85,7 +85,8 @@ class MessageBuilder:
     def finish(self, reply: Reply, more: Mapping[str, Any]) -> Iterator[Event]:
         """End the message."""
         yield from self._close()
-        # The last tool call is incomplete if the reply ended within it. Only a stream can contain that.
+        # If the reply ended in the middle of a tool call, leave the call out, because its arguments are
+        # incomplete.
         content = [block for block in self._blocks if block.get("input", {}) is not None]
         calls = any(block["type"] == "tool_use" for block in content)
         ending = {

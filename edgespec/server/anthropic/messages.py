@@ -32,7 +32,7 @@ async def create_message(call: Call[AnthropicMessageRequest]) -> Response:
 
 
 async def count_tokens(call: Call[AnthropicCountRequest]) -> Response:
-    """Count the tokens of the prompt that a request for a message would have."""
+    """Count the tokens in the prompt of a message request."""
     thinking = call.body.thinking.option if call.body.thinking else None
     tokens = await call.service.count_tokens(call.body.model, chat_prompt(call.body), thinking)
     count: AnthropicCount = {"input_tokens": tokens}

@@ -20,10 +20,10 @@ from edgespec.server.generation import ChatPrompt
 
 __all__ = ["chat_prompt"]
 
-# Claude Code writes this line at the start of the system prompt. It is different in each request, so nothing
-# after it could be taken from the prefix cache.
+# Claude Code writes this line at the start of the system prompt. It changes with every request, so nothing
+# after it could be reused from the prefix cache.
 _BILLING_HEADER = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
-# The fields that a block of each type needs.
+# The required fields of each type of block.
 _NEEDED = {
     "text": ("text",),
     "thinking": ("thinking",),
@@ -48,7 +48,7 @@ def chat_prompt(fields: AnthropicCountRequest) -> ChatPrompt:
 
 
 def _converted(place: str, message: AnthropicMessage) -> list[dict[str, Any]]:
-    """Return the messages for one message. Each result of a tool call becomes a message of its own."""
+    """Convert a message. Each tool result in it becomes a separate message."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     texts, reasoning, calls, results = [], "", [], []
@@ -68,14 +68,15 @@ def _converted(place: str, message: AnthropicMessage) -> list[dict[str, Any]]:
                 results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
     if results and not (texts or reasoning or calls):
         return results
-    # The texts of a reply are the parts around its tool calls. Those of other messages are separate.
+    # The text blocks of a reply are the parts of one text, split by tool calls. Other blocks are separate
+    # texts.
     content = ("" if message.role == "assistant" else "\n").join(texts)
     converted = {"role": message.role, "content": content, "reasoning": reasoning, "tool_calls": calls}
     return [*results, converted]
 
 
 def _text(place: str, content: str | Sequence[ContentBlock] | None) -> str:
-    """Return the text of content that can contain only text."""
+    """Return the text of content. Raises ApiError if the content contains anything else."""
     if content is None or isinstance(content, str):
         return content or ""
     for number, block in enumerate(content):
@@ -111,5 +112,7 @@ def _tool_choice(choice: AnthropicToolChoice | None) -> ToolChoice:
     if choice.type == "any":
         return "required"
     if choice.name is None:
-        raise invalid_request("tool_choice has the type tool, but no name; add it", "tool_choice.name")
+        raise invalid_request(
+            "tool_choice has the type tool, but no name; add tool_choice.name", "tool_choice.name"
+        )
     return {"type": "function", "function": {"name": choice.name}}

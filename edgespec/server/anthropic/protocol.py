@@ -1,4 +1,4 @@
-"""The record of Anthropic's protocol."""
+"""Define Anthropic's protocol for the server."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class OllamaMessage(RequestFields):
     tool_name: str | None = None
 
 
-# Unlike an annotated type, an alias can be part of a union.
+# A type alias, because a union cannot contain an annotated type directly.
 _Messages = TypeAliasType("_Messages", Annotated[list[OllamaMessage], FailFast()])
 
 

@@ -21,7 +21,7 @@ _RENAMED = {
 
 
 class OllamaOptions(ReplyFields):
-    """The field `options`: Ollama's names and edgespec's own.
+    """The field `options`, which accepts Ollama's and edgespec's option names.
 
     The ignored options only choose how a model is loaded, which `edgespec serve` has already decided. A
     prompt that does not fit the loaded model's context is an error, so `num_ctx` cannot shorten it unnoticed.
@@ -74,18 +74,18 @@ class OllamaFields(ReplyFields):
 
     @classmethod
     def known_fields(cls) -> list[str]:
-        """Return the names of all fields, also of those in `options`."""
+        """Return the names of all fields, including those in `options`."""
         return [*super().known_fields(), *(f"options.{name}" for name in OllamaOptions.known_fields())]
 
 
 def ignored_fields(fields: OllamaFields) -> list[str]:
-    """Return the names of the fields that have a value and are ignored, also of those in `options`."""
+    """Return the names of the ignored fields that the request sets, including those in `options`."""
     inner = fields.options.ignored_fields() if fields.options else []
     return [*fields.ignored_fields(), *(f"options.{name}" for name in inner)]
 
 
 def options_of(fields: OllamaFields) -> dict[str, Any]:
-    """Return the options of the reply that a request sets, with edgespec's names."""
+    """Return the reply options that a request sets, under edgespec's names."""
     options = reply_options(fields)
     options.pop("logprobs", None)  # The field of this name is Ollama's.
     if fields.max_output_tokens is not None:

@@ -29,7 +29,7 @@ class OllamaGenerateRequest(OllamaFields):
     system: str | None = Field(default=None, description="The system prompt.")
     raw: bool | None = Field(default=None, description="Continue the prompt without the chat template.")
     images: list[str] | None = Field(default=None, description="Must be empty.")
-    # Ollama's own client always sends these two, usually empty.
+    # Ollama's client always sends these two fields, usually empty.
     suffix: str | None = Field(default=None, description="Must be empty.")
     template: str | None = Field(default=None, description="Must be empty.")
     context: list[int] | None = Field(default=None, description="Must be empty.")
@@ -51,7 +51,7 @@ async def generate(call: Call[OllamaGenerateRequest]) -> Response:
             raise invalid_request(message, name)
     if body.raw and body.system:
         raise invalid_request(
-            "raw continues the prompt as it is, so there is no place for system; leave one of them out",
+            "raw continues the prompt as it is, without a system prompt; leave out raw or system",
             "system",
         )
     if not body.prompt:

@@ -55,7 +55,7 @@ class ModelTags(TypedDict):
 
 
 class RunningModel(ModelTag):
-    """A loaded model. `size` is the memory that it needs, and `size_vram` its part on graphics cards."""
+    """A loaded model. `size` is its total memory, and `size_vram` the part on graphics cards."""
 
     size_vram: int
     context_length: int
@@ -119,7 +119,7 @@ def _shown(known: KnownModel) -> ShownModel:
     info = known.info
     architecture = info.architecture if info else ""
     trained = info.context_tokens if info else 0
-    # Clients shorten conversations to this length, so it is the loaded context if there is one.
+    # Clients shorten conversations to this length, so report the loaded model's context if there is one.
     context = known.loaded.runtime.context_tokens if known.loaded else trained
     return {
         "modified_at": _time(known),
@@ -142,7 +142,7 @@ def _tag(known: KnownModel) -> ModelTag:
         "model": known.name,
         "modified_at": _time(known),
         "size": size,
-        # Clients show the beginning. Hashing the whole file would take minutes.
+        # Clients show the beginning of this hash. Hashing the whole file would take minutes.
         "digest": hashlib.sha256(f"{known.name} {known.created} {size}".encode()).hexdigest(),
         "details": _details(known),
     }

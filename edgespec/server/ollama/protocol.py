@@ -1,4 +1,4 @@
-"""The record of Ollama's protocol."""
+"""Define Ollama's protocol for the server."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from edgespec.server.responses import json_response
 
 __all__ = ["OLLAMA"]
 
-# The version of Ollama whose API this is. Clients compare it with the oldest version that they support, such
-# as 0.6.4 for VS Code, so it must not be edgespec's own version.
+# The version of Ollama's API that the server implements. Clients compare it with the oldest version that they
+# support, such as 0.6.4 for VS Code, so it must not be edgespec's own version.
 _OLLAMA_VERSION = "0.12.11"
 
 
@@ -34,13 +34,13 @@ class Version(TypedDict):
 
 
 async def version(_call: Call[None]) -> Response:
-    """Return the version of Ollama whose API the server offers."""
+    """Return the version of Ollama's API that the server implements."""
     result: Version = {"version": _OLLAMA_VERSION}
     return json_response(result)
 
 
 async def running(_call: Call[None]) -> Response:
-    """Say that the server runs. Ollama's own client asks for this before each command."""
+    """Report that the server is running. Ollama's client checks this before each command."""
     return PlainTextResponse("edgespec is running")
 
 

@@ -51,7 +51,7 @@ class OllamaReply(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a reply, or a whole one."""
+    """A part of a streamed reply, or a whole reply."""
 
     text: str = ""
     thinking: str = ""
@@ -161,7 +161,7 @@ def _end(fields: OllamaFields, reply: Reply, generation: Generation, started: in
         fields: The request's fields.
         reply: The reply.
         generation: The replies to the request.
-        started: When the request arrived, as `time.perf_counter_ns` counts.
+        started: Time at which the request arrived, from `time.perf_counter_ns`.
     """
     stats = reply.stats
     return {

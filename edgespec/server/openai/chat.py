@@ -62,7 +62,7 @@ class ChatRequest(ChoiceFields):
 class ReplyMessage(TypedDict):
     """The message of a reply.
 
-    `reasoning_content` is there if the model reasoned, and `tool_calls` if it calls tools.
+    `reasoning_content` is present if the model reasoned, and `tool_calls` if it calls tools.
     """
 
     role: str
@@ -167,8 +167,8 @@ def _call_delta(delta: ToolCallDelta) -> dict[str, Any]:
 async def _stream(call: Call[ChatRequest]) -> AsyncGenerator[bytes, None]:
     """Yield the events of a streamed reply.
 
-    The usage is in the last choice's last event. If the client asked for it, it has an event of its own,
-    which has no choices. Clients that did not ask for that often fail on it.
+    The usage is part of the last choice's last event. If the client requested it, it is sent in a separate
+    event without choices, which other clients often cannot handle.
     """
     body = call.body
     own_event = bool(body.stream_options and body.stream_options.include_usage)

@@ -26,7 +26,7 @@ from edgespec.server.responses import json_response, open_stream, server_sent_ev
 __all__ = ["Completion", "CompletionRequest", "create_completion"]
 
 
-# Unlike an annotated type, an alias can be part of a union.
+# A type alias, because a union cannot contain an annotated type directly.
 _Prompts = TypeAliasType("_Prompts", Annotated[list[str], FailFast()])
 
 
@@ -117,7 +117,7 @@ def _logprobs(tokens: Sequence[TokenLogprobs], before: str) -> TextLogprobs | No
 
 
 async def _stream(call: Call[CompletionRequest], requests: list[ReplyRequest]) -> AsyncGenerator[bytes, None]:
-    """Yield the events of streamed texts. The usage is where chat completions have it."""
+    """Yield the events of streamed texts. The usage is sent as for chat completions."""
     body = call.body
     own_event = bool(body.stream_options and body.stream_options.include_usage)
     async with call.service.generate(body.model, requests) as generation:

@@ -19,7 +19,7 @@ class StreamOptions(RequestFields):
     """Options of an event stream."""
 
     include_usage: bool | None = Field(
-        default=None, description="Send the usage in an event of its own, as OpenAI does."
+        default=None, description="Send the usage in a separate event, as OpenAI does."
     )
     include_obfuscation: Ignored
 
@@ -51,7 +51,7 @@ class ChoiceFields(OpenAIFields):
 
 
 def requests_options(fields: ChoiceFields) -> list[dict[str, Any]]:
-    """Return the options of each of the `n` replies. With a seed, each reply has another one."""
+    """Return the options of each of the `n` replies. A seed is increased by one for each reply."""
     if fields.stream_options and not fields.stream:
         raise invalid_request(
             "stream_options needs stream: true; leave it out, or set stream", "stream_options"

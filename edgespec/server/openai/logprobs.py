@@ -10,12 +10,12 @@ from edgespec.reply import TokenLogprobs
 
 __all__ = ["ChatLogprobs", "TextLogprobs", "chat_logprobs", "text_logprobs"]
 
-# Stands for part of a character, whose bytes are not known.
+# Replaces the incomplete bytes of a character that spans several tokens.
 _PART_OF_CHARACTER = "\ufffd"
 
 
 class Alternative(TypedDict):
-    """A token that could have been at a position."""
+    """A candidate for the token at a position."""
 
     token: str
     logprob: float

@@ -17,7 +17,7 @@ __all__ = ["ChatMessage", "chat_prompt"]
 
 
 class ContentPart(RequestFields):
-    """A part of a message's content. Only texts are supported."""
+    """A part of a message's content. Only text is supported."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -25,7 +25,7 @@ class ContentPart(RequestFields):
     text: str | None = None
 
 
-# Unlike an annotated type, an alias can be part of a union.
+# A type alias, because a union cannot contain an annotated type directly.
 _Parts = TypeAliasType("_Parts", Annotated[list[ContentPart], FailFast()])
 
 

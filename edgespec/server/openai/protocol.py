@@ -1,4 +1,4 @@
-"""The record of OpenAI's protocol."""
+"""Define OpenAI's protocol for the server."""
 
 from __future__ import annotations
 

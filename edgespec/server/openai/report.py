@@ -1,4 +1,4 @@
-"""What edgespec's replies report in addition to OpenAI's: timings, and how the reply was sped up."""
+"""Fields that edgespec adds to OpenAI's responses: timings, and how the reply was sped up."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CompletionDetails(TypedDict):
 
 
 class Usage(TypedDict):
-    """Numbers of tokens of a request, as in OpenAI's API."""
+    """Token counts of a request, as in OpenAI's API."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -36,7 +36,7 @@ class Usage(TypedDict):
 
 
 class Timings(TypedDict):
-    """Counts and times of all replies of a request, with the names of llama-server."""
+    """Counts and times of all replies to a request, under the names that llama-server uses."""
 
     cache_n: int
     prompt_n: int
@@ -50,7 +50,7 @@ class Timings(TypedDict):
 
 
 class LossLimit(TypedDict):
-    """Bound on what drafting can cost a reply.
+    """Upper bound on the time that drafting can cost a reply.
 
     The reply takes at most `1 + share` times as long as with plain decoding, plus the time of `passes`
     passes.
@@ -77,7 +77,7 @@ class Report(TypedDict):
 
 
 def usage(replies: Sequence[Reply], per_prompt: int = 1) -> Usage:
-    """Return the numbers of tokens of a request.
+    """Return the token counts of a request.
 
     Args:
         replies: The replies, in the order of their prompts.

@@ -31,13 +31,14 @@ class ResponseFormat(RequestFields):
 
 
 def answer_schema(wanted: ResponseFormat | None) -> dict[str, Any]:
-    """Return the reply option for a response format: a JSON schema, or none for any text."""
+    """Return the reply options for a response format: a JSON schema, or nothing if it allows any text."""
     if wanted is None or wanted.type == "text":
         return {}
     if wanted.type == "json_object":
         return {"schema": without_other_properties(wanted.schema_ or {"type": "object"})}
     if wanted.json_schema is None:
         raise invalid_request(
-            "response_format has the type json_schema, but no json_schema; add it", "response_format"
+            "response_format has the type json_schema, but no json_schema; add response_format.json_schema",
+            "response_format",
         )
     return {"schema": without_other_properties(wanted.json_schema.schema_)}

@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 import edgespec
 from edgespec.assembly.loading import always_draft
 from edgespec.backends import mlx
-from edgespec.backends.base import Head, LoadOptions
+from edgespec.backends.base import LoadOptions
 from edgespec.backends.mlx.dflash import DFlashHead
 from edgespec.backends.mlx.dflash_loading import estimate_dflash_head
 from edgespec.backends.mlx.model import MlxModel
+from edgespec.backends.self_draft_methods import Head
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, CapabilityError, MemoryBudgetError, ModelFileError
 from edgespec.heads.tensor_files import read_folder_tensors

@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 import edgespec
 from edgespec.assembly.loading import always_draft
 from edgespec.backends import mlx
-from edgespec.backends.base import EarlyExit, Head, LoadOptions
+from edgespec.backends.base import LoadOptions
 from edgespec.backends.hidden_state_log import POST_NORM
 from edgespec.backends.mlx.eagle import EagleHead
 from edgespec.backends.mlx.eagle_loading import estimate_eagle_head
 from edgespec.backends.mlx.model import MlxModel
+from edgespec.backends.self_draft_methods import Head
 from edgespec.drafters.head_cache import HeadCache
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, CapabilityError, ClosedError, MemoryBudgetError, ModelFileError
@@ -111,78 +112,6 @@ def test_no_head_changes_a_reply(files: Files, kind: str, layout: Layout) -> Non
                 reply = drafting.generate("the file", **asked)
                 assert reply.tokens == expected
                 assert reply.stats.drafted_tokens
-
-
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_hidden_states_are_those_between_the_layers(files: Files, kind: str) -> None:
-    """The last state, given to the LM head, gives the logits."""
-    model = files.load(kind)
-    count = model.layer_count
-    log = model.log_hidden_states([0, count, POST_NORM])
-    assert log.row_size == 3 * SIZE
-    model.prefill([5, 6, 7])
-    logits = model.verify(TokenTree((8, 9, 10, 11), (-1, 0, 0, 2), (None,) * 4))
-    expected = np.stack([logits.at(row, np.arange(ROWS)) for row in range(4)])
-    model.commit((2, 3))
-    assert (log.start, log.end) == (0, 6)
-    from edgespec.backends.mlx.target_ends import TargetLmHead
-
-    final = log.rows(3, 6)[:, 2 * SIZE :]
-    again = np.array(TargetLmHead(model._net)(mx.array(final)))
-    np.testing.assert_allclose(again, expected[[0, 2, 3]], atol=1e-4)
-    model.stop_logging(log)
-    model.truncate(0)
-    model.prefill([5, 6])
-    assert log.end == 6
-    model.close()
-
-
-def test_several_logs_are_kept_at_once(target: MlxModel) -> None:
-    first = target.log_hidden_states([1])
-    target.prefill([5, 6])
-    second = target.log_hidden_states([2, 1])
-    target.prefill([7])
-    assert (first.end, second.start, second.end) == (3, 2, 3)
-    np.testing.assert_array_equal(second.rows(2, 3)[:, SIZE:], first.rows(2, 3))
-    target.stop_logging(first)
-    target.prefill([8])
-    assert (first.end, second.end) == (3, 4)
-
-
-def test_passes_that_were_launched_early_keep_their_hidden_states(files: Files, target: MlxModel) -> None:
-    def states(run_ahead: bool) -> tuple[list[int], np.ndarray[Any, Any]]:
-        target.truncate(0)
-        target.run_ahead(run_ahead)
-        log = target.log_hidden_states([1, POST_NORM])
-        target.prefill([5, 6, 7])
-        tokens = [8]
-        for _ in range(6):
-            logits = target.verify(TokenTree.chain(tokens[-1]))
-            tokens.append(logits.best(0, 1)[0][0])
-            target.commit(())
-        target.run_ahead(False)
-        target.stop_logging(log)
-        return tokens, log.rows(0, 9)
-
-    tokens, rows = states(False)
-    early_tokens, early_rows = states(True)
-    assert tokens == early_tokens
-    np.testing.assert_allclose(early_rows, rows, atol=1e-5)
-
-
-def test_a_draft_with_fewer_layers_leaves_all_hidden_states_to_the_target(files: Files) -> None:
-    model = files.load()
-    draft = model.self_draft(EarlyExit(1))
-    log = model.log_hidden_states([0, 1, 2])
-    model.prefill([5, 6, 7])
-    draft.verify(TokenTree.chain(8, [9]))
-    model.verify(TokenTree.chain(8, [9]))
-    model.commit((1,))
-    rows = log.rows(0, 5)
-    model.truncate(0)
-    model.prefill([5, 6, 7, 8, 9])
-    np.testing.assert_allclose(log.rows(0, 5), rows, atol=1e-4)
-    model.close()
 
 
 def test_a_restored_prefix_has_no_hidden_states_so_the_head_starts_after_it(

@@ -12,8 +12,10 @@ import pytest
 from mlx.nn.layers.quantized import QuantizedEmbedding, QuantizedLinear
 
 from edgespec.backends import mlx
-from edgespec.backends.base import Adapter, LoadOptions, LowBit
+from edgespec.backends.base import LoadOptions
 from edgespec.backends.mlx.low_bit_weights import SplitEmbedding, SplitLinear, merge_halves
+from edgespec.backends.model_facts import Adapter
+from edgespec.backends.self_draft_methods import LowBit
 from edgespec.catalog.catalogue import models_folder
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, MemoryBudgetError

@@ -15,10 +15,11 @@ from safetensors.numpy import load_file
 import edgespec
 from edgespec.assembly.loading import always_draft
 from edgespec.backends import mlx
-from edgespec.backends.base import Head, LoadOptions
+from edgespec.backends.base import LoadOptions
 from edgespec.backends.mlx.eagle import EagleHead
 from edgespec.backends.mlx.mtp import estimate_mtp_head
 from edgespec.backends.mlx_metadata import read_mlx_info
+from edgespec.backends.self_draft_methods import Head
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.heads.mtp_files import read_mtp
 from tests.backends.head_histories import ROUNDS, Round, check_history
@@ -123,7 +124,7 @@ def test_a_model_without_such_layers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CapabilityError, match="MTP layers of its architecture"):
         head_of(target)
     target.close()
-    with pytest.raises(ModelFileError, match="no tensors of one"):
+    with pytest.raises(ModelFileError, match="no tensors of an MTP layer"):
         read_mtp(write_checkpoint(tmp_path / "next", "qwen3_next"))
 
 

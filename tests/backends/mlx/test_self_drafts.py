@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from edgespec.auto.combined_drafter import CombinedDrafter
 from edgespec.backends import mlx
-from edgespec.backends.base import EarlyExit, LanguageModel, LoadOptions, LowBit, SelfDraft, SkippedLayers
+from edgespec.backends.base import LanguageModel, LoadOptions
+from edgespec.backends.self_draft_methods import EarlyExit, LowBit, SelfDraft, SkippedLayers
 from edgespec.catalog.catalogue import models_folder
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.model import ModelDrafter

@@ -18,9 +18,10 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from edgespec.backends.base import Adapter, LoadOptions
+from edgespec.backends.base import LoadOptions
 from edgespec.backends.mlx import model_skeleton
 from edgespec.backends.mlx.loading import LoadedModel, load_model
+from edgespec.backends.model_facts import Adapter
 from edgespec.errors import CancelledError, MemoryBudgetError, ModelFileError
 from tests.backends.mlx.tiny_checkpoints import KINDS, ROWS, configuration, write_adapter, write_checkpoint
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from edgespec import Reply, Runtime
 from edgespec.backends import llamacpp, mlx
-from edgespec.backends.base import Head, LanguageModel, LoadOptions
+from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.optional_features import HeadModel
+from edgespec.backends.self_draft_methods import Head
 from edgespec.drafters.head_cache import HeadCache
 from edgespec.drafters.model import ModelDrafter
 from edgespec.methods import DrafterSet, LoadedHead

@@ -13,8 +13,9 @@ import pytest
 import edgespec
 from edgespec import Runtime
 from edgespec.backends import llamacpp
-from edgespec.backends.base import EarlyExit, LanguageModel, LoadOptions, LowBit
+from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.llamacpp.layerskip import load_layerskip
+from edgespec.backends.self_draft_methods import EarlyExit, LowBit
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.memory.prefix_cache import ReuseCosts

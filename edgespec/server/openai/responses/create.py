@@ -48,11 +48,13 @@ def _request(body: ResponsesRequest, stored_items: StoredItems) -> ReplyRequest:
 
 
 def _schema(wanted: TextFormat | None) -> dict[str, Any]:
-    """Return the reply option for a format of the answer: a JSON schema, or none for any text."""
+    """Return the reply options for a text format: a JSON schema, or nothing if it allows any text."""
     if wanted is None or wanted.type == "text":
         return {}
     if wanted.type == "json_object":
         return {"schema": {"type": "object"}}
     if wanted.schema_ is None:
-        raise invalid_request("text.format has the type json_schema, but no schema; add it", "text.format")
+        raise invalid_request(
+            "text.format has the type json_schema, but no schema; add text.format.schema", "text.format"
+        )
     return {"schema": without_other_properties(wanted.schema_)}

@@ -1,4 +1,4 @@
-"""The body of a request for a response."""
+"""The body of a request to create a response."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 class InputPart(RequestFields):
-    """A part of a message's content. Only texts are supported."""
+    """A part of a message's content. Only text is supported."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -26,12 +26,12 @@ class InputPart(RequestFields):
     refusal: str | None = None
 
 
-# Unlike an annotated type, an alias can be part of a union.
+# A type alias, because a union cannot contain an annotated type directly.
 _Parts = TypeAliasType("_Parts", Annotated[list[InputPart], FailFast()])
 
 
 class InputItem(RequestFields):
-    """An item of the conversation. `chat_prompt` checks that it has the fields that its type needs."""
+    """An item of the conversation. `chat_prompt` checks the fields that its type requires."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -67,7 +67,7 @@ class TextConfig(RequestFields):
 
 
 class ResponsesRequest(OpenAIFields):
-    """The body of a request for a response."""
+    """The body of a request to create a response."""
 
     input: str | _Items = Field(description="The user's message, or the whole conversation.")
     instructions: str | None = Field(default=None, description="The system prompt.")
@@ -98,7 +98,7 @@ class ResponsesRequest(OpenAIFields):
     truncation: Ignored
 
     def ignored_fields(self) -> list[str]:
-        """Return the names of the fields that are ignored, and the places of list items that are skipped."""
+        """Return the names of the ignored fields and the positions of the skipped list items."""
         tools = [f"tools.{at}" for at, tool in enumerate(self.tools or ()) if tool.get("type") != "function"]
         include = [f"include.{at}" for at, name in enumerate(self.include or ()) if name != LOGPROBS]
         return [*super().ignored_fields(), *tools, *include]

@@ -1,4 +1,4 @@
-"""Convert the input and the tools of a response to a prompt."""
+"""Convert the input and the tools of a response request to a prompt."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from edgespec.server.stored_items import StoredItems
 
 __all__ = ["chat_prompt"]
 
-# The fields that an item of each type needs.
+# The required fields of each type of item.
 _NEEDED = {
     "message": ("role", "content"),
     "reasoning": (),
@@ -70,7 +70,7 @@ def _add(messages: list[dict[str, Any]], place: str, item: InputItem) -> None:
     kind = item.type or "message"
     if kind not in _NEEDED:
         raise invalid_request(
-            f"{place} is of the type {kind[:40]!r}, which edgespec does not support; use one of the types"
+            f"{place} has the type {kind[:40]!r}, which edgespec does not support; use one of the types"
             f" {', '.join(_NEEDED)}, item_reference",
             place,
             "unsupported_content",

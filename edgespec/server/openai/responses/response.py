@@ -20,7 +20,7 @@ from edgespec.server.stored_items import StoredItems
 
 __all__ = ["ResponseBuilder", "ResponseObject"]
 
-# The beginnings of ids, as in OpenAI's API.
+# Prefixes of ids, as in OpenAI's API.
 _PREFIXES = {"response": "resp", "message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
@@ -38,7 +38,7 @@ class OutputDetails(TypedDict):
 
 
 class ResponsesUsage(TypedDict):
-    """Numbers of tokens of a request."""
+    """Token counts of a request."""
 
     input_tokens: int
     input_tokens_details: InputDetails
@@ -94,7 +94,7 @@ class ResponseBuilder:
         }
         self._items: list[dict[str, Any]] = self.response["output"]
         self._event_count = 0
-        # The type of the last item, unless it is finished.
+        # The type of the item that is being written, or None.
         self._open_kind: str | None = None
         self._reasoning_tokens = 0
 
@@ -144,7 +144,7 @@ class ResponseBuilder:
         yield self._event(f"response.{status}", response=self.response)
 
     def failed(self, error: ApiError) -> bytes:
-        """Return the last event of a stream that an error ends, as a server-sent event."""
+        """Return the server-sent event that reports an error and ends the stream."""
         details = {"code": error.code or "server_error", "message": error.message}
         self.response.update(status="failed", error=details)
         return server_sent_event(self._event("response.failed", response=self.response), "response.failed")

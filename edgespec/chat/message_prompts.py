@@ -1,0 +1,130 @@
+"""Build prompts from messages and tools, with the grammar that makes the reply's tool calls valid."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from edgespec.backends.base import Progress, Vocabulary
+from edgespec.chat.message import Message
+from edgespec.chat.prompt import ContextFull, PromptBuilder, RenderedPrompt
+from edgespec.chat.template import ChatTemplate, TemplateSettings
+from edgespec.chat.tool_calls.grammar import tool_grammar
+from edgespec.chat.tool_calls.parser import CallSyntax
+from edgespec.chat.tool_calls.tool_set import ToolSet
+from edgespec.errors import TemplateError
+
+__all__ = ["MessagePrompt", "MessagePrompts"]
+
+
+class MessagePrompt(NamedTuple):
+    """A prompt built from messages and tools.
+
+    Attributes:
+        rendered: The prompt as text and as tokens.
+        syntax: How the model writes tool calls. None without tools.
+        grammar: The grammar that the reply must match. None if the model can write anything.
+    """
+
+    rendered: RenderedPrompt
+    syntax: CallSyntax | None
+    grammar: str | None
+
+
+class MessagePrompts:
+    """Builds prompts for one model. Unlike `PromptBuilder`, several threads can use it at once.
+
+    Args:
+        vocabulary: The model's tokenizer.
+        template: The model's chat template. If None, all methods except `close` raise TemplateError.
+        cached_prefixes: Returns the token sequences in the prefix cache.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        template: ChatTemplate | None,
+        cached_prefixes: Callable[[], Iterable[Sequence[int]]],
+    ) -> None:
+        self._vocabulary = vocabulary
+        self.template = template
+        self._cached_prefixes = cached_prefixes
+        self._builder: PromptBuilder | None = None
+        # Reentrant, because garbage collection can end an abandoned reply in the middle of a build, and then
+        # calls `remember`.
+        self._lock = threading.RLock()
+
+    def build(
+        self,
+        messages: Sequence[Message],
+        context_tokens: int,
+        context_full: ContextFull,
+        tools: ToolSet,
+        settings: TemplateSettings,
+        reply_start: str = "",
+        progress: Progress | None = None,
+    ) -> MessagePrompt:
+        """Return the prompt for the reply to a conversation.
+
+        Args:
+            messages: The conversation.
+            context_tokens: The context size.
+            context_full: `slide` drops the oldest turns, `refuse` raises ContextFullError.
+            tools: The tools that the model can call.
+            settings: The chat template's inputs besides the messages, including the same tools.
+            reply_start: Text that the reply begins with.
+            progress: Called repeatedly. Returning False cancels the call.
+
+        Raises:
+            CancelledError: `progress` returned False.
+            ContextFullError: The conversation does not fit in the context.
+            OptionError: `context_full` is invalid, or no grammar can express the schema of a tool.
+            TemplateError: The model has no chat template, or the template rejects the messages.
+        """
+        with self._lock:
+            builder = self._prompt_builder()
+            syntax = grammar = None
+            if tools.definitions:
+                form = builder.template.call_form
+                syntax = CallSyntax(form, tools.schemas, f"call_{secrets.token_hex(8)}")
+                grammar = tool_grammar(form, tools, self._vocabulary)
+            if reply_start:
+                rendered = builder.build_continued(
+                    messages, context_tokens, context_full, reply_start, progress, settings
+                )
+            else:
+                rendered = builder.build_fitting(messages, context_tokens, context_full, progress, settings)
+        return MessagePrompt(rendered, syntax, grammar)
+
+    def remember(self, prompt: RenderedPrompt, reply_tokens: Sequence[int]) -> None:
+        """Remember the tokens generated after a prompt, which later prompts of the conversation reuse."""
+        with self._lock:
+            self._prompt_builder().remember(prompt, reply_tokens)
+
+    def count_tokens(
+        self, messages: Sequence[Message], context_tokens: int, settings: TemplateSettings
+    ) -> int:
+        """Return the number of tokens in the prompt. The number is approximate if it exceeds the context."""
+        with self._lock:
+            return self._prompt_builder().count_tokens(messages, context_tokens, settings)
+
+    def check_template(self) -> None:
+        """Raise TemplateError if the chat template is missing or broken."""
+        self._prompt_builder().template.compile()
+
+    def close(self) -> None:
+        """End the chat template's process."""
+        if self.template:
+            self.template.close()
+
+    def _prompt_builder(self) -> PromptBuilder:
+        if self.template is None:
+            raise TemplateError(
+                "this model has no chat template",
+                "choose an instruct model, or use `edgespec generate --raw`",
+            )
+        if self._builder is None:
+            self._builder = PromptBuilder(self.template, self._vocabulary, self._cached_prefixes)
+        return self._builder
