@@ -84,7 +84,7 @@ def test_edgespecs_own_constraints(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"response_format": {"type": "json_schema"}}, "add it"),
+        ({"response_format": {"type": "json_schema"}}, "add response_format.json_schema"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"regex": "("}, "regex"),
         ({"schema": {"type": 5}}, ""),
