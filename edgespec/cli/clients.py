@@ -27,11 +27,14 @@ class Server:
         url: Its address, without a path.
         model: The model that the program should name.
         key: The API key. A placeholder if the server needs none, because many programs require a key.
+        context_tokens: The model's context length, from which agents know when to shorten the
+            conversation. None if the server does not run.
     """
 
     url: str
     model: str
     key: str
+    context_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -111,15 +114,18 @@ def _claude_code(server: Server) -> str:
         **dict.fromkeys(sizes, server.model),
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
+    if server.context_tokens:
+        environment["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] = str(server.context_tokens)
     return _json({"env": environment})
 
 
 def _codex(server: Server) -> str:
     from edgespec.cli.settings_file import quoted
 
+    context = f"model_context_window = {server.context_tokens}\n" if server.context_tokens else ""
     return (
         f"model = {quoted(server.model)}\n"
-        'model_provider = "edgespec"\n\n'
+        f'{context}model_provider = "edgespec"\n\n'
         "[model_providers.edgespec]\n"
         'name = "edgespec"\n'
         f"base_url = {quoted(f'{server.url}/v1')}\n"
@@ -129,7 +135,7 @@ def _codex(server: Server) -> str:
 
 
 def _continue(server: Server) -> str:
-    model = {
+    model: dict[str, object] = {
         "name": f"edgespec {server.model}",
         "provider": "openai",
         "model": server.model,
@@ -138,6 +144,8 @@ def _continue(server: Server) -> str:
         "roles": ["chat", "edit", "apply"],
         "capabilities": ["tool_use"],
     }
+    if server.context_tokens:
+        model["defaultCompletionOptions"] = {"contextLength": server.context_tokens}
     return _yaml({"name": "edgespec", "version": "0.0.1", "schema": "v1", "models": [model]})
 
 
@@ -153,6 +161,28 @@ def _llm(server: Server) -> str:
         }
     ).splitlines()
     return "\n".join([f"- {first}", *(f"  {line}" for line in others)]) + "\n"
+
+
+def _opencode(server: Server) -> str:
+    model: dict[str, object] = {"name": server.model}
+    if server.context_tokens:
+        # opencode keeps this part of the context free for the reply.
+        model["limit"] = {"context": server.context_tokens, "output": server.context_tokens // 4}
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "edgespec",
+        "options": {"baseURL": f"{server.url}/v1", "apiKey": server.key},
+        "models": {server.model: model},
+    }
+    name = f"edgespec/{server.model}"
+    return _json(
+        {
+            "$schema": "https://opencode.ai/config.json",
+            "model": name,
+            "small_model": name,
+            "provider": {"edgespec": provider},
+        }
+    )
 
 
 def _zed(server: Server) -> str:
@@ -190,10 +220,16 @@ CLIENTS: Mapping[str, Client] = {
         "run codex --profile edgespec",
         _in_home("edgespec.config.toml", "CODEX_HOME", ".codex"),
     ),
+    "opencode": Client(
+        "open coding agent in the terminal",
+        _opencode,
+        "run OPENCODE_CONFIG={path} opencode",
+        _in_home("opencode/edgespec.json", "XDG_CONFIG_HOME", ".config"),
+    ),
     "continue": Client(
-        "coding assistant in VS Code and JetBrains",
+        "coding assistant in VS Code, JetBrains and the terminal",
         _continue,
-        "choose the model edgespec in Continue",
+        "choose the model edgespec in Continue, or run cn --config {path}",
         _in_home("models/edgespec.yaml", "CONTINUE_GLOBAL_DIR", ".continue"),
     ),
     "zed": Client(

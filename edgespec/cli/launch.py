@@ -70,7 +70,7 @@ def command(
     use = chosen.use.format(path=shlex.quote(str(path)))
     if write and path is None:
         raise OptionError(f"--write cannot configure {client}", f"without --write, {use}")
-    server = Server(url, model or _own_model(url, api_key), api_key or "edgespec")
+    server = _server(url, model, api_key)
     text = chosen.configuration(server)
     written = _write(path, text, chosen.shared) if write and path else None
     if as_json:
@@ -105,18 +105,32 @@ def _list(as_json: bool) -> None:
         print_table(("program", "what it is"), [(name, each.about) for name, each in CLIENTS.items()])
 
 
-def _own_model(url: str, api_key: str | None) -> str:
-    """Return the name of the running server's default model."""
+def _server(url: str, model: str | None, api_key: str | None) -> Server:
+    """Return the server to use, with its model and context length if it runs.
+
+    Args:
+        url: Its address.
+        model: The model to use. None for the one that the server uses for requests that name none.
+        api_key: Its API key.
+
+    Raises:
+        EdgespecError: The server does not answer, although `model` is None.
+    """
     import httpx2
 
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    key = api_key or "edgespec"
     try:
         # Do not use a proxy, because it cannot reach a server on this machine.
         reply = httpx2.get(f"{url}/v1/models", headers=headers, timeout=_CONNECT_SECONDS, trust_env=False)
         if reply.status_code == 401:
             raise EdgespecError(f"the server at {url} needs an API key", "pass --api-key")
-        return str(reply.raise_for_status().json()["data"][0]["id"])
-    except (httpx2.HTTPError, httpx2.InvalidURL, ValueError, LookupError, TypeError) as error:
+        known = reply.raise_for_status().json()["data"]
+        chosen = next(each for each in known if model in (None, each["id"]))
+        return Server(url, str(chosen["id"]), key, chosen["meta"]["n_ctx"])
+    except (httpx2.HTTPError, httpx2.InvalidURL, ValueError, LookupError, TypeError, StopIteration) as error:
+        if model is not None:
+            return Server(url, model, key)
         raise EdgespecError(
             f"no edgespec server answers at {url}",
             "start it with `edgespec serve`, or pass its address with --url or the model with --model",

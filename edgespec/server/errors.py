@@ -79,12 +79,7 @@ def api_error(error: Exception) -> ApiError:
         case ApiError():
             return error
         case ContextFullError():
-            sizes = {"n_prompt_tokens": error.prompt_tokens, "n_ctx": error.context_tokens}
-            details = {name: value for name, value in sizes.items() if value is not None}
-            code, message = "context_length_exceeded", str(error)
-            if error.prompt_tokens is not None:
-                message = f"{error.what}; shorten it, or start the server with a larger --context"
-            return ApiError(400, message, "exceed_context_size_error", code, "messages", details)
+            return _context_error(error)
         case ModelNotFoundError():
             return ApiError(404, str(error), code="model_not_found", param="model")
         case MemoryBudgetError():
@@ -101,6 +96,20 @@ def api_error(error: Exception) -> ApiError:
         case _:
             message = "the server failed because of a bug; its log shows where"
             return ApiError(500, message, "server_error")
+
+
+def _context_error(error: ContextFullError) -> ApiError:
+    code, kind = "context_length_exceeded", "exceed_context_size_error"
+    if error.prompt_tokens is None or error.context_tokens is None:
+        return ApiError(400, str(error), kind, code, "messages")
+    # Programs such as opencode, and those that use LiteLLM, look for OpenAI's words about the maximum context
+    # length, to shorten the conversation.
+    message = (
+        f"{error.what}; this model's maximum context length is {error.context_tokens} tokens, so shorten it,"
+        " or start the server with a larger --context"
+    )
+    details = {"n_prompt_tokens": error.prompt_tokens, "n_ctx": error.context_tokens}
+    return ApiError(400, message, kind, code, "messages", details)
 
 
 def validation_error(

@@ -13,6 +13,7 @@ from edgespec.server.generation import ChatPrompt, Generation, ReplyRequest
 from edgespec.server.metrics import Metrics
 from edgespec.server.models import ModelPool
 from edgespec.server.settings import ServerSettings
+from edgespec.server.stored_items import StoredItems
 
 __all__ = ["Service"]
 
@@ -24,6 +25,7 @@ class Service:
         settings: The server's settings.
         models: The loaded models.
         metrics: Counts requests and replies.
+        stored_items: Items of recent responses that later requests can refer to.
         buffered_bytes: Size of all request bodies that are being received.
     """
 
@@ -31,6 +33,7 @@ class Service:
         self.settings = settings
         self.models = ModelPool(settings)
         self.metrics = Metrics()
+        self.stored_items = StoredItems()
         self.buffered_bytes = 0
 
     @asynccontextmanager

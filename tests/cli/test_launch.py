@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -89,12 +90,26 @@ def test_configurations_name_the_server_and_its_model(run: Run, name: str, conne
     result = run("launch", name, *connection)
     assert result.exit_code == 0, result.output
     text = result.stdout
-    parse = {"codex": tomllib.loads, "claude-code": json.loads, "zed": json.loads}.get(name, yaml.safe_load)
+    parse = {
+        "codex": tomllib.loads,
+        "claude-code": json.loads,
+        "zed": json.loads,
+        "opencode": json.loads,
+    }.get(name, yaml.safe_load)
     values = json.dumps(parse(text))
     assert connection[1] in values
     if name != "zed":  # It asks the server for the models, and its settings cannot contain a key.
         assert "demo" in values
         assert "secret key" in values
+
+
+@pytest.mark.parametrize("name", ["claude-code", "codex", "continue", "opencode"])
+def test_agents_know_the_context_length(run: Run, name: str, connection: list[str]) -> None:
+    """Otherwise, they would shorten the conversation too late, or not at all."""
+    setting = re.compile(r'(?:ontext\w*|WINDOW)"? ?[:=] "?512\b')
+    assert setting.search(run("launch", name, *connection).stdout)
+    assert setting.search(run("launch", name, "--model", "demo", *connection).stdout)
+    assert not setting.search(run("launch", name, "--model", "other", *connection).stdout)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -104,7 +119,13 @@ def test_written_files_are_private_and_old_ones_are_copied(run: Run, own_home: P
         assert result.exit_code == 0, result.output
         return result.output
 
-    for variable in ("LLM_USER_PATH", "CODEX_HOME", "CLAUDE_CONFIG_DIR", "CONTINUE_GLOBAL_DIR"):
+    for variable in (
+        "LLM_USER_PATH",
+        "CODEX_HOME",
+        "CLAUDE_CONFIG_DIR",
+        "CONTINUE_GLOBAL_DIR",
+        "XDG_CONFIG_HOME",
+    ):
         assert variable not in os.environ
     get_path = CLIENTS[name].path
     assert get_path

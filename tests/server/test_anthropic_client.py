@@ -258,6 +258,32 @@ def test_tool_results_reach_the_model(client: anthropic.Anthropic, plain: Runtim
     assert text_of(reply) == expected.answer
 
 
+def test_the_clients_tool_runner(client: anthropic.Anthropic) -> None:
+    """The runner asks the server to keep the conversation, and sends it again if the server has not."""
+
+    @anthropic.beta_tool
+    def list_files(folder: str) -> str:
+        """List the files in a folder."""
+        folders.append(folder)
+        return "notes.txt"
+
+    folders: list[str] = []
+    runner = client.beta.messages.tool_runner(
+        model="demo",
+        max_tokens=200,
+        messages=MESSAGES,
+        tools=[list_files],
+        tool_choice={"type": "any"},
+        max_iterations=3,
+    )
+    messages = list(runner)
+    assert [message.stop_reason for message in messages] == ["tool_use"] * 3
+    assert len(folders) >= 2
+    # Each turn sees the calls and results before it.
+    sizes = [prompt_tokens(message) for message in messages]  # type: ignore[arg-type]
+    assert sizes == sorted(set(sizes))
+
+
 def test_a_call_between_texts(client: anthropic.Anthropic) -> None:
     reply = ask(client, messages=[QUOTING], tools=TOOLS, max_tokens=200, extra_body=DRAFTED)
     before, call, after = (block.to_dict() for block in reply.content)
@@ -368,8 +394,24 @@ def test_too_long_prompts(client: anthropic.Anthropic, stream: bool) -> None:
     with pytest.raises(anthropic.BadRequestError) as error:
         client.messages.create(model="demo", max_tokens=4, messages=messages, stream=stream)
     body: Any = error.value.body
-    assert body["error"]["message"].startswith("prompt is too long: ")
+    tokens = body["error"]["n_prompt_tokens"]
+    assert body["error"]["message"].startswith(f"prompt is too long: {tokens} tokens > 1024 maximum; ")
     assert body["error"]["n_ctx"] == 1024
+
+
+def test_a_prompt_without_room_for_the_reply_is_too_long(client: anthropic.Anthropic) -> None:
+    messages: Any = [{"role": "user", "content": "word " * 850}]
+    with pytest.raises(anthropic.BadRequestError, match="prompt is too long: the prompt has 8"):
+        client.messages.create(model="demo", max_tokens=4, messages=messages)
+
+
+def test_models(client: anthropic.Anthropic) -> None:
+    models = client.models.list(limit=1000)
+    assert not models.has_next_page()
+    demo = next(model for model in models if model.id == "demo")
+    assert (demo.type, demo.display_name) == ("model", "demo")
+    assert demo.created_at.year >= 2024
+    assert client.models.retrieve("demo") == demo
 
 
 def test_other_errors(client: anthropic.Anthropic) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+import re
+from typing import Any, Literal
 
 import httpx
 import jsonschema
@@ -12,7 +13,8 @@ import pytest
 from pydantic import BaseModel
 
 import edgespec
-from tests.server.conftest import MESSAGES
+from edgespec.server.schemas import without_other_properties
+from tests.server.conftest import MESSAGES, QUESTION
 
 SCHEMA: Any = {
     "type": "object",
@@ -156,3 +158,76 @@ def test_a_constraint_that_becomes_too_complex_is_an_error_of_the_request(http: 
     reply = http.post("/v1/chat/completions", json={"messages": MESSAGES, "schema": endless})
     assert reply.status_code == 400
     assert "too complex" in reply.json()["error"]["message"]
+
+
+class Size(BaseModel):
+    """A file, without a fixed set of properties."""
+
+    unit: Literal["kB", "MB"]
+    parts: list[Command] | None
+    marks: dict[str, int]
+
+
+NUMBER = {"type": "integer"}
+
+
+def test_objects_have_only_the_named_properties() -> None:
+    schema = without_other_properties(Size.model_json_schema())
+    assert schema["additionalProperties"] is False
+    assert schema["$defs"]["Command"]["additionalProperties"] is False
+    assert schema["properties"]["marks"]["additionalProperties"] == NUMBER
+    assert list(schema["properties"]) == ["unit", "parts", "marks"]
+    within = {"type": "array", "items": {"properties": {"properties": NUMBER}}}
+    assert without_other_properties(within)["items"] == {
+        "properties": {"properties": NUMBER},
+        "additionalProperties": False,
+    }
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object"},
+        {"properties": {"a": NUMBER}, "additionalProperties": NUMBER},
+        {"properties": {"a": NUMBER}, "patternProperties": {"^b": NUMBER}},
+        {"properties": {"a": NUMBER}, "required": ["b"]},
+        {"properties": {"a": NUMBER}, "minProperties": 2},
+        {"allOf": [{"properties": {"a": NUMBER}}, {"properties": {"b": NUMBER}}]},
+        {"properties": {"a": NUMBER}, "anyOf": [{"required": ["b"]}, {"required": ["a"]}]},
+        {"$ref": "#/$defs/A", "properties": {"b": NUMBER}, "$defs": {"A": {"properties": {"a": NUMBER}}}},
+        {"type": "array", "items": {"not": {"properties": {"a": NUMBER}}}},
+    ],
+)
+def test_schemas_that_allow_other_properties_stay_as_they_are(schema: dict[str, Any]) -> None:
+    assert without_other_properties(schema) == schema
+
+
+def test_replies_end_with_schemas_that_do_not_forbid_properties(http: httpx.Client) -> None:
+    """Instructor, LlamaIndex, guidance and Ollama's users send such schemas."""
+    schema = {
+        "type": "object",
+        "title": "Item",
+        "properties": {"n": {"type": "integer"}, "kind": {"type": "string", "enum": ["a", "b"]}},
+        "required": ["n", "kind"],
+    }
+    messages = {"messages": MESSAGES, "stream": False}
+    formats: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {
+            **messages,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "Item", "schema": schema}},
+        },
+        "/v1/responses": {
+            "input": QUESTION,
+            "text": {"format": {"type": "json_schema", "name": "Item", "schema": schema}},
+        },
+        "/v1/messages": {
+            **messages,
+            "max_tokens": 200,
+            "output_config": {"format": {"type": "json_schema", "schema": schema}},
+        },
+        "/api/chat": {**messages, "format": schema},
+    }
+    for path, body in formats.items():
+        reply = http.post(path, json=body)
+        assert reply.status_code == 200, reply.text
+        assert re.search(r'\{\\?"n\\?": -?\d+, \\?"kind\\?": \\?"[ab]\\?"\}', reply.text), (path, reply.text)

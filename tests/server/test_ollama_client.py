@@ -107,6 +107,25 @@ def test_options_have_ollamas_names(client: ollama.Client, plain: Runtime) -> No
     assert unlimited.done_reason == "stop"
 
 
+def test_options_outside_of_the_field_for_them_count(http: httpx.Client, plain: Runtime) -> None:
+    """As a provider of the AI SDK sends them."""
+    expected = plain.reply(MESSAGES, max_tokens=12, temperature=0.8, top_p=0.9, seed=5).answer
+    body = {
+        "model": "demo",
+        "messages": MESSAGES,
+        "max_output_tokens": 12,
+        "temperature": 0.8,
+        "top_p": 0.9,
+        "seed": 5,
+        "think": False,
+        "stream": False,
+    }
+    assert http.post("/api/chat", json=body).json()["message"]["content"] == expected
+    body |= {"tools": TOOLS, "tool_choice": "required", "max_output_tokens": 200}
+    (call,) = http.post("/api/chat", json=body).json()["message"]["tool_calls"]
+    assert call["function"]["name"] == TOOLS[0]["function"]["name"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_format_makes_the_answer_json(client: ollama.Client, stream: bool) -> None:
     options = {"num_predict": 200}
@@ -223,7 +242,8 @@ def test_models_are_described(client: ollama.Client, http: httpx.Client) -> None
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"temperature": 1}, "unknown field 'temperature'; did you mean options.temperature?"),
+        ({"num_predict": 1}, "did you mean options.max_tokens or options.num_predict?"),
+        ({"temperature": -1}, "temperature must be a number from 0 to 100, not -1"),
         ({"options": {"temperatur": 1}}, "did you mean options.temperature?"),
         ({"options": {"mirostat": 2}}, "unknown field 'options.mirostat'; leave it out"),
         ({"options": {"temperature": -1}}, "temperature must be a number from 0 to 100, not -1"),

@@ -130,6 +130,21 @@ def test_a_last_assistant_message_is_continued(client: openai.OpenAI) -> None:
     assert text.startswith(start + (rest.content or "")[:10])
 
 
+def test_replies_can_be_sent_back_as_dicts(client: openai.OpenAI) -> None:
+    """Programs append `message.model_dump()` to the conversation, which has fields that are null."""
+    first = client.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=16).choices[0].message
+    dumped: Any = first.model_dump()
+    assert dumped["function_call"] is None
+    short: Any = {"role": "assistant", "content": first.content}
+    replies = [
+        client.chat.completions.create(
+            model="demo", messages=[*MESSAGES, message, *MESSAGES], max_tokens=8
+        ).choices[0]
+        for message in (dumped, short)
+    ]
+    assert replies[0].message.content == replies[1].message.content
+
+
 @pytest.mark.parametrize(
     ("change", "param", "message"),
     [
@@ -144,6 +159,12 @@ def test_a_last_assistant_message_is_continued(client: openai.OpenAI) -> None:
         ({"num_ctx": 4096}, "num_ctx", "start the server with --context"),
         ({"keep_alive": "5m"}, "keep_alive", "start the server with --idle-unload"),
         ({"prompt": "hi"}, "prompt", "unknown field 'prompt'; use messages, or POST /v1/completions"),
+        ({"functions": [], "function_call": "auto"}, "functions", "unknown field 'functions'; use tools"),
+        (
+            {"messages": [{"role": "assistant", "content": "x", "function_call": {"name": "f"}}]},
+            "messages.0.function_call",
+            "messages.0.function_call: input should be null",
+        ),
         ({"tools": [{"type": "function"}]}, None, "tool"),
         ({"n": 99}, "n", "n: input should be less than or equal to 16, not 99"),
         ({"messages": []}, "messages", "messages is empty; add at least one"),
@@ -180,7 +201,11 @@ def test_too_long_prompts_report_the_sizes(client: openai.OpenAI, stream: bool) 
     body: Any = error.value.body
     assert body["n_ctx"] == 1024
     assert body["n_prompt_tokens"] > 1024
-    advice = "but the context holds only 1,?024; shorten it, or start the server with a larger --context$"
+    # LiteLLM and opencode recognise the error by its second part.
+    advice = (
+        "but the context holds only 1,?024; this model's maximum context length is 1024 tokens, so shorten"
+        " it, or start the server with a larger --context$"
+    )
     assert re.search(advice, error.value.message)
 
 

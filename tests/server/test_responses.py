@@ -14,6 +14,7 @@ from pydantic import BaseModel
 import edgespec
 from edgespec import Runtime
 from edgespec.server.http_server import HttpServer
+from edgespec.server.stored_items import StoredItems
 from tests.server.conftest import MESSAGES, QUESTION, check_disconnect_cancels, running
 from tests.server.test_constraints import SCHEMA
 from tests.server.test_tools import DRAFTED, QUOTING, check_arguments
@@ -135,7 +136,7 @@ def test_a_request_as_codex_sends_it(http: httpx.Client) -> None:
     last = json.loads(reply.text.rstrip().rpartition("data: ")[2])
     assert (last["type"], last["response"]["status"]) == ("response.completed", "completed")
     assert last["response"]["edgespec"]["ignored_fields"] == [
-        "prompt_cache_key", "store", "client_metadata", "parallel_tool_calls", "reasoning",
+        "prompt_cache_key", "client_metadata", "parallel_tool_calls", "reasoning",
         "tools.1", "tools.2", "include.0",
     ]  # fmt: skip
 
@@ -168,6 +169,40 @@ def test_instructions_and_items(client: openai.OpenAI, plain: Runtime) -> None:
     response = ask(client, input=items, instructions="Be brief.", max_output_tokens=16)
     assert response.output_text == expected.answer
     assert response.usage.input_tokens == expected.stats.prompt_tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_requests_can_refer_to_items_of_earlier_responses(client: openai.OpenAI, stream: bool) -> None:
+    """As the AI SDK sends the second turn of a conversation."""
+    options: Any = {"model": "demo", "max_output_tokens": 16}
+    if stream:
+        *_, last = client.responses.create(input=QUESTION, stream=True, **options)
+        assert last.type == "response.incomplete"
+        first = last.response
+    else:
+        first = client.responses.create(input=QUESTION, **options)
+    (message,) = first.output
+    more = {"role": "user", "content": "And by date?"}
+    whole = ask(client, **options | {"input": [*MESSAGES, message.to_dict(), more]})
+    reference = {"type": "item_reference", "id": message.id}
+    response = ask(client, **options | {"input": [*MESSAGES, reference, more]})
+    assert response.output_text == whole.output_text
+    assert response.usage.input_tokens == whole.usage.input_tokens
+
+
+def test_items_of_responses_that_are_not_stored(client: openai.OpenAI) -> None:
+    response = client.responses.create(model="demo", input=QUESTION, max_output_tokens=4, store=False)
+    reference: Any = {"type": "item_reference", "id": response.output[0].id}
+    with pytest.raises(openai.NotFoundError, match="send the items themselves") as error:
+        client.responses.create(model="demo", input=[*MESSAGES, reference, *MESSAGES])
+    assert error.value.param == "input.1"
+
+
+def test_stored_items_have_a_limit() -> None:
+    stored = StoredItems(max_bytes=1000)
+    for number in range(100):
+        stored.add({"id": f"msg_{number}", "text": "x" * 300})
+    assert [number for number in range(100) if stored.get(f"msg_{number}")] == [97, 98, 99]
 
 
 def test_reasoning_becomes_an_item(client: openai.OpenAI, plain: Runtime) -> None:
@@ -294,10 +329,11 @@ def test_logprobs(client: openai.OpenAI) -> None:
             "edgespec's models read only text",
         ),
         (
-            {"input": [{"type": "item_reference", "id": "msg_1"}]},
+            {"input": [{"type": "computer_call", "call_id": "c"}]},
             "input.0",
-            "input.0 has the type 'item_reference', which edgespec does not support",
+            "input.0 has the type 'computer_call', which edgespec does not support",
         ),
+        ({"input": [{"type": "item_reference"}]}, "input.0.id", "input.0.id is missing; add it"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "the server keeps no responses"),
         ({"background": True}, "background", "only while the client waits"),
         ({"tools": [{"type": "function"}]}, None, "tool 1 has an invalid name"),
@@ -330,6 +366,17 @@ def test_other_errors(client: openai.OpenAI, stream: bool) -> None:
         client.responses.create(model="gpt-77", input=QUESTION, stream=stream)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve("resp_1")
+
+
+def test_a_too_long_input_fails_within_a_stream(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a model is loading, the stream starts before the error. Codex then reads the code."""
+    monkeypatch.setattr("edgespec.server.responses._PING_SECONDS", 0.0)
+    *_, last = client.responses.create(model="demo", input="word " * 1500, stream=True)
+    assert last.type == "response.failed"
+    assert last.response.error
+    assert last.response.error.to_dict()["code"] == "context_length_exceeded"
 
 
 def test_errors_within_a_stream(endless: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,8 +24,11 @@ def error_body(error: ApiError) -> dict[str, Any]:
     """Return the body of an error response."""
     message = error.message
     if error.code == "context_length_exceeded":
-        # Agents such as Claude Code shorten the conversation if an error begins like this.
-        message = f"prompt is too long: {message}"
+        # Agents such as Claude Code shorten the conversation if an error begins like this, by as much as the
+        # numbers say.
+        tokens, context_tokens = error.details.get("n_prompt_tokens", 0), error.details.get("n_ctx", 0)
+        sizes = f"{tokens} tokens > {context_tokens} maximum; " if tokens > context_tokens else ""
+        message = f"prompt is too long: {sizes}{message}"
     kind = _TYPES.get(error.status, "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": message, **error.details}}
 

@@ -97,6 +97,13 @@ class OutputConfig(RequestFields):
     effort: Ignored
 
 
+class Thread(RequestFields):
+    """Whether Anthropic's servers should keep the conversation, so that the next request can be shorter."""
+
+    type: Literal["create", "continue"]
+    previous_message_id: str | None = None
+
+
 class AnthropicCountRequest(RequestFields):
     """The body of a token count request."""
 
@@ -124,7 +131,14 @@ class AnthropicMessageRequest(AnthropicCountRequest, ReplyFields):
 
     stream: bool | None = Field(default=None, description="Send the reply as it is generated.")
     stop_sequences: list[str] | None = Field(default=None, description="Like stop.")
+    thread: Thread | None = Field(
+        default=None, description="create is ignored, because the server keeps no conversations."
+    )
     diagnostics: Ignored
     inference_geo: Ignored
     metadata: Ignored
     service_tier: Ignored
+
+    def ignored_fields(self) -> list[str]:
+        """Return the names of the fields that are ignored, and the places of the tools that are skipped."""
+        return [*super().ignored_fields(), *(["thread"] if self.thread else [])]

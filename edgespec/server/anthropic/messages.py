@@ -9,11 +9,13 @@ from edgespec.server.anthropic.errors import error_event
 from edgespec.server.anthropic.fields import AnthropicCountRequest, AnthropicMessageRequest
 from edgespec.server.anthropic.message import MessageBuilder
 from edgespec.server.anthropic.prompt import chat_prompt
+from edgespec.server.errors import ApiError
 from edgespec.server.fields import reply_options
 from edgespec.server.generation import ReplyRequest
 from edgespec.server.protocol import Call
 from edgespec.server.reply_builder import respond
 from edgespec.server.responses import json_response
+from edgespec.server.schemas import without_other_properties
 
 __all__ = ["AnthropicCount", "count_tokens", "create_message"]
 
@@ -38,11 +40,19 @@ async def count_tokens(call: Call[AnthropicCountRequest]) -> Response:
 
 
 def _request(body: AnthropicMessageRequest) -> ReplyRequest:
+    if body.thread and body.thread.type == "continue":
+        # Anthropic's client then sends the whole conversation.
+        raise ApiError(
+            404,
+            "the server keeps no conversations; leave thread out, and send the whole one in messages",
+            param="thread",
+            details={"details": {"error_code": "thread_not_found"}},
+        )
     options = reply_options(body)
     if body.thinking:
         options["thinking"] = body.thinking.option
     if body.stop_sequences:
         options["stop"] = body.stop_sequences
     if body.output_config and body.output_config.format:
-        options["schema"] = body.output_config.format.schema_
+        options["schema"] = without_other_properties(body.output_config.format.schema_)
     return ReplyRequest(chat_prompt(body), options)

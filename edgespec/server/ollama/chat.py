@@ -39,6 +39,9 @@ class OllamaChatRequest(OllamaFields):
 
     messages: _Messages | None = None
     tools: list[dict[str, Any]] | None = Field(default=None, description="Functions that the model can call.")
+    tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = Field(
+        default=None, description="As in OpenAI's API: auto, none, required, or the function to call."
+    )
 
 
 class OllamaReplyMessage(TypedDict):
@@ -62,7 +65,7 @@ async def chat(call: Call[OllamaChatRequest]) -> Response:
     if not body.messages:
         return await load_model(call, _formatted)
     messages = [_converted(index, message) for index, message in enumerate(body.messages)]
-    prompt = ChatPrompt.from_messages(messages, body.tools or ())
+    prompt = ChatPrompt.from_messages(messages, body.tools or (), body.tool_choice or "auto")
     return await respond(call, ReplyRequest(prompt, options_of(body)), _formatted)
 
 

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from edgespec.server.errors import invalid_request
-from edgespec.server.fields import Ignored, ReplyFields, RequestFields, reply_options
+from edgespec.server.fields import Ignored, ReplyFields, reply_options
+from edgespec.server.schemas import without_other_properties
 
 __all__ = ["OllamaFields", "OllamaOptions", "ignored_fields", "options_of", "refuse_images"]
 
@@ -44,8 +45,12 @@ class OllamaOptions(ReplyFields):
     use_mmap: Ignored
 
 
-class OllamaFields(RequestFields):
-    """Fields of the requests that generate text."""
+class OllamaFields(ReplyFields):
+    """Fields of the requests that generate text.
+
+    The options of a reply belong in `options`. Ollama ignores them elsewhere, but some clients, such as a
+    provider of the AI SDK, set them here, so they count too.
+    """
 
     model: str | None = Field(default=None, description="The model. Defaults to the server's own model.")
     stream: bool | None = Field(default=None, description="false returns the whole reply at once.")
@@ -59,6 +64,9 @@ class OllamaFields(RequestFields):
     logprobs: bool | None = Field(default=None, description="Return log-probabilities of the tokens.")
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
         default=None, description="Number of the most likely tokens to return at each position."
+    )
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="Like num_predict."
     )
     keep_alive: float | str | None = Field(
         default=None, description="0 unloads the model after the request. Other values are ignored."
@@ -86,7 +94,12 @@ def ignored_fields(fields: OllamaFields) -> list[str]:
 
 def options_of(fields: OllamaFields) -> dict[str, Any]:
     """Return the reply options that a request sets, under edgespec's names."""
-    options = reply_options(fields.options) if fields.options else {}
+    options = reply_options(fields)
+    options.pop("logprobs", None)  # The field of this name is Ollama's.
+    if fields.max_output_tokens is not None:
+        options["max_tokens"] = fields.max_output_tokens
+    if fields.options:
+        options |= reply_options(fields.options)
     for theirs, ours in _RENAMED.items():
         value = getattr(fields.options, theirs, None)
         # A negative number of tokens means no limit.
@@ -94,8 +107,10 @@ def options_of(fields: OllamaFields) -> dict[str, Any]:
             options[ours] = value
     if fields.think is not None:
         options["thinking"] = "on" if fields.think else "off"
-    if fields.format:
-        options["schema"] = {"type": "object"} if fields.format == "json" else fields.format
+    if fields.format == "json":
+        options["schema"] = {"type": "object"}
+    elif fields.format:
+        options["schema"] = without_other_properties(fields.format)
     if fields.logprobs:
         options["logprobs"] = fields.top_logprobs or 0
     return options

@@ -34,7 +34,13 @@ __all__ = ["ChatCompletion", "ChatRequest", "create_chat_completion"]
 class ChatRequest(ChoiceFields):
     """The body of a chat completion request."""
 
-    advice = MappingProxyType({"prompt": "use messages, or POST /v1/completions"})
+    advice = MappingProxyType(
+        {
+            "prompt": "use messages, or POST /v1/completions",
+            "functions": "use tools",
+            "function_call": "use tool_choice",
+        }
+    )
 
     messages: Annotated[list[ChatMessage], Field(min_length=1), FailFast()]
     response_format: ResponseFormat | None = None

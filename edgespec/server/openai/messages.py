@@ -38,6 +38,8 @@ class ChatMessage(RequestFields):
     reasoning: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
+    # OpenAI's older form of a tool call. When its Python client converts a reply to a dict, this is null.
+    function_call: None = None
     name: Ignored
     refusal: Ignored
     annotations: Ignored

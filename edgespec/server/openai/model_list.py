@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
@@ -27,28 +29,38 @@ class ModelMeta(TypedDict):
 
 
 class Model(TypedDict):
-    """A model that requests can name."""
+    """A model that requests can name, as in OpenAI's API and in Anthropic's, which have the same path."""
 
     id: str
     object: str
     created: int
+    type: str
+    display_name: str
+    created_at: str
     owned_by: str
     loaded: bool
     meta: ModelMeta
 
 
 class ModelList(TypedDict):
-    """The models that requests can name."""
+    """The models that requests can name. The last three fields are those of a page in Anthropic's API."""
 
     object: str
     data: list[Model]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 async def list_models(call: Call[None]) -> Response:
     """List the models on this machine, the server's own first."""
+    data = [_model(known) for known in await call.service.models.known()]
     models: ModelList = {
         "object": "list",
-        "data": [_model(known) for known in await call.service.models.known()],
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": False,
     }
     return json_response(models)
 
@@ -73,6 +85,9 @@ def _model(known: KnownModel) -> Model:
         "id": known.name,
         "object": "model",
         "created": known.created,
+        "type": "model",
+        "display_name": known.name,
+        "created_at": datetime.fromtimestamp(known.created, UTC).isoformat(),
         "owned_by": "edgespec",
         "loaded": known.loaded is not None,
         "meta": {

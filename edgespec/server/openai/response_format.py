@@ -8,6 +8,7 @@ from pydantic import Field
 
 from edgespec.server.errors import invalid_request
 from edgespec.server.fields import Ignored, RequestFields
+from edgespec.server.schemas import without_other_properties
 
 __all__ = ["ResponseFormat", "answer_schema"]
 
@@ -34,10 +35,10 @@ def answer_schema(wanted: ResponseFormat | None) -> dict[str, Any]:
     if wanted is None or wanted.type == "text":
         return {}
     if wanted.type == "json_object":
-        return {"schema": wanted.schema_ or {"type": "object"}}
+        return {"schema": without_other_properties(wanted.schema_ or {"type": "object"})}
     if wanted.json_schema is None:
         raise invalid_request(
             "response_format has the type json_schema, but no json_schema; add response_format.json_schema",
             "response_format",
         )
-    return {"schema": wanted.json_schema.schema_}
+    return {"schema": without_other_properties(wanted.json_schema.schema_)}

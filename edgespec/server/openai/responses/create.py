@@ -1,4 +1,4 @@
-"""`POST /v1/responses`, which keeps no state: each request contains the whole conversation."""
+"""`POST /v1/responses`. Requests contain the whole conversation, or refer to items of earlier responses."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from edgespec.server.openai.responses.prompt import chat_prompt
 from edgespec.server.openai.responses.response import ResponseBuilder
 from edgespec.server.protocol import Call
 from edgespec.server.reply_builder import respond
+from edgespec.server.schemas import without_other_properties
+from edgespec.server.stored_items import StoredItems
 
 __all__ = ["create_response"]
 
 
 async def create_response(call: Call[ResponsesRequest]) -> Response:
     """Reply to the input of a request."""
-    builder = ResponseBuilder(call.body)
-    return await respond(call, _request(call.body), builder, builder.failed)
+    body, stored_items = call.body, call.service.stored_items
+    builder = ResponseBuilder(body, stored_items if body.store is not False else None)
+    return await respond(call, _request(body, stored_items), builder, builder.failed)
 
 
-def _request(body: ResponsesRequest) -> ReplyRequest:
+def _request(body: ResponsesRequest, stored_items: StoredItems) -> ReplyRequest:
     if body.previous_response_id is not None:
         raise invalid_request(
             "previous_response_id is set, but the server keeps no responses; leave it out, and send the whole"
@@ -41,7 +44,7 @@ def _request(body: ResponsesRequest) -> ReplyRequest:
         options["max_tokens"] = body.max_output_tokens
     if body.top_logprobs is not None or LOGPROBS in (body.include or ()):
         options["logprobs"] = body.top_logprobs or 0
-    return ReplyRequest(chat_prompt(body), options)
+    return ReplyRequest(chat_prompt(body, stored_items), options)
 
 
 def _schema(wanted: TextFormat | None) -> dict[str, Any]:
@@ -54,4 +57,4 @@ def _schema(wanted: TextFormat | None) -> dict[str, Any]:
         raise invalid_request(
             "text.format has the type json_schema, but no schema; add text.format.schema", "text.format"
         )
-    return {"schema": wanted.schema_}
+    return {"schema": without_other_properties(wanted.schema_)}

@@ -36,6 +36,7 @@ class InputItem(RequestFields):
     model_config = ConfigDict(extra="allow")
 
     type: str | None = Field(default=None, description="Defaults to message.")
+    id: str | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | _Parts | None = None
     summary: _Parts | None = None
@@ -86,6 +87,9 @@ class ResponsesRequest(OpenAIFields):
         default=None, description="Not supported, because the server keeps no responses."
     )
     background: bool | None = Field(default=None, description="true is not supported.")
+    store: bool | None = Field(
+        default=None, description="false: later requests will not refer to the items of the response by id."
+    )
     client_metadata: Ignored
     max_tool_calls: Ignored
     parallel_tool_calls: Ignored

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from edgespec.chat.tool_calls.tool_set import ToolChoice
-from edgespec.server.errors import invalid_request, unsupported_content
+from edgespec.server.errors import ApiError, invalid_request, unsupported_content
 from edgespec.server.fields import require_fields
 from edgespec.server.generation import ChatPrompt
 from edgespec.server.openai.responses.fields import InputItem, InputPart, ResponsesRequest
+from edgespec.server.stored_items import StoredItems
 
 __all__ = ["chat_prompt"]
 
@@ -23,11 +24,16 @@ _NEEDED = {
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
-def chat_prompt(body: ResponsesRequest) -> ChatPrompt:
+def chat_prompt(body: ResponsesRequest, stored_items: StoredItems) -> ChatPrompt:
     """Convert the conversation and the tools of a request.
 
+    Args:
+        body: The request.
+        stored_items: Items of recent responses, which the conversation can refer to.
+
     Raises:
-        ApiError: An item contains an image or anything else that is not text, or is incomplete.
+        ApiError: An item contains an image or anything else that is not text, is incomplete, or refers to an
+            item that is not stored.
     """
     messages: list[dict[str, Any]] = []
     if body.instructions:
@@ -36,9 +42,27 @@ def chat_prompt(body: ResponsesRequest) -> ChatPrompt:
         messages.append({"role": "user", "content": body.input})
     else:
         for index, item in enumerate(body.input):
-            _add(messages, f"input.{index}", item)
+            place = f"input.{index}"
+            _add(
+                messages, place, _stored(place, item, stored_items) if item.type == "item_reference" else item
+            )
     tools = [_tool(tool) for tool in body.tools or () if tool.get("type") == "function"]
     return ChatPrompt.from_messages(messages, tools, _tool_choice(body.tool_choice))
+
+
+def _stored(place: str, reference: InputItem, stored_items: StoredItems) -> InputItem:
+    """Return the item of an earlier response that an item refers to."""
+    require_fields(place, reference, ("id",))
+    item = stored_items.get(reference.id or "")
+    if item is None:
+        raise ApiError(
+            404,
+            f"{place} refers to the item {(reference.id or '')[:100]}, but the server keeps only items of"
+            " its latest responses; send the items themselves, which clients do with store: false",
+            code="item_not_found",
+            param=place,
+        )
+    return InputItem.model_validate_json(item)
 
 
 def _add(messages: list[dict[str, Any]], place: str, item: InputItem) -> None:
@@ -47,7 +71,7 @@ def _add(messages: list[dict[str, Any]], place: str, item: InputItem) -> None:
     if kind not in _NEEDED:
         raise invalid_request(
             f"{place} has the type {kind[:40]!r}, which edgespec does not support; use one of the types"
-            f" {', '.join(_NEEDED)}",
+            f" {', '.join(_NEEDED)}, item_reference",
             place,
             "unsupported_content",
         )

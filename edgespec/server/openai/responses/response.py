@@ -16,6 +16,7 @@ from edgespec.server.openai.report import Report, Timings
 from edgespec.server.openai.responses.fields import ResponsesRequest
 from edgespec.server.reply_builder import Event
 from edgespec.server.responses import server_sent_event
+from edgespec.server.stored_items import StoredItems
 
 __all__ = ["ResponseBuilder", "ResponseObject"]
 
@@ -67,9 +68,15 @@ class ResponseObject(TypedDict):
 
 
 class ResponseBuilder:
-    """Builds the response of one reply. See `ReplyBuilder`."""
+    """Builds the response of one reply. See `ReplyBuilder`.
 
-    def __init__(self, body: ResponsesRequest) -> None:
+    Args:
+        body: The request.
+        stored_items: Where to keep the items of the response, or None.
+    """
+
+    def __init__(self, body: ResponsesRequest, stored_items: StoredItems | None) -> None:
+        self._stored_items = stored_items
         self.response: dict[str, Any] = {
             "id": _new_id("response"),
             "object": "response",
@@ -131,11 +138,14 @@ class ResponseBuilder:
         }
         details = {"reason": "max_output_tokens"} if is_cut else None
         self.response.update(status=status, incomplete_details=details, usage=usage, **more)
+        if self._stored_items:
+            for item in self._items:
+                self._stored_items.add(item)
         yield self._event(f"response.{status}", response=self.response)
 
     def failed(self, error: ApiError) -> bytes:
         """Return the server-sent event that reports an error and ends the stream."""
-        details = {"code": "server_error", "message": error.message}
+        details = {"code": error.code or "server_error", "message": error.message}
         self.response.update(status="failed", error=details)
         return server_sent_event(self._event("response.failed", response=self.response), "response.failed")
 

@@ -1,0 +1,95 @@
+"""Interpret the JSON schemas of requests as other servers do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+__all__ = ["without_other_properties"]
+
+# Keywords by the form of their value: one schema, a list of schemas, or schemas by name.
+_SINGLE = ("items", "additionalItems", "additionalProperties", "contains")
+_LISTS = ("prefixItems", "items", "anyOf", "oneOf", "allOf")
+_NAMED = ("properties", "$defs", "definitions")
+# Keywords that apply several schemas to the same object.
+_COMBINING = ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf")
+# Keywords whose schemas must not become stricter.
+_CONDITIONS = ("not", "if", "dependentSchemas")
+# Keywords that say which other properties are allowed.
+_OTHERS = ("additionalProperties", "patternProperties", "propertyNames", "unevaluatedProperties")
+
+
+def without_other_properties(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema whose objects have only the properties that it names, unless it allows others.
+
+    JSON schemas allow any other properties by default. OpenAI demands that schemas forbid them, and Ollama
+    always does. With a schema that does not, a small model would invent properties without end. A schema that
+    combines several schemas for the same object is returned unchanged, because none of them names all
+    properties.
+    """
+    nodes = list(_nodes(schema))
+    if any(_is_combined(node) for node in nodes):
+        return dict(schema)
+    closed: dict[str, Any] = _closed(schema)
+    return closed
+
+
+def _nodes(schema: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield a schema and all schemas within it."""
+    if isinstance(schema, Mapping):
+        yield schema
+        for part in _parts(schema):
+            yield from _nodes(part)
+
+
+def _parts(schema: Mapping[str, Any]) -> Iterator[Any]:
+    yield from (schema[name] for name in _SINGLE if name in schema)
+    for name in _LISTS:
+        if isinstance(schema.get(name), list):
+            yield from schema[name]
+    for name in _NAMED:
+        if isinstance(schema.get(name), Mapping):
+            yield from schema[name].values()
+
+
+def _is_combined(schema: Mapping[str, Any]) -> bool:
+    """Return whether several schemas apply to the same object."""
+    combining = [name for name in _COMBINING if name in schema]
+    several = isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1
+    return (
+        several
+        or len(combining) + ("properties" in schema) > 1
+        or any(each in schema for each in _CONDITIONS)
+    )
+
+
+def _closed(schema: Any) -> Any:
+    if not isinstance(schema, Mapping):
+        return schema
+    closed = dict(schema)
+    for name in _SINGLE:
+        if isinstance(schema.get(name), Mapping):
+            closed[name] = _closed(schema[name])
+    for name in _LISTS:
+        if isinstance(schema.get(name), list):
+            closed[name] = [_closed(each) for each in schema[name]]
+    for name in _NAMED:
+        if isinstance(schema.get(name), Mapping):
+            closed[name] = {key: _closed(each) for key, each in schema[name].items()}
+    if _can_close(schema):
+        closed["additionalProperties"] = False
+    return closed
+
+
+def _can_close(schema: Mapping[str, Any]) -> bool:
+    """Return whether a schema names all properties that it needs, and does not mention any others."""
+    properties, required = schema.get("properties"), schema.get("required", [])
+    if not isinstance(properties, Mapping) or not properties or any(name in schema for name in _OTHERS):
+        return False
+    least = schema.get("minProperties", 0)
+    return (
+        isinstance(required, list)
+        and all(name in properties for name in required if isinstance(name, str))
+        and isinstance(least, int)
+        and least <= len(properties)
+    )
