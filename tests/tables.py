@@ -71,6 +71,9 @@ class Chosen(DrafterSet):
             return None, MethodReport(method, "none", "asked for")
         return self._drafter, MethodReport(method, self._drafter.name, "the only one")
 
+    def check(self, method: str, *, limited: bool = False) -> None:
+        pass
+
     def interrupt(self, enabled: bool) -> None:
         self._drafter.interrupt(enabled)
 

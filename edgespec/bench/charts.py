@@ -89,7 +89,7 @@ def _depths(found: Sequence[MethodFigures], width: int) -> list[str]:
 def _phases(found: Sequence[MethodFigures], width: int) -> list[str]:
     bars = []
     for each in found:
-        per_token = {phase: 1e3 * each.seconds[phase] / each.decoded_tokens for phase in _SHADES}
+        per_token = {phase: each.milliseconds_per_token(phase) for phase in _SHADES}
         parts = tuple((max(0.0, spent), _SHADES[phase]) for phase, spent in per_token.items())
         bars.append(Bar(each.config.name, parts, f"{sum(per_token.values()):.3g} ms"))
     legend = ", ".join(f"{shade} {phase}" for phase, shade in _SHADES.items())

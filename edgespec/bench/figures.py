@@ -70,6 +70,10 @@ class MethodFigures:
     compared: int
     identical: int
 
+    def milliseconds_per_token(self, phase: str) -> float:
+        """Return the mean time of a phase per decoded token, in milliseconds."""
+        return 1e3 * self.seconds[phase] / max(1, self.decoded_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class OracleComparison:
@@ -168,7 +172,8 @@ def _pairing_key(row: Measurement) -> tuple[str, float, int]:
 
 
 def _speed(row: Measurement) -> float:
-    return row.reply.stats.tokens_per_second or 0.0
+    # The prompt's last pass can compute the only token of a reply.
+    return row.reply.stats.tokens_per_second or _whole_speed(row)
 
 
 def _whole_speed(row: Measurement) -> float:

@@ -112,7 +112,7 @@ def _phases(axes: Axes, found: Sequence[MethodFigures]) -> None:
     names = [each.config.name for each in own]
     reached = [0.0] * len(own)
     for phase in PHASES:
-        spent = [max(0.0, 1e3 * each.seconds[phase] / each.decoded_tokens) for each in own]
+        spent = [max(0.0, each.milliseconds_per_token(phase)) for each in own]
         axes.barh(names, spent, left=reached, label=phase)
         reached = [before + more for before, more in zip(reached, spent, strict=True)]
     axes.invert_yaxis()

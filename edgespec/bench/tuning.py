@@ -215,7 +215,7 @@ def _drafter_result(
     name: str, replies: Sequence[Reply], plain: Sequence[Reply], curve: CostCurve
 ) -> DrafterResult:
     drafted, rounds = _sum(replies, "drafted_tokens"), _sum(replies, "target_passes")
-    step_seconds = _sum(plain, "decode_seconds") / _sum(plain, "decoded_tokens")
+    step_seconds = _sum(plain, "decode_seconds") / max(1, _sum(plain, "decoded_tokens"))
     token_seconds = _sum(replies, "draft_seconds") / drafted if drafted else 0.0
     other = sum(_sum(replies, f"{phase}_seconds") for phase in ("sampling", "rollback", "overhead")) / rounds
     acceptance = _acceptance(replies)

@@ -102,7 +102,7 @@ def _print_details(figures: Sequence[MethodFigures]) -> None:
     rows = [
         [
             each.config.name,
-            *(_ms(each.seconds[phase] / each.decoded_tokens) for phase in phases),
+            *(_ms(each.milliseconds_per_token(phase) / 1e3) for phase in phases),
             _ms(each.seconds["prefill"] / each.replies),
         ]
         for each in figures

@@ -135,6 +135,8 @@ def summary(reply: Reply) -> str:
     parts = []
     if stats.tokens_per_second is not None:
         parts.append(f"{stats.generated_tokens} tokens, {stats.tokens_per_second:.1f} tokens/s")
+    elif stats.generated_tokens:
+        parts.append("1 token")
     if stats.acceptance_rate is not None:
         parts.append(f"{stats.acceptance_rate:.0%} of drafted tokens accepted")
     if stats.tokens_per_target_pass is not None:

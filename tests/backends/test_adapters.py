@@ -179,7 +179,7 @@ def test_unknown_names_are_refused(adapters: list[str]) -> None:
 
 
 def test_early_exit_with_an_adapter_is_refused(adapters: list[str]) -> None:
-    with pytest.raises(OptionError, match="'layerskip' cannot be used with --adapter"):
+    with pytest.raises(OptionError, match="'layerskip' cannot be used with adapters"):
         load(adapter=adapters[0], method="layerskip")
 
 

@@ -112,6 +112,8 @@ ASKED = (
     Ask(PROMPTS[0], 0.0),
     Ask(PROMPTS[1], 0.8, 2),
     Ask(PROMPTS[2], 0.0, few=True),
+    # Hot enough to alternate between the two tokens, so that lookups are sometimes wrong.
+    Ask(PROMPTS[1], 5.0, few=True),
     Ask(PROMPTS[0], 0.8, few=True),
 )
 # In both, most of the tokens are determined, and the rest are not.
