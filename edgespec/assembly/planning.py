@@ -130,7 +130,7 @@ class LoadPlan:
 
 
 def budget_for(backends: Sequence[Backend], arguments: LoadArguments) -> Budget:
-    """Return how much main memory and graphics memory models may use.
+    """Return the budgets of main memory and graphics memory for the models.
 
     Args:
         backends: The backends of the models, the target's first.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["new_matcher", "readable", "text_of"]
 
-# Matches a mark in llguidance's messages, and the stack frames at their end.
+# Parts of llguidance's messages to remove: an internal mark, and the stack frames at the end.
 _NOISE = re.compile(r"<non-verbose/>|<backtrace>.*", re.DOTALL)
 # Write JSON on one line, as Python's `json.dumps` does. With more whitespace, a model could write whitespace
 # forever.

@@ -36,7 +36,7 @@ class Pooling(NamedTuple):
 
     @classmethod
     def of(cls, weights: Any) -> Pooling:
-        """Read how a model pools texts from its metadata."""
+        """Read a model's pooling method from its metadata."""
         lib = library()
         vocab = lib.llama_model_get_vocab(weights)
         eos = lib.llama_vocab_eos(vocab) if lib.llama_vocab_get_add_eos(vocab) else None
