@@ -6,6 +6,7 @@ therefore differ where two tokens have nearly equal logits.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -93,16 +94,24 @@ def rescore(
     plain = logit_rows(model, prompt, reply)
     widest = max(1, model.facts.context_tokens - len(prompt) - len(reply) + 1)
     wide = [logit_rows(model, prompt, reply, width=min(width, widest)) for width in widths]
-    wide += [logit_rows(model, prompt, reply, batch=batch) for batch in batch_sizes]
+    wide += [logit_rows(model, prompt, reply, passes=Alone(batch)) for batch in batch_sizes]
     error = max((largest_difference(plain, rows) for rows in wide), default=0.0)
     return Rescored(plain[-1], [rows[-1] for rows in wide], error)
 
 
 class Alone:
-    """Runs the passes of a text that is rescored, without other replies in the same context."""
+    """Runs the passes of a text that is rescored, without other replies in the same context.
 
-    def before_pass(self, model: LanguageModel) -> None:
-        """Prepare the context for the next pass of `model`."""
+    Args:
+        batch_tokens: Maximum number of prompt tokens per pass.
+    """
+
+    def __init__(self, batch_tokens: int = sys.maxsize) -> None:
+        self.batch_tokens = batch_tokens
+
+    def before_pass(self, model: LanguageModel) -> int:  # noqa: ARG002
+        """Prepare the context for the next pass, and return how many prompt tokens it may have."""
+        return self.batch_tokens
 
     def verify(self, model: LanguageModel, tree: TokenTree) -> Logits:
         """Run a verify pass of `model`."""
@@ -115,7 +124,6 @@ def logit_rows(
     reply: Sequence[int],
     *,
     width: int = 1,
-    batch: int = 0,
     passes: Alone | None = None,
 ) -> NDArray[np.float32]:
     """Compute the logits after each token of a reply again. Overwrites the model's KV cache.
@@ -125,17 +133,16 @@ def logit_rows(
         prompt: Tokens of the prompt.
         reply: The first tokens of the reply.
         width: Number of tokens per verify pass.
-        batch: Number of tokens per prefill pass, or 0 to prefill the prompt at once.
-        passes: Runs the passes. By default, no other reply uses the context.
+        passes: Runs the passes. By default, a single one prefills the prompt.
 
     Returns:
         The logits after the last tokens of `reply`, up to 64, as float32 [tokens, vocab].
     """
     passes = passes or Alone()
     model.truncate(0)
-    for start in range(0, len(prompt) - 1, batch or len(prompt)):
-        passes.before_pass(model)
-        model.prefill(prompt[start : min(start + (batch or len(prompt)), len(prompt) - 1)])
+    while model.length < len(prompt) - 1:
+        end = min(model.length + passes.before_pass(model), len(prompt) - 1)
+        model.prefill(prompt[model.length : end])
     tokens = [prompt[-1], *reply]
     everything = np.arange(model.facts.vocab_size)
     rows: list[NDArray[np.float32]] = []

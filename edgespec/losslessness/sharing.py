@@ -7,10 +7,10 @@ other replies. Both are rounding errors. The texts of the other replies must not
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from itertools import cycle, islice
-from math import ceil
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +27,10 @@ __all__ = ["SharingErrors", "measure_sharing"]
 _MAX_MEASUREMENTS = 64
 # Stop after this many measurements with a rounding error.
 _ENOUGH_ERRORS = 4
+# Maximum number of positions of a text at which its KV cells move.
+_MAX_MOVES = 3
+# Number of tokens that each other model keeps, so that a fault which reads them is noticed.
+_KEPT_TOKENS = 32
 # Measure every fourth time with shared passes instead of moved KV cells.
 _SHARED_EVERY = 4
 
@@ -71,25 +75,23 @@ def measure_sharing(
         each.truncate(0)
     plain = logit_rows(model, prompt, reply)
     total = len(prompt) + len(reply)
-    random = np.random.default_rng(total)
     foreign = [[(token + 1) % model.facts.vocab_size for token in text] for text in others]
     errors: list[float] = []
     wide: list[NDArray[np.float32]] = []
     leak = 0.0
     with ThreadPoolExecutor(len(neighbours)) as pool:
         while len(errors) < _MAX_MEASUREMENTS and np.count_nonzero(errors) < _ENOUGH_ERRORS:
-            size = int(random.integers(1, total // 2 + 2))
             passes: Alone
             if len(errors) % _SHARED_EVERY == 1:
                 passes = _SharedPasses(neighbours, others, width, pool)
             else:
-                passes = moving = _MovingPasses(neighbours, others, size, total)
-            rows = logit_rows(model, prompt, reply, batch=size, passes=passes)
+                passes = moving = _MovingPasses(models, others, total, seed=len(errors))
+            rows = logit_rows(model, prompt, reply, passes=passes)
             wide.append(rows[-1])
             errors.append(largest_difference(plain, rows))
             if len(errors) == 1:
-                again = _MovingPasses(neighbours, foreign, size, total)
-                changed = logit_rows(model, prompt, reply, batch=size, passes=again)
+                again = _MovingPasses(models, foreign, total, seed=0)
+                changed = logit_rows(model, prompt, reply, passes=again)
                 # The number of threads follows the load of the machine, and can change how sums are rounded.
                 leak = largest_difference(rows, changed) if moving.threads == again.threads else 0.0
             if leak or explains(Rescored(plain[-1], wide, max(errors))):
@@ -102,32 +104,47 @@ def measure_sharing(
 class _MovingPasses(Alone):
     """Runs passes in KV cells that neighbours gave up before, so that later tokens get earlier cells.
 
+    At one or more random positions of the text, a neighbour gives up a random number of cells.
+
     Args:
-        neighbours: Models that share the context.
+        models: The models that share the context. The first one runs the text.
         texts: The texts of the neighbours.
-        size: Number of KV cells that a neighbour gives up at a time.
         total: Number of KV cells that the text needs.
+        seed: Seed of the random positions and numbers.
 
     Attributes:
         threads: The number of CPU threads before each pass.
     """
 
     def __init__(
-        self, neighbours: Sequence[LanguageModel], texts: Sequence[Sequence[int]], size: int, total: int
+        self,
+        models: Sequence[LanguageModel],
+        texts: Sequence[Sequence[int]],
+        total: int,
+        *,
+        seed: int,
     ) -> None:
+        super().__init__()
         self.threads: list[int] = []
-        self._turns, self._size, self._next = cycle(neighbours), size, size
-        for each, text in zip(neighbours, cycle(texts), strict=False):
+        self._random = np.random.default_rng(seed)
+        self._turns, self._total = cycle(models[1:]), total
+        count = int(self._random.integers(1, _MAX_MOVES + 1))
+        # Early positions are more likely, because replies often continue a short cached prefix.
+        self._moves = deque(sorted((total ** self._random.random(count)).astype(int).tolist()))
+        # The other models get the first cells, so that their cells are free before those of the text.
+        for each in models:
             each.truncate(0)
-            count = min(ceil(total / len(neighbours)), each.free_tokens)
-            each.prefill(list(islice(cycle(text), count)))
+        for each, text in zip(models[1:], cycle(texts), strict=False):
+            each.prefill(list(islice(cycle(text), min(_KEPT_TOKENS + total, each.free_tokens))))
 
-    def before_pass(self, model: LanguageModel) -> None:
+    def before_pass(self, model: LanguageModel) -> int:
         self.threads.append(model.threads)
-        if model.length >= self._next:
-            neighbour = next(self._turns)
-            neighbour.truncate(max(0, neighbour.length - self._size))
-            self._next = model.length + self._size
+        while self._moves and self._moves[0] <= model.length:
+            self._moves.popleft()
+            neighbour, most = next(self._turns), self._total - model.length
+            given_up = int(self._random.integers(1, max(2, most)))
+            neighbour.truncate(max(_KEPT_TOKENS, neighbour.length - given_up))
+        return self._moves[0] - model.length if self._moves else self._total
 
 
 class _SharedPasses(Alone):
@@ -147,6 +164,7 @@ class _SharedPasses(Alone):
         width: int,
         pool: Executor,
     ) -> None:
+        super().__init__()
         self._width, self._pool = width, pool
         self._tokens = {each: cycle(text) for each, text in zip(neighbours, cycle(texts), strict=False)}
         for each in neighbours:
