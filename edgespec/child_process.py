@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+import psutil
+
 from edgespec.errors import EdgespecError
 
 __all__ = ["ChildProcess", "module_arguments"]
@@ -65,6 +67,13 @@ class ChildProcess:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def memory_bytes(self) -> int:
+        """The memory that the process uses, or 0 if it has ended."""
+        with suppress(psutil.Error):
+            return int(psutil.Process(self.pid).memory_info().rss)
+        return 0
 
     @property
     def alive(self) -> bool:

@@ -235,6 +235,8 @@ def _message_json(message: Message) -> dict[str, object]:
         data["reasoning"] = message.reasoning
     if any(message.markers):
         data["markers"] = list(message.markers)
+    if message.files:
+        data["files"] = [file.to_json() for file in message.files]
     return data
 
 

@@ -7,8 +7,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from edgespec.backends.base import Progress
 from edgespec.chat.template_worker import (
     CPU_SECONDS,
@@ -75,9 +73,8 @@ class TemplateProcess:
             check_cancelled(progress)
             if polls > _MAX_POLLS:
                 raise _failure("rendering timed out after 20 seconds")
-            with suppress(psutil.Error):
-                if psutil.Process(process.pid).memory_info().rss > memory_limit_bytes(len(data)):
-                    raise _failure(_too_much_memory(len(data)))
+            if process.memory_bytes > memory_limit_bytes(len(data)):
+                raise _failure(_too_much_memory(len(data)))
 
         try:
             reply = wait_for(exchange, poll)
