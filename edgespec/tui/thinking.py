@@ -48,6 +48,6 @@ async def _check_thinking_switch(runtime: Runtime) -> None:
         switch = template is not None and await asyncio.to_thread(template.has_thinking_switch)
     if not switch:
         raise OptionError(
-            f"The model {runtime.target.name} has no switch for reasoning, so /think cannot change whether it reasons",
+            f"The model {runtime.target.name} has no switch for reasoning, so /think cannot change it",
             "Models that have one include Qwen 3, GLM 4.5 and SmolLM3",
         )
