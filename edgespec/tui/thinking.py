@@ -28,7 +28,7 @@ async def think(screen: ChatScreen, argument: str) -> None:
         value = shown(settings["thinking"]) if "thinking" in settings else "auto, the model's default"
         await screen.transcript.note(f"Reasoning: {value}. Type /think on or /think off to change it.")
         return
-    value = parse("thinking", wanted)
+    value = str(parse("thinking", wanted))
     if value != "auto":
         await _check_thinking_switch(screen.runtime)
     settings.pop("thinking", None)
