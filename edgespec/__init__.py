@@ -13,6 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from edgespec.assembly.loading import load
+    from edgespec.assembly.model_list import (
+        AvailableModel,
+        download_model,
+        list_models,
+        measure_speed,
+        search_models,
+    )
     from edgespec.assembly.preview import Preview, plan
     from edgespec.attachments import attach
     from edgespec.backends.model_facts import Capabilities, ModelFacts
@@ -37,6 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AttachedFile",
+    "AvailableModel",
     "Capabilities",
     "Chat",
     "EdgespecError",
@@ -65,14 +73,25 @@ __all__ = [
     "__version__",
     "attach",
     "delete_data",
+    "download_model",
+    "list_models",
     "load",
+    "measure_speed",
     "plan",
+    "search_models",
 ]
 
 __version__ = "0.2.0"
 
 _HOMES = {
     "edgespec.assembly.loading": ("load",),
+    "edgespec.assembly.model_list": (
+        "AvailableModel",
+        "download_model",
+        "list_models",
+        "measure_speed",
+        "search_models",
+    ),
     "edgespec.assembly.preview": ("Preview", "plan"),
     "edgespec.attachments": ("attach",),
     "edgespec.backends.model_facts": ("Capabilities", "ModelFacts"),
