@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgespec.chat.attached_file import with_files
 from edgespec.cli.failures import DONE, INTERRUPTED
 from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.interrupt import Stop, interruptible
@@ -61,7 +60,7 @@ def command(words: tuple[str, ...], paths: tuple[str, ...], as_json: bool, raw: 
         )
     if options["logprobs"] is not None and not as_json:
         raise click.UsageError("--logprobs needs --json", click.get_current_context())
-    text = with_files(_prompt_text(words), _read(paths))
+    text = _with_files(_prompt_text(words), paths)
     reply = interruptible(lambda stop: _answer(stop, text, raw, as_json, options))
     if as_json:
         print_json(reply.to_json())
@@ -82,9 +81,10 @@ def _prompt_text(words: tuple[str, ...]) -> str:
     return prompt
 
 
-def _read(paths: tuple[str, ...]) -> list[AttachedFile]:
-    """Read the files to attach, and report how many there are in each folder."""
+def _with_files(prompt: str, paths: tuple[str, ...]) -> str:
+    """Return the prompt with the text of files, and report how many there are in each folder."""
     from edgespec.attachments import read_files
+    from edgespec.chat.attached_file import with_files
 
     files: list[AttachedFile] = []
     for path in paths:
@@ -93,7 +93,7 @@ def _read(paths: tuple[str, ...]) -> list[AttachedFile]:
         if read.skipped or len(read.files) > 1:
             left_out = f", {read.skipped} without text left out" if read.skipped else ""
             note(f"{path}: {len(read.files)} files{left_out}")
-    return files
+    return with_files(prompt, files)
 
 
 def _answer(stop: Stop, prompt: str, raw: bool, as_json: bool, options: dict[str, Any]) -> Reply:
