@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from edgespec.chat.message import Message
+from edgespec.chat.message_tree import MessageTree
 from edgespec.chat.store import ChatStore, SavedChat
 from edgespec.chat.template import ChatTemplate
 from edgespec.tui.chat_screen import ChatScreen
-from edgespec.tui.open_chat import RunningTurn
+from edgespec.tui.open_chat import OpenChat
 from edgespec.tui.widgets.messages import ReplyMessage
 from edgespec.tui.worker import Load
 from tests.tui.driving import Driver, driving, until
@@ -134,7 +135,9 @@ async def test_a_reply_stopped_while_thinking_is_kept_and_can_be_continued(tmp_p
 
 async def test_a_continued_reply_does_not_claim_a_time(tmp_path: Path) -> None:
     talk = (Message("user", "How?"), Message("assistant", "", "The user", ("<think>\n", "")))
-    ChatStore(tmp_path / "chats").save(SavedChat("one", talk, NOON, NOON, unfinished=True))
+    ChatStore(tmp_path / "chats").save(
+        SavedChat("one", MessageTree.linear(talk), NOON, NOON, unfinished=True)
+    )
     runtime = ScriptedRuntime([Script(" wants `ls`.\n</think>\n\nYes.", pause_seconds=0.1)])
     async with driving(loading(runtime), tmp_path, resume="one") as driver:
         await driver.sees("ended without an answer")
@@ -155,10 +158,12 @@ async def test_f7_without_reasoning_says_so(tmp_path: Path) -> None:
 
 
 def test_a_running_turn_saves_the_reasoning_so_far() -> None:
-    before = (Message("user", "How?"),)
-    turn = RunningTurn(before, written=["<think>\n", "The user ", "wants"])
-    assert turn.messages == (*before, Message("assistant", "", "The user wants"))
-    assert turn.messages[1].text == "<think>\nThe user wants"
+    chat = OpenChat()
+    turn = chat.send(Message("user", "How?"))
+    turn.written.extend(["<think>\n", "The user ", "wants"])
+    saved = chat.saved("demo", turn)
+    assert saved.messages == (Message("user", "How?"), Message("assistant", "", "The user wants"))
+    assert saved.messages[1].text == "<think>\nThe user wants"
 
 
 THINKING_SWITCH = (
