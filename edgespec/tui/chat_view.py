@@ -18,11 +18,13 @@ from edgespec.chat.store import Setting
 from edgespec.errors import ChatFileError
 from edgespec.tui import commands
 from edgespec.tui.archive import Archive
+from edgespec.tui.files.file_thread import FileThread
 from edgespec.tui.history import History
 from edgespec.tui.open_chat import OpenChat
 from edgespec.tui.preferences import Preferences
 from edgespec.tui.texts import error_text, notices, speed_up_short, welcome_rows
 from edgespec.tui.widgets.details import Details, details_content
+from edgespec.tui.widgets.files import FileChips, PathList
 from edgespec.tui.widgets.messages import Panel, Welcome
 from edgespec.tui.widgets.prompt import PromptInput
 from edgespec.tui.widgets.sidebar import Sidebar
@@ -67,7 +69,10 @@ class ChatView(Screen[None]):
         self.history = History()
         self.editing: int | None = None
         self.transcript = Transcript(self._welcome(), id="transcript")
-        self.prompt = PromptInput(self.history, id="prompt")
+        files = FileThread()
+        self.paths = PathList(files, id="paths", compact=True)
+        self.chips = FileChips(files, runtime, id="chips")
+        self.prompt = PromptInput(self.history, self.paths, self.chips, id="prompt")
         self.sidebar = Sidebar(id="sidebar", compact=True)
         self._title = Static(id="title")
         self._details = Details(id="details")
@@ -90,6 +95,8 @@ class ChatView(Screen[None]):
             yield self.sidebar
             yield self.transcript
             yield self._details
+        yield self.paths
+        yield self.chips
         yield self.prompt
         yield self._status
 
@@ -191,6 +198,15 @@ class ChatView(Screen[None]):
     @on(PromptInput.Changed)
     def _prompt_changed(self) -> None:
         self._refresh_hints()
+        self.prompt.follow_references()
+
+    @on(PromptInput.SelectionChanged)
+    def _cursor_moved(self) -> None:
+        self.prompt.follow_references()
+
+    @on(PathList.Chosen)
+    def _path_chosen(self, event: PathList.Chosen) -> None:
+        self.prompt.choose_path(event.path)
 
     def say(self, text: str) -> None:
         """Show a short message that disappears after a few seconds."""

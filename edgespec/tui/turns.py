@@ -135,7 +135,7 @@ class TurnScreen(ChatView):
         await transcript.remove_notes()
         await transcript.keep(len(turn.prompt) - bool(turn.sent))
         if turn.sent:
-            await transcript.add(UserMessage(turn.sent))
+            await transcript.add(UserMessage(turn.sent, turn.prompt[-1].files))
         self._reply = await transcript.start_reply(resume=turn.continued is not None)
         await self._report_save()
         self._start(self._thread.ask(Ask(chat.system, turn.prompt, dict(chat.settings), turn.written)))
