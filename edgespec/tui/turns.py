@@ -12,6 +12,7 @@ from edgespec.chat.message import Message
 from edgespec.errors import ChatFileError
 from edgespec.tui.chat_view import ChatView
 from edgespec.tui.open_chat import OpenChat
+from edgespec.tui.speed_history import SpeedHistory
 from edgespec.tui.texts import was_cpu_busy
 from edgespec.tui.widgets.messages import ReplyMessage, UserMessage
 from edgespec.tui.worker import Act, Ask, ChatState
@@ -49,6 +50,7 @@ class TurnScreen(ChatView):
     async def show_chat(self, chat: OpenChat) -> None:
         """Show `chat` instead of the current chat."""
         self.current_chat = chat
+        self.speeds = SpeedHistory()
         self._last_stats = None
         self._failure_shown = False
         self.leave_edit()
@@ -137,6 +139,7 @@ class TurnScreen(ChatView):
         turn = chat.begin_turn((*kept_messages, *sent), reply_start.rstrip("\ufffd"))
         self._asked = Ask(act, text, chat.system, chat.messages, dict(chat.settings), turn.written)
         self._stopped = self._failure_shown = False
+        self.speeds = SpeedHistory()
         if sent:
             with suppress(ChatFileError):
                 await self.archive.save(chat, self.runtime.target.name)
@@ -186,6 +189,7 @@ class TurnScreen(ChatView):
     async def _write_chunks(self, reply: ReplyMessage) -> None:
         queue = self._thread.chunks
         if chunks := [queue.get_nowait() for _ in range(queue.qsize())]:
+            self.speeds.add(sum(chunk.token_count for chunk in chunks))
             await reply.write(chunks)
         else:
             reply.show_reading(self._thread.read_fraction)
