@@ -125,9 +125,10 @@ class Race:
         speeds = f"{other:.1f} instead of {plain:.1f} tokens per second"
         if not self.is_fair:
             drift = self.drift or 0.0
+            change = f"{abs(drift):.0%} {'slower' if drift > 0 else 'faster'}"
             return (
-                f"No fair comparison: the machine became {abs(drift):.0%}"
-                f" {'slower' if drift > 0 else 'faster'} during the race. Close other programs and race again. (Measured: {speeds}.)"
+                f"No fair comparison: the machine became {change} during the race. Close other programs and"
+                f" race again. (Measured: {speeds}.)"
             )
         if self.is_faster:
             return f"{name} was {self.speed_up:.2f}x as fast as plain decoding: {speeds}."
