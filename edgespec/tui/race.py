@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from edgespec.bench.race import DEFAULT_RACE_TOKENS, Race, run_race
+from edgespec.chat.message import Message
 from edgespec.errors import OptionError
 from edgespec.tui.screens.race import RaceProgress, RaceScreen
 
 if TYPE_CHECKING:
-    from edgespec import Message, ReplyStream, Runtime
+    from edgespec import ReplyStream, Runtime
     from edgespec.tui.chat_screen import ChatScreen
 
 __all__ = ["open_race"]
@@ -27,25 +28,24 @@ async def open_race(screen: ChatScreen, argument: str) -> None:
     chat = screen.current_chat
     if screen.writing:
         raise OptionError("The reply is not finished yet", "Press Esc to stop it, then type /race again")
-    prompt = argument or chat.last_user_text
-    if prompt is None:
-        raise OptionError("There is no message to race yet", "Type /race followed by a message")
     messages = chat.messages
-    if not argument:
-        last_user = max(place for place, message in enumerate(messages) if message.role == "user")
-        messages = messages[:last_user]
+    if argument:
+        messages = (*messages, Message("user", argument))
+    while messages and messages[-1].role != "user":
+        messages = messages[:-1]
+    if not messages:
+        raise OptionError("There is no message to race yet", "Type /race followed by a message")
     options = {name: value for name, value in chat.settings.items() if name != "method"}
     # Bounds the time of the race and the cost of drawing it.
     options["max_tokens"] = min(int(str(options.get("max_tokens", DEFAULT_RACE_TOKENS))), DEFAULT_RACE_TOKENS)
     progress = RaceProgress()
-    race = screen.model_thread.submit(_work(chat.system, messages, prompt, options, progress))
-    await screen.app.push_screen(RaceScreen(prompt, race, progress, screen.model_thread.cancel))
+    race = screen.model_thread.submit(_work(chat.system, messages, options, progress))
+    await screen.app.push_screen(RaceScreen(messages[-1].content, race, progress, screen.model_thread.cancel))
 
 
 def _work(
     system: str | None,
     messages: tuple[Message, ...],
-    prompt: str,
     options: dict[str, Any],
     progress: RaceProgress,
 ) -> Callable[[Runtime, Callable[[], bool]], Race]:
@@ -53,7 +53,7 @@ def _work(
 
     def work(runtime: Runtime, is_cancelled: Callable[[], bool]) -> Race:
         def start(**each: Any) -> ReplyStream:
-            return runtime.chat(system, messages).stream(prompt, **each)
+            return runtime.chat(system, messages).continue_reply(**each)
 
         def report(description: str, fraction: float) -> bool:
             progress.description, progress.fraction = description, fraction
