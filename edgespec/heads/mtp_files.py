@@ -83,7 +83,7 @@ _LAYOUTS = (
 
 
 def is_mtp_file(name: str) -> bool:
-    """Return whether a file in a model's folder contains only MTP layers, judging by its path in the folder."""
+    """Return whether a file contains only MTP layers, judging by its path within the model's folder."""
     return _FILE.fullmatch(name) is not None
 
 
