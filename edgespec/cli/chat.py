@@ -83,7 +83,13 @@ def command(
         if name not in LOAD_NAMES and ctx.get_parameter_source(name) is not ParameterSource.DEFAULT
     }
     ended = run_chat(
-        load, model_name=options["target"], system=system, settings=settings, resume=resume, light=light
+        load,
+        model_name=options["target"],
+        system=system,
+        settings=settings,
+        resume=resume,
+        light=light,
+        remember=options["remember"],
     )
     if ended.signalled:
         return INTERRUPTED
