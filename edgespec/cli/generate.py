@@ -12,7 +12,7 @@ from edgespec.cli.failures import DONE, INTERRUPTED
 from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.loading import loaded
-from edgespec.cli.options import LOAD_NAMES, REPLY_NAMES, declared_options, json_option, pick
+from edgespec.cli.options import LOAD_NAMES, REPLY_NAMES, declared_options, json_option, pick, preset_option
 from edgespec.cli.screen import ProgressLine, is_terminal, note, print_json, warn, write_text
 from edgespec.cli.stdin import read_piped_text, read_stdin
 from edgespec.errors import EdgespecError, OptionError
@@ -33,11 +33,13 @@ __all__ = ["command"]
         'cat notes.txt | edgespec generate "Summarise this text"',
         'git diff | edgespec generate --system "Write a commit message" -',
         'edgespec generate --target 8b-q4 --temperature 0 -n 200 "What does tar do?"',
+        "edgespec generate --preset reviewer - < change.diff",
         'edgespec generate --json --seed 1 --method none "Hello"',
     ),
 )
 @click.argument("words", metavar="[PROMPT] [-]", nargs=-1)
 @click.option("--raw", is_flag=True, help="Send the prompt as is, without the model's chat template.")
+@preset_option
 @json_option
 def command(words: tuple[str, ...], as_json: bool, raw: bool, **options: Any) -> int:
     """Answer one prompt.

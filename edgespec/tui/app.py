@@ -57,7 +57,7 @@ class ChatApp(App[None]):
     Args:
         load: Function that loads the model. Called in the model thread.
         load_other: Returns a function that loads another model, given a reference to it.
-        model_name: Model name shown on the loading screen.
+        model_name: The model reference, such as `8b-q4`, which the loading screen and presets show.
         system: System prompt for new chats.
         settings: Settings for new chats.
         resume: Saved chat to open: its ID, part of its title, or `last` for the newest.
@@ -103,6 +103,7 @@ class ChatApp(App[None]):
         self.preferences = Preferences.read(self._preferences_path)
         if light is not None:
             self.preferences.light = light
+        self._model_name = model_name
         self._system = system
         self._settings = dict(settings or {})
         self._resume = resume
@@ -147,6 +148,7 @@ class ChatApp(App[None]):
             runtime,
             self.archive,
             self.preferences,
+            model_name=self._model_name,
             system=self._system,
             settings=self._settings,
             typed=self._loading.typed,
@@ -193,7 +195,7 @@ class ChatApp(App[None]):
             chat.prompt.insert(self._loading.typed.rstrip("\n"))
         name = switched.runtime.target.name
         if switched.failure is None:
-            self.switched_to = reference
+            self.switched_to = chat.model_name = reference
             await chat.transcript.note(f"This chat now uses {name}.")
         else:
             await chat.show_error(switched.failure)

@@ -58,19 +58,21 @@ class ChatView(Screen[None]):
         archive: Archive,
         preferences: Preferences,
         *,
+        model_name: str,
         system: str | None,
         settings: Mapping[str, Setting],
         typed: str = "",
     ) -> None:
         super().__init__()
         self.runtime = runtime
+        self.model_name = model_name
         self.preferences = preferences
         self.first_system = system
         self.first_settings = dict(settings)
         self.current_chat = OpenChat(system, dict(settings))
         self.archive = archive
         self.history = History()
-        self.editing = False
+        self.editing: int | None = None
         self.transcript = Transcript(self._welcome(), id="transcript")
         self.prompt = PromptInput(self.history, id="prompt")
         self.sidebar = Sidebar(id="sidebar", compact=True)
@@ -184,8 +186,9 @@ class ChatView(Screen[None]):
     def _refresh_hints(self) -> None:
         prompt = self.prompt
         narrow = self._width_class == "-narrow"
-        prompt.border_title = "Editing your last message" if self.editing else ""
-        if self.editing:
+        editing = self.editing is not None
+        prompt.border_title = "Editing your message" if editing else ""
+        if editing:
             hint = "Esc cancels" if narrow else "Enter resends · Esc cancels"
         elif typed := commands.hint(prompt.text, prompt.size.width - 2):
             hint = typed
@@ -195,7 +198,7 @@ class ChatView(Screen[None]):
             hint = "Enter sends · F1 help" if narrow else "Enter sends · Ctrl+J new line · F1 help"
         prompt.border_subtitle = Content(hint)
         prompt.set_class(self.writing, "-writing")
-        prompt.set_class(self.editing, "-editing")
+        prompt.set_class(editing, "-editing")
 
     @on(PromptInput.Changed)
     def _prompt_changed(self) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from edgespec import spelling
 from edgespec.errors import OptionError
 from edgespec.tui.model_choice import choose_model
+from edgespec.tui.presets import preset
 from edgespec.tui.settings import (
     SCHEMA,
     SETTINGS,
@@ -20,6 +21,7 @@ from edgespec.tui.settings import (
     shown,
 )
 from edgespec.tui.texts import memory_rows, sentences, show_rows
+from edgespec.tui.thinking import think
 from edgespec.tui.widgets.messages import Panel
 from edgespec.tui.widgets.pairs import Pairs
 
@@ -161,8 +163,10 @@ COMMANDS = (
     Command("show", "", "show the models, the speed-up and the settings", _show, ("info",)),
     Command("model", "[name]", "show the model, or switch to another one", _model, ("models",)),
     Command("set", "[name value]", "show all settings, or change one of them", _set, ("settings",)),
+    Command("think", "[on|off|auto]", "choose whether the model reasons before it answers", think),
     Command("schema", "[file|none]", "make replies satisfy the JSON schema in a file", _schema),
     Command("system", "[text|none]", "show or change the system prompt", _system),
+    Command("preset", "[name|save name]", "use or save a system prompt, model and settings", preset),
     Command("new", "", "start a new chat; this one stays saved", "new_chat"),
     Command("load", "[title]", "open a saved chat", _load, ("open", "chats", "list")),
     Command("regen", "", "regenerate the last reply", "regenerate", ("regenerate", "retry", "again")),
