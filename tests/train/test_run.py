@@ -38,6 +38,36 @@ def test_an_interrupted_training_gives_the_same_head(
     assert not (tmp_path / "training").exists()
 
 
+def test_an_interrupted_evaluation_continues_without_training_or_measuring_again(
+    finished: TrainingResult, train: Train, tmp_path: Path
+) -> None:
+    shutil.copytree(finished.folder, tmp_path, dirs_exist_ok=True)
+    with pytest.raises(CancelledError):
+        train(tmp_path, Stops(0, "measuring"))
+    with pytest.raises(CancelledError):
+        train(tmp_path, Stops(1, "measuring"))
+    continued = Stops()
+    result = train(tmp_path, continued)
+    # Only the earlier head had not been measured.
+    assert set(continued.seen) == {"measuring"}
+    assert (result.curve, result.figures, result.earlier) == (
+        finished.curve,
+        finished.figures,
+        finished.figures,
+    )
+    assert not result.kept
+    assert not (tmp_path / "training").exists()
+
+
+def test_the_speed_is_measured_once(train: Train, tmp_path: Path) -> None:
+    first, second = Stops(1), Stops(1)
+    for progress in (first, second):
+        with pytest.raises(CancelledError):
+            train(tmp_path, progress)
+    assert "estimating the time" in first.seen
+    assert "estimating the time" not in second.seen
+
+
 @pytest.mark.parametrize("method", ["medusa", "hydra"])
 def test_an_interrupted_training_of_other_heads_gives_the_same_heads(
     train: Train, tmp_path: Path, method: str
