@@ -59,6 +59,18 @@ def test_an_interrupted_evaluation_continues_without_training_or_measuring_again
     assert not (tmp_path / "training").exists()
 
 
+def test_a_head_that_borrows_the_targets_output_matrix_is_compared(
+    finished: TrainingResult, train: Train, tmp_path: Path
+) -> None:
+    shutil.copytree(finished.folder, tmp_path, dirs_exist_ok=True)
+    arrays = arrays_of(finished.folder)
+    own = {name: array for name, array in arrays.items() if name not in ("lm_head.weight", "d2t", "t2d")}
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), own)
+    earlier = train(tmp_path).earlier
+    assert earlier is not None
+    assert earlier.tokens_per_pass == pytest.approx(finished.figures.tokens_per_pass, abs=0.02)
+
+
 def test_the_speed_is_measured_once(train: Train, tmp_path: Path) -> None:
     first, second = Stops(1), Stops(1)
     for progress in (first, second):
