@@ -39,14 +39,17 @@ class ConstraintTrial:
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
 
-    def problem(self, option: str, text: str) -> str:
-        """Compile a constraint in the child process. Return why that failed, or an empty text.
+    def run(self, option: str, text: str) -> int | str:
+        """Compile a constraint in the child process.
 
         Whether the constraint is valid does not matter. llguidance says that without a trial.
 
         Args:
             option: The option of the constraint.
             text: The text from `text_of`.
+
+        Returns:
+            The approximate memory of the compiled constraint in bytes, or why compiling it failed.
 
         Raises:
             CapabilityError: The process cannot be started.
@@ -68,8 +71,8 @@ class ConstraintTrial:
 
         Thread(target=exchange, name="edgespec-constraint-trial", daemon=True).start()
         try:
-            if answers.get(timeout=_MAX_SECONDS):
-                return ""
+            if answer := answers.get(timeout=_MAX_SECONDS):
+                return int(answer)
         except Empty:
             self._end()
             return f"compiling it takes more than {_MAX_SECONDS:.0f} seconds"
