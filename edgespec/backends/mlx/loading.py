@@ -91,7 +91,9 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
     check_options(options)
     mx = mlx_core()
     from edgespec.backends.mlx.evaluation import freed_buffers_bytes, release_thread_state
+    from edgespec.backends.mlx.streams import reuse_stream
 
+    reuse_stream()
     unmap_freed_buffers()
     # Limit MLX's cache of freed buffers, which can otherwise grow to gigabytes.
     mx.set_cache_limit(freed_buffers_bytes())
