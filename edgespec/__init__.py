@@ -13,6 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from edgespec.assembly.loading import load
+    from edgespec.assembly.model_list import (
+        AvailableModel,
+        download_model,
+        list_models,
+        measure_speed,
+        search_models,
+    )
     from edgespec.assembly.preview import Preview, plan
     from edgespec.backends.model_facts import Capabilities, ModelFacts
     from edgespec.chat.message import Message
@@ -34,6 +41,7 @@ if TYPE_CHECKING:
     from edgespec.stream import ReplyStream
 
 __all__ = [
+    "AvailableModel",
     "Capabilities",
     "Chat",
     "EdgespecError",
@@ -61,14 +69,25 @@ __all__ = [
     "ToolCallDelta",
     "__version__",
     "delete_data",
+    "download_model",
+    "list_models",
     "load",
+    "measure_speed",
     "plan",
+    "search_models",
 ]
 
 __version__ = "0.2.0"
 
 _HOMES = {
     "edgespec.assembly.loading": ("load",),
+    "edgespec.assembly.model_list": (
+        "AvailableModel",
+        "download_model",
+        "list_models",
+        "measure_speed",
+        "search_models",
+    ),
     "edgespec.assembly.preview": ("Preview", "plan"),
     "edgespec.backends.model_facts": ("Capabilities", "ModelFacts"),
     "edgespec.chat.message": ("Message",),

@@ -9,6 +9,7 @@ from typing import ClassVar
 from textual import events, on, work
 from textual.binding import Binding, BindingType
 
+from edgespec.chat.message import Message
 from edgespec.chat.store import Setting, StoredChat
 from edgespec.errors import ChatFileError, OptionError
 from edgespec.tui import commands
@@ -22,7 +23,6 @@ from edgespec.tui.texts import sentences
 from edgespec.tui.turns import TurnScreen
 from edgespec.tui.widgets.prompt import PromptInput
 from edgespec.tui.widgets.sidebar import ChatOption, Sidebar
-from edgespec.tui.worker import Act
 
 __all__ = ["ChatScreen"]
 
@@ -69,7 +69,7 @@ class ChatScreen(TurnScreen):
         if not text.strip():
             return
         typed = commands.read(text)
-        if typed is not None and not self.editing:
+        if typed is not None and self.editing is None:
             await self._run_command(typed, text)
             return
         self.history.add(text)
@@ -77,9 +77,9 @@ class ChatScreen(TurnScreen):
             self.say_while_writing("The reply is not finished yet. Press Esc to stop it.")
             self._give_back(text)
             return
-        act: Act = "edit" if self.editing else "send"
-        self.editing = False
-        await self.take_turn(act, text.strip())
+        message, place, self.editing = Message("user", text.strip()), self.editing, None
+        chat = self.current_chat
+        await self.take_turn(chat.send(message) if place is None else chat.edit(place, message))
 
     def _give_back(self, text: str) -> bool:
         """Put rejected text back into the input box, unless the user has typed something meanwhile."""
@@ -102,7 +102,7 @@ class ChatScreen(TurnScreen):
         """Stop the running reply. If there is none, cancel editing or close a side column."""
         if self.writing:
             self.stop_reply()
-        elif self.editing:
+        elif self.editing is not None:
             self.leave_edit()
         elif self._panels and (self._width_class == "-narrow" or not self.prompt.has_focus):
             if self._width_class == "-narrow":
@@ -136,8 +136,8 @@ class ChatScreen(TurnScreen):
             return
 
         async def again() -> None:
-            if self.current_chat.last_user_text is not None:
-                await self.take_turn("regenerate", "")
+            if (place := self.current_chat.last_place("user")) is not None:
+                await self.take_turn(self.current_chat.regenerate(place))
 
         await self.when_free(again)
 
@@ -156,8 +156,9 @@ class ChatScreen(TurnScreen):
                 self.say("There is no unfinished reply to continue.")
                 return
             await self.open_chat(unfinished)
-        if self.current_chat.last_user_text is not None and not self.writing:
-            await self.take_turn("continue", "")
+        place = self.current_chat.last_place("user", "tool", "assistant")
+        if place is not None and not self.writing:
+            await self.take_turn(self.current_chat.continue_reply(place))
 
     async def offer_unfinished(self) -> None:
         """If the newest saved chat has an unfinished reply, tell the user how to continue it."""
@@ -173,8 +174,16 @@ class ChatScreen(TurnScreen):
 
     async def action_edit_last(self) -> None:
         """Copy the last message into the input so that the user can edit and resend it."""
-        if not self.editing:
-            await self.when_free(self.begin_edit)
+
+        async def edit() -> None:
+            place = self.current_chat.last_place("user")
+            if place is None:
+                self.say("There is no message to edit yet.")
+            else:
+                self.begin_edit(place)
+
+        if self.editing is None:
+            await self.when_free(edit)
 
     async def action_copy_reply(self) -> None:
         entry = self.current_chat.last_reply

@@ -63,7 +63,7 @@ class ChatView(Screen[None]):
         self.current_chat = OpenChat(system, dict(settings))
         self.archive = archive
         self.history = History()
-        self.editing = False
+        self.editing: int | None = None
         self.transcript = Transcript(self._welcome(), id="transcript")
         self.prompt = PromptInput(self.history, id="prompt")
         self.sidebar = Sidebar(id="sidebar", compact=True)
@@ -172,8 +172,9 @@ class ChatView(Screen[None]):
     def _refresh_hints(self) -> None:
         prompt = self.prompt
         narrow = self._width_class == "-narrow"
-        prompt.border_title = "Editing your last message" if self.editing else ""
-        if self.editing:
+        editing = self.editing is not None
+        prompt.border_title = "Editing your message" if editing else ""
+        if editing:
             hint = "Esc cancels" if narrow else "Enter resends · Esc cancels"
         elif typed := commands.hint(prompt.text, prompt.size.width - 2):
             hint = typed
@@ -183,7 +184,7 @@ class ChatView(Screen[None]):
             hint = "Enter sends · F1 help" if narrow else "Enter sends · Ctrl+J new line · F1 help"
         prompt.border_subtitle = Content(hint)
         prompt.set_class(self.writing, "-writing")
-        prompt.set_class(self.editing, "-editing")
+        prompt.set_class(editing, "-editing")
 
     @on(PromptInput.Changed)
     def _prompt_changed(self) -> None:

@@ -19,6 +19,7 @@ from edgespec.tui.settings import (
     shown,
 )
 from edgespec.tui.texts import memory_rows, sentences, show_rows
+from edgespec.tui.thinking import think
 from edgespec.tui.widgets.messages import Panel
 from edgespec.tui.widgets.pairs import Pairs
 
@@ -152,6 +153,7 @@ COMMANDS = (
     Command("help", "", "show all keyboard shortcuts and commands", "help", ("?", "h")),
     Command("show", "", "show the models, the speed-up and the settings", _show, ("info",)),
     Command("set", "[name value]", "show all settings, or change one of them", _set, ("settings",)),
+    Command("think", "[on|off|auto]", "choose whether the model reasons before it answers", think),
     Command("schema", "[file|none]", "make replies satisfy the JSON schema in a file", _schema),
     Command("system", "[text|none]", "show or change the system prompt", _system),
     Command("new", "", "start a new chat; this one stays saved", "new_chat"),

@@ -8,13 +8,12 @@ from concurrent.futures import Future
 from contextlib import suppress
 from time import monotonic, thread_time
 
-from edgespec.chat.message import Message
 from edgespec.errors import ChatFileError
 from edgespec.tui.chat_view import ChatView
-from edgespec.tui.open_chat import OpenChat
+from edgespec.tui.open_chat import OpenChat, RunningTurn
 from edgespec.tui.texts import was_cpu_busy
 from edgespec.tui.widgets.messages import ReplyMessage, UserMessage
-from edgespec.tui.worker import Act, Ask, ChatState
+from edgespec.tui.worker import Ask, ChatState
 
 __all__ = ["TurnScreen"]
 
@@ -31,7 +30,6 @@ class TurnScreen(ChatView):
 
     _job: Future[ChatState] | None = None
     _reply: ReplyMessage | None = None
-    _asked: Ask | None = None
     _after_reply: Callable[[], Awaitable[None]] | None = None
     _unsent = ""
     _stopped = False
@@ -126,28 +124,21 @@ class TurnScreen(ChatView):
         while not self.idle and monotonic() < deadline:
             await asyncio.sleep(0.01)
 
-    async def take_turn(self, act: Act, text: str) -> None:
+    async def take_turn(self, turn: RunningTurn) -> None:
         """Save and show the user's message, and start the reply."""
         transcript, chat = self.transcript, self.current_chat
-        last_user = max((i for i, entry in enumerate(chat.entries) if entry.role == "user"), default=-1)
-        kept = {"send": len(chat.entries), "edit": last_user}.get(act, last_user + 1)
-        kept_messages, replaced = chat.messages[:kept], chat.messages[kept:]
-        reply_start = "".join(message.text for message in replaced) if act == "continue" else ""
-        sent = (Message("user", text),) if act in ("send", "edit") else ()
-        turn = chat.begin_turn((*kept_messages, *sent), reply_start.rstrip("\ufffd"))
-        self._asked = Ask(act, text, chat.system, chat.messages, dict(chat.settings), turn.written)
+        chat.begin_turn(turn)
         self._stopped = self._failure_shown = False
-        if sent:
+        if turn.sent:
             with suppress(ChatFileError):
                 await self.archive.save(chat, self.runtime.target.name)
         await transcript.remove_notes()
-        if not reply_start:
-            await transcript.remove_messages(len(replaced))
-        if sent:
-            await transcript.add(UserMessage(text))
-        self._reply = await transcript.start_reply(resume=bool(reply_start))
+        await transcript.keep(len(turn.prompt) - bool(turn.sent))
+        if turn.sent:
+            await transcript.add(UserMessage(turn.sent))
+        self._reply = await transcript.start_reply(resume=turn.continued is not None)
         await self._report_save()
-        self._start(self._thread.ask(self._asked))
+        self._start(self._thread.ask(Ask(chat.system, turn.prompt, dict(chat.settings), turn.written)))
         if self._stopped:
             self._thread.cancel()
         self.archive.save_while_written(chat, self.runtime.target.name)
@@ -199,13 +190,13 @@ class TurnScreen(ChatView):
             self._state = job.result()
         except Exception as error:
             failure = error
-        if reply is not None and self._asked is not None:
-            await self._end_turn(None if failure else self._state, self._asked, reply)
+        if reply is not None and (turn := self.current_chat.turn) is not None:
+            await self._end_turn(None if failure else self._state, turn, reply)
         self.transcript.set_dropped(self._state.dropped_messages)
         if failure is not None:
             await self.show_error(failure)
 
-    async def _end_turn(self, state: ChatState | None, ask: Ask, reply: ReplyMessage) -> None:
+    async def _end_turn(self, state: ChatState | None, turn: RunningTurn, reply: ReplyMessage) -> None:
         chat = self.current_chat
         ended = state.reply if state is not None else None
         if (
@@ -213,7 +204,7 @@ class TurnScreen(ChatView):
             and ended is not None
             and (ended.answer or ended.reasoning or ended.finish_reason != "cancelled")
         ):
-            chat.follow(state.messages)
+            chat.tree = turn.with_reply(state.messages[-1])
             chat.unfinished = self._leaving and ended.finish_reason == "cancelled"
             chat.end_turn()
             self._last_stats = ended.stats
@@ -222,7 +213,7 @@ class TurnScreen(ChatView):
             entry.chunks, entry.reply = tuple(reply.chunks), ended
             entry.thought_seconds = reply.thoughts.seconds
             await self.transcript.prune()
-            if ask.act == "continue" and not ended.text:
+            if turn.continued is not None and not ended.text:
                 self.say("The reply was already complete.")
             elif was_cpu_busy(ended.stats) and not self._is_cpu_busy:
                 await self.transcript.note(
@@ -233,8 +224,8 @@ class TurnScreen(ChatView):
             self._is_cpu_busy = was_cpu_busy(ended.stats)
             await self.save()
             return
-        if state is None and chat.turn is not None and chat.turn.written:
-            chat.follow(chat.turn.messages)
+        if state is None and turn.written:
+            chat.tree = turn.with_text()
             chat.unfinished = True
             chat.end_turn()
             entry = chat.entries[-1]
@@ -246,35 +237,29 @@ class TurnScreen(ChatView):
         # No text was generated, so show the previous conversation again.
         chat.end_turn()
         await reply.finish(reply.text, reply.reasoning, None)
-        self._give_back_text()
+        self._give_back_text(turn)
         await self.transcript.show_chat(chat.entries, welcome=self._welcome())
-        if ask.act != "send" and not self._leaving:
+        if (turn.edited is not None or not turn.sent) and not self._leaving:
             await self.save()
 
-    def _give_back_text(self) -> None:
+    def _give_back_text(self, turn: RunningTurn) -> None:
         """Put a message that got no reply back into the input, so that the user can resend it."""
-        ask = self._asked
-        if ask is None or not ask.text or self.prompt.text:
-            return
-        self.editing = ask.act == "edit"
-        self._unsent = ""
-        self.prompt.replace_text(ask.text)
+        if turn.sent and not self.prompt.text:
+            self.editing = turn.edited
+            self._unsent = ""
+            self.prompt.replace_text(turn.sent)
 
     def leave_edit(self) -> None:
-        """Stop editing the last message and restore the previous input text."""
-        if self.editing:
-            self.editing = False
+        """Stop editing a message and restore the previous input text."""
+        if self.editing is not None:
+            self.editing = None
             self.prompt.replace_text(self._unsent)
             self.refresh_facts()
 
-    async def begin_edit(self) -> None:
-        """Copy the last message into the input for editing."""
-        text = self.current_chat.last_user_text
-        if text is None:
-            self.say("There is no message to edit yet.")
-            return
+    def begin_edit(self, place: int) -> None:
+        """Copy a message into the input for editing."""
         self._unsent = self.prompt.text
-        self.editing = True
-        self.prompt.replace_text(text)
+        self.editing = place
+        self.prompt.replace_text(self.current_chat.tree.messages[place].content)
         self.prompt.focus()
         self.refresh_facts()

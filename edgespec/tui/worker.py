@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from edgespec.errors import CancelledError
 from edgespec.heap import limit_malloc_arenas
@@ -16,10 +16,9 @@ if TYPE_CHECKING:
     from edgespec import Chat, Message, Reply, ReplyStream, Runtime, TextChunk
     from edgespec.catalog import Progress
 
-__all__ = ["Act", "Ask", "ChatState", "Load", "ModelThread"]
+__all__ = ["Ask", "ChatState", "Load", "ModelThread"]
 
 Load = Callable[["Progress"], "Runtime"]
-Act = Literal["send", "regenerate", "edit", "continue"]
 _T = TypeVar("_T")
 
 
@@ -28,16 +27,12 @@ class Ask:
     """A request for one reply.
 
     Attributes:
-        act: What to do: send a message, edit the last one, or regenerate or continue the last reply.
-        text: The message. Empty for `regenerate` and `continue`.
         system: The system prompt.
-        messages: The conversation so far.
-        options: Options for `Chat.stream`.
+        messages: The conversation. It ends with the message to reply to, or with a reply to continue.
+        options: Options for `Chat.continue_reply`.
         written: Pieces of the reply's text so far. The model thread appends to this list.
     """
 
-    act: Act
-    text: str
     system: str | None
     messages: tuple[Message, ...]
     options: dict[str, Any]
@@ -160,21 +155,12 @@ class ModelThread:
         self.read_fraction = 0.0
         chat = self._loaded().chat(ask.system, ask.messages)
         try:
-            if ask.act == "send":
-                stream = chat.stream(ask.text, progress=progress, **ask.options)
-            elif ask.act == "edit":
-                stream = chat.edit_last(ask.text, progress=progress, **ask.options)
-            elif ask.act == "regenerate":
-                stream = chat.regenerate(progress=progress, **ask.options)
-            else:
-                stream = chat.continue_reply(progress=progress, **ask.options)
-            self.stream = stream
+            stream = self.stream = chat.continue_reply(progress=progress, **ask.options)
             # The user may have cancelled the reply before its stream was created.
             if self._cancelled.is_set():
                 stream.cancel()
             # Do not repeat the start of a continued reply, which is already part of the conversation.
-            continued = ask.act == "continue" and ask.messages[-1].role == "assistant"
-            start = "" if continued else stream.reply_start
+            start = "" if ask.messages[-1].role == "assistant" else stream.reply_start
             for chunk in stream:
                 ask.written.append(start + chunk.raw_text)
                 start = ""

@@ -13,6 +13,7 @@ import pytest
 from edgespec import Runtime
 from edgespec.catalog import Progress
 from edgespec.chat.message import Message
+from edgespec.chat.message_tree import MessageTree
 from edgespec.chat.store import ChatStore, SavedChat
 from edgespec.errors import BackendError, CancelledError, ChatFileError, ModelFileError
 from edgespec.tui.app import ChatApp, run_chat
@@ -125,7 +126,7 @@ async def test_a_failed_edit_keeps_the_conversation(tmp_path: Path) -> None:
         await d.press("ctrl+p")
         await d.say("second")
         assert [entry.content for entry in d.chat.current_chat.entries] == ["first", "One."]
-        assert d.chat.editing
+        assert d.chat.editing == 0
         assert d.chat.prompt.text == "second"
 
 
@@ -274,7 +275,7 @@ def _odd_chat(store: ChatStore) -> SavedChat:
     now = datetime.now(UTC)
     chat = SavedChat(
         store.new_id(),
-        (Message("user", "odd"),),
+        MessageTree.linear([Message("user", "odd")]),
         now,
         now,
         target="8b-q4",
@@ -288,7 +289,7 @@ async def test_hundreds_of_messages_open_quickly_and_page_upwards(tmp_path: Path
     store = ChatStore(tmp_path / "chats")
     now = datetime.now(UTC)
     messages = tuple(Message("user" if n % 2 == 0 else "assistant", f"message {n}") for n in range(600))
-    store.save(SavedChat(store.new_id(), messages, now, now, title="long"))
+    store.save(SavedChat(store.new_id(), MessageTree.linear(messages), now, now, title="long"))
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         began = time.monotonic()
         await d.say("/load long")

@@ -185,17 +185,21 @@ class ReplyMessage(Widget):
 
     def _refresh_thoughts(self) -> None:
         chunks = [chunk for chunk in self.chunks if chunk.reasoning]
-        # Colour the reasoning only if its chunks are complete. A continued reply may lack its first chunks.
-        coloured = self.coloured and "".join(chunk.text for chunk in chunks) == self.reasoning
+        # A continued reply may lack the first chunks of its reasoning, and a saved reply has none.
+        complete = "".join(chunk.text for chunk in chunks) == self.reasoning
         text = (
             _origin_content(chunks)
-            if coloured
+            if self.coloured and complete
             else Content(limited_text(self.reasoning, "the chat file contains the whole text"))
         )
-        if self.writing and not self.text:
-            self.thoughts.show_growing(text, sum(chunk.token_count for chunk in chunks))
+        if complete:
+            length = count(sum(chunk.token_count for chunk in chunks), "token")
         else:
-            self.thoughts.show(text)
+            length = count(len(self.reasoning.split()), "word")
+        if self.writing and not self.text:
+            self.thoughts.show_growing(text, length)
+        else:
+            self.thoughts.show(text, length)
 
     def _refresh_views(self) -> None:
         coloured = self.coloured
