@@ -51,12 +51,14 @@ class ChatView(Screen[None]):
         archive: Archive,
         preferences: Preferences,
         *,
+        model_name: str,
         system: str | None,
         settings: Mapping[str, Setting],
         typed: str = "",
     ) -> None:
         super().__init__()
         self.runtime = runtime
+        self.model_name = model_name
         self.preferences = preferences
         self.first_system = system
         self.first_settings = dict(settings)

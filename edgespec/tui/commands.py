@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from edgespec import spelling
 from edgespec.errors import OptionError
+from edgespec.tui.presets import preset
 from edgespec.tui.settings import (
     SCHEMA,
     SETTINGS,
@@ -156,6 +157,7 @@ COMMANDS = (
     Command("think", "[on|off|auto]", "choose whether the model reasons before it answers", think),
     Command("schema", "[file|none]", "make replies satisfy the JSON schema in a file", _schema),
     Command("system", "[text|none]", "show or change the system prompt", _system),
+    Command("preset", "[name|save name]", "use or save a system prompt, model and settings", preset),
     Command("new", "", "start a new chat; this one stays saved", "new_chat"),
     Command("load", "[title]", "open a saved chat", _load, ("open", "chats", "list")),
     Command("regen", "", "regenerate the last reply", "regenerate", ("regenerate", "retry", "again")),
