@@ -8,7 +8,6 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
-from queue import LifoQueue
 from typing import TYPE_CHECKING, NamedTuple
 
 from edgespec.backends.base import Vocabulary
@@ -18,7 +17,7 @@ from edgespec.constraints.matcher import new_matcher, readable, text_of
 from edgespec.constraints.processor import ConstraintProcessor
 from edgespec.constraints.specification import Constraint
 from edgespec.constraints.tokenizer import ConstraintTokenizer
-from edgespec.constraints.trial import ConstraintTrial
+from edgespec.constraints.trial import ConstraintTrial, borrowed_trial
 from edgespec.errors import OptionError
 
 if TYPE_CHECKING:
@@ -39,8 +38,6 @@ _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 # same schema for every request. Some constraints of 10 characters use 50 MiB.
 _MAX_KEPT = 8
 _MAX_KEPT_BYTES = 48 << 20
-# Number of constraints that can be compiled at the same time, so that a slow one does not delay all others.
-_MAX_COMPILING = 2
 
 
 class _Kind(NamedTuple):
@@ -77,10 +74,6 @@ class ConstraintCompiler:
         self._kept: dict[Constraint, _Compiled] = {}
         # The lock guards the kept constraints and the creation of the tokenizer.
         self._lock = threading.Lock()
-        # The trial used last is used first, so that a second process starts only if it is needed.
-        self._trials = LifoQueue[ConstraintTrial]()
-        for _ in range(_MAX_COMPILING):
-            self._trials.put(ConstraintTrial())
 
     @cached_property
     def _tokenizer(self) -> ConstraintTokenizer:
@@ -124,15 +117,12 @@ class ConstraintCompiler:
         if matcher := self._kept_matcher(constraint):
             return matcher
         text = _checked_text(constraint)
-        trial = self._trials.get()
-        try:
+        with borrowed_trial() as trial:
             # Another thread may have compiled the constraint while this one waited.
             if matcher := self._kept_matcher(constraint):
                 return matcher
             compiled = self._compile(constraint.option, text, trial)
-        finally:
-            self._trials.put(trial)
-        self._keep(constraint, compiled)
+            self._keep(constraint, compiled)
         return compiled.matcher.deep_copy()
 
     def _kept_matcher(self, constraint: Constraint) -> LLMatcher | None:

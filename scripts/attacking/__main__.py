@@ -18,7 +18,6 @@ import argparse
 import asyncio
 import json
 import random
-import statistics
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -35,10 +34,8 @@ _ROOT = Path(__file__).resolve().parents[2]
 _ROUND, _CLIENTS = 250, 40
 # Seconds for the server to end everything that the hostile clients started.
 _QUIET_SECONDS = 3.0
-# Memory that the server may use in addition after the first third of the attack. Allocators keep some.
-_MAX_GROWTH_BYTES = 48 * 2**20
-# The most that open files and threads may increase.
-_MAX_MORE_FILES, _MAX_MORE_THREADS = 10, 40
+# What the server may use in addition after the first third of the attack. Allocators keep some memory.
+_MAX_GROWTH = Usage(48 * 2**20, 10, 10)
 
 
 @dataclass
@@ -70,25 +67,24 @@ class Record:
         return cls(**{**values, "usage": [Usage(*each) for each in values["usage"]]})
 
     @property
-    def growth_bytes(self) -> float:
-        """Growth of the memory from the second third of the attack to its end."""
-        memory = [each.memory_bytes for each in self.usage]
-        third = len(memory) // 3
-        return (
-            statistics.median(memory[-third:]) - statistics.median(memory[third : 2 * third]) if third else 0
-        )
+    def growth(self) -> Usage:
+        """Growth from the second third of the attack to its last third.
+
+        Compares the lowest values, because the server can have one or two models loaded at a time.
+        """
+        third = len(self.usage) // 3
+        if not third:
+            return Usage(0, 0, 0)
+        middle, end = zip(*self.usage[third : 2 * third], strict=True), zip(*self.usage[-third:], strict=True)
+        return Usage(*(min(last) - min(earlier) for earlier, last in zip(middle, end, strict=True)))
 
     def failures(self) -> list[str]:
         """Return the reasons why the server failed."""
-        first, last = self.usage[0], self.usage[-1]
-        failures = list(self.problems)
-        if self.growth_bytes > _MAX_GROWTH_BYTES:
-            failures.append(f"memory grew by {self.growth_bytes / 2**20:.0f} MiB")
-        if last.files > first.files + _MAX_MORE_FILES:
-            failures.append(f"open files grew from {first.files} to {last.files}")
-        if last.threads > first.threads + _MAX_MORE_THREADS:
-            failures.append(f"threads grew from {first.threads} to {last.threads}")
-        return failures
+        return self.problems + [
+            f"{name} grew by {grown:,}"
+            for name, grown, limit in zip(Usage._fields, self.growth, _MAX_GROWTH, strict=True)
+            if grown > limit
+        ]
 
 
 async def _attack(victim: Victim, record: Record, requests: int, seed: int) -> None:
@@ -186,7 +182,11 @@ def _report(record: Record) -> int:
     for outcome, count in sorted(record.outcomes.items()):
         print(f"{count:6}  {outcome}")
     print(f"{record.requests:,} hostile requests, {record.honest:,} equal honest replies")
-    print(f"memory growth after the first third: {record.growth_bytes / 2**20:+.1f} MiB")
+    growth = record.growth
+    print(
+        f"growth after the first third: {growth.memory_bytes / 2**20:+.1f} MiB, {growth.files:+} files,"
+        f" {growth.threads:+} threads"
+    )
     failures = record.failures()
     for failure in failures[:20]:
         print(f"FAILED: {failure[:1500]}")

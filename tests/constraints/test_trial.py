@@ -124,7 +124,7 @@ def test_a_kept_constraint_does_not_wait_for_others(monkeypatch: pytest.MonkeyPa
 
 
 def test_large_constraints_are_not_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgespec.constraints.compiler._MAX_KEPT_BYTES", 10 << 20)
+    monkeypatch.setattr("edgespec.constraints.compiler._MAX_KEPT_BYTES", 5 << 20)
     compiler = ConstraintCompiler(VOCABULARY, VOCABULARY.size)
     small, large = Constraint("regex", "small"), Constraint("regex", "a{100000}")
     compiler.check(small)

@@ -42,5 +42,5 @@ def test_wrong_replies_are_found(reply: str, is_wrong: bool) -> None:
 def test_growth_is_found() -> None:
     flat = Record(usage=[Usage(200 << 20, 10, 10)] * 9)
     assert not flat.failures()
-    growing = Record(usage=[Usage((200 + 20 * index) << 20, 10 + 3 * index, 10) for index in range(9)])
-    assert [each.partition(" ")[0] for each in growing.failures()] == ["memory", "open"]
+    growing = Record(usage=[Usage((200 + 20 * index) << 20, 10 + 4 * index, 10) for index in range(9)])
+    assert [each.partition(" ")[0] for each in growing.failures()] == ["memory_bytes", "files"]
