@@ -31,7 +31,7 @@ from scripts.attacking.victim import Usage, Victim, started
 
 _ROOT = Path(__file__).resolve().parents[2]
 # Number of requests between two measurements of the memory, and of hostile clients at a time.
-_ROUND, _CLIENTS = 250, 40
+_ROUND, _CLIENTS = 500, 60
 # Seconds for the server to end everything that the hostile clients started.
 _QUIET_SECONDS = 3.0
 # What the server may use in addition after the first third of the attack. Allocators keep some memory.
