@@ -10,9 +10,9 @@ import httpx
 
 __all__ = ["HonestClient"]
 
-_SECONDS = 120
+_SECONDS = 300
 # Seconds to wait when the server is busy, and how often.
-_RETRY_SECONDS, _RETRIES = 0.2, 600
+_RETRY_SECONDS, _RETRIES = 0.2, 1500
 
 
 class HonestClient:

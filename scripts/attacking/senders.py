@@ -15,8 +15,8 @@ from scripts.attacking.bodies import GET_PATHS, POST_PATHS, damaged, long_prompt
 
 __all__ = ["ATTACKS", "Attack", "Connection", "new_canary", "problem", "request"]
 
-# A reply that takes longer than this many seconds counts as a hang.
-HANG_SECONDS = 120
+# A reply that takes longer than this many seconds counts as a hang. A busy machine loads models slowly.
+HANG_SECONDS = 300
 _METHODS = ("GET", "GET", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH", "TRACE", "FOO")
 _CANARY = re.compile(rb"canary[0-9a-f]{12}")
 
