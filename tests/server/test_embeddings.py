@@ -102,7 +102,7 @@ def test_ollama_vectors(server: HttpServer, expected: list[Any], counts: list[in
         ({"input": "One", "dimensions": 100000}, "dimensions is 100000, but the model's vectors have only"),
         ({"input": "One", "encoding_format": "int8"}, "encoding_format"),
         ({"input": "One", "temperature": 1}, "unknown field 'temperature'"),
-        ({"input": "word " * 1500}, "1501 tokens"),
+        ({"input": "word " * 1500}, "1,501 tokens"),
     ],
 )
 def test_invalid_requests_are_explained(http: httpx.Client, body: dict[str, Any], message: str) -> None:
