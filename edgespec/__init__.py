@@ -13,8 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from edgespec.assembly.loading import load
+    from edgespec.assembly.model_list import (
+        AvailableModel,
+        download_model,
+        list_models,
+        measure_speed,
+        search_models,
+    )
     from edgespec.assembly.preview import Preview, plan
+    from edgespec.attachments import attach
     from edgespec.backends.model_facts import Capabilities, ModelFacts
+    from edgespec.chat.attached_file import AttachedFile
     from edgespec.chat.message import Message
     from edgespec.chat.tool_calls.calls import ToolCall, ToolCallDelta
     from edgespec.conversation import Chat
@@ -34,6 +43,8 @@ if TYPE_CHECKING:
     from edgespec.stream import ReplyStream
 
 __all__ = [
+    "AttachedFile",
+    "AvailableModel",
     "Capabilities",
     "Chat",
     "EdgespecError",
@@ -60,17 +71,31 @@ __all__ = [
     "ToolCall",
     "ToolCallDelta",
     "__version__",
+    "attach",
     "delete_data",
+    "download_model",
+    "list_models",
     "load",
+    "measure_speed",
     "plan",
+    "search_models",
 ]
 
 __version__ = "0.2.0"
 
 _HOMES = {
     "edgespec.assembly.loading": ("load",),
+    "edgespec.assembly.model_list": (
+        "AvailableModel",
+        "download_model",
+        "list_models",
+        "measure_speed",
+        "search_models",
+    ),
     "edgespec.assembly.preview": ("Preview", "plan"),
+    "edgespec.attachments": ("attach",),
     "edgespec.backends.model_facts": ("Capabilities", "ModelFacts"),
+    "edgespec.chat.attached_file": ("AttachedFile",),
     "edgespec.chat.message": ("Message",),
     "edgespec.chat.tool_calls.calls": ("ToolCall", "ToolCallDelta"),
     "edgespec.conversation": ("Chat",),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-from edgespec.chat.message import Message, reply_message
+from edgespec.chat.message import Message, Role, reply_message
 from edgespec.chat.prompt import ContextFull
 from edgespec.errors import OptionError, TemplateError
 from edgespec.reply import Reply
@@ -85,11 +85,11 @@ class Chat:
 
     def regenerate(self, **options: Any) -> ReplyStream:
         """Generate a new reply to the last user message. Raises OptionError if there is no user message."""
-        return self._answer(self.messages[: self._last_user_index() + 1], options)
+        return self._answer(self.messages[: self._last_index("user") + 1], options)
 
     def edit_last(self, text: str, **options: Any) -> ReplyStream:
         """Replace the last user message and generate a reply to it. Raises OptionError if there is none."""
-        return self._answer([*self.messages[: self._last_user_index()], Message("user", text)], options)
+        return self._answer([*self.messages[: self._last_index("user")], Message("user", text)], options)
 
     def continue_reply(self, **options: Any) -> ReplyStream:
         """Continue the last reply where it stopped, or answer the last message if it has no reply yet.
@@ -106,7 +106,7 @@ class Chat:
             OptionError: There is no message, or an option is unknown or has an invalid value.
             TemplateError: The chat template rejects the conversation.
         """
-        last = self._last_user_index()
+        last = self._last_index("user", "tool")
         # A reply cancelled within a character ends with U+FFFD. Remove it, so that the model writes the whole
         # character.
         reply_start = "".join(message.text for message in self.messages[last + 1 :]).rstrip("\ufffd")
@@ -117,9 +117,9 @@ class Chat:
         self.messages = []
         self.dropped_messages = self._used_tokens = 0
 
-    def _last_user_index(self) -> int:
+    def _last_index(self, *roles: Role) -> int:
         for i in range(len(self.messages) - 1, -1, -1):
-            if self.messages[i].role == "user":
+            if self.messages[i].role in roles:
                 return i
         raise OptionError("there is no user message to answer", "send a message first")
 

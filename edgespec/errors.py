@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 __all__ = [
+    "AttachmentError",
     "BackendError",
     "BackendMissingError",
     "BusyError",
@@ -17,6 +18,7 @@ __all__ = [
     "MemoryBudgetError",
     "ModelFileError",
     "ModelNotFoundError",
+    "NotDownloadedError",
     "OptionError",
     "OutOfMemoryError",
     "TemplateError",
@@ -55,6 +57,10 @@ class ConfigurationError(EdgespecError):
 
 class ModelNotFoundError(EdgespecError):
     """Raised when a model reference matches no model. `edgespec models` lists the installed models."""
+
+
+class NotDownloadedError(ModelNotFoundError):
+    """Raised for a model that is not on this machine. Download it with `edgespec.download_model`."""
 
 
 class ModelFileError(EdgespecError):
@@ -113,6 +119,10 @@ class ContextFullError(EdgespecError):
 
 class TemplateError(EdgespecError):
     """Raised when a model has no usable chat template. Choose another model, or use raw prompts."""
+
+
+class AttachmentError(EdgespecError):
+    """Raised when a file cannot be attached to a message. Choose another file, or copy its text."""
 
 
 class ChatFileError(EdgespecError):

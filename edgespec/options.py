@@ -30,7 +30,9 @@ __all__ = [
     "check_load_arguments",
     "check_names",
     "documentation",
+    "load_arguments_for_another_model",
     "options_table",
+    "setting_value",
     "unread_options",
 ]
 
@@ -101,9 +103,45 @@ def check_load_arguments(given: Mapping[str, Any]) -> LoadArguments:
     return arguments
 
 
+def load_arguments_for_another_model(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `load` that also apply to other models, without those of this pair of models.
+
+    Args:
+        arguments: The arguments that one model was loaded with, including `draft`.
+
+    Returns:
+        The arguments, without `target`. Drafting stays off if it was off, and is automatic otherwise.
+    """
+    named = arguments.get("method", "auto") not in ("auto", "none")
+    own = {
+        name: value
+        for name, value in arguments.items()
+        if (option := LOAD_OPTIONS.get(name))
+        and not (option.per_run or name == "head")
+        and not (named and (option.read_by or name == "method"))
+    }
+    return {**own, "draft": "none" if arguments.get("draft") in (None, "none") else "auto"}
+
+
 def as_bytes(size: str | int | None) -> int | None:
     """Return a size that `check_load_arguments` has already converted to bytes, or None if it is not set."""
     return None if size is None else int(size)
+
+
+def setting_value(name: str, given: Any) -> Any:
+    """Convert and check the value of a setting, given as a TOML value or a string.
+
+    Raises:
+        OptionError: The value is invalid.
+    """
+    option = SETTINGS[name]
+    several = isinstance(given, list | tuple)
+    items = [
+        option.kind.parse(item) if isinstance(item, str) else item for item in (given if several else [given])
+    ]
+    value = tuple(items) if several or option.kind.repeatable else items[0]
+    option.check(name, value)
+    return value
 
 
 def unread_options(methods: Iterable[str]) -> list[str]:

@@ -185,7 +185,7 @@ def _choose_chat(store: ChatStore, archive: Archive, choices: random.Random) -> 
     chat = OpenChat.opened(asyncio.run(archive.load(choices.choice(saved[:4]).id)), {})
     if choices.random() < 0.2:
         chat.id = ""
-        del chat.entries[2:]
+        chat.tree = chat.tree.ending_at(chat.tree.path[:2][-1])
     return chat
 
 

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
+from edgespec.assembly.model_list import catalogue_models, installed_models
 from edgespec.assembly.planning import budget_for
 from edgespec.assembly.speed_prediction import (
     SpeedPrediction,
     catalogue_weights,
-    predict_entry,
     predict_speed,
     recommended_draft,
 )
 from edgespec.backends.base import Progress
-from edgespec.backends.pass_weights import PassWeights
 from edgespec.backends.registry import FileFormat, backend_of, format_of
-from edgespec.catalog import (
-    InstalledModel,
-    ModelEntry,
-    draft_options,
-    find_installed,
-    load_catalogue,
-    resolve,
-)
-from edgespec.catalog.installed import InstalledModels
-from edgespec.catalog.suggestion import needed_bytes, short_name
+from edgespec.catalog import ModelEntry, find_installed
 from edgespec.costs.machine_speed import MachineSpeed, measure_machine, saved_machine_speed
 from edgespec.options import check_load_arguments
 
@@ -127,82 +116,37 @@ def recommend(
     saved = None if remeasure else saved_machine_speed(form)
     machine = saved or measure_machine(form, progress)
     budget = budget_for([backend_of(form.name)], arguments)
-    candidates = [each for each in _candidates(form, machine) if each.needed_bytes <= budget.total_bytes]
+    candidates = _candidates(form, machine, budget.total_bytes)
     ordered = tuple(sorted(candidates, key=lambda each: -each.parameters))
     return Recommendation(_best(ordered, task), ordered, machine, budget.total_bytes)
 
 
-def _candidates(form: FileFormat, machine: MachineSpeed) -> Iterator[Candidate]:
-    """Yield the installed models of a format, then the other models of the catalogue."""
+def _candidates(form: FileFormat, machine: MachineSpeed, budget_bytes: int) -> Iterator[Candidate]:
+    """Yield the installed models of a format that fit, then the other models of the catalogue that fit."""
     installed = find_installed()
-    usable = [each for each in installed.models if each.format == form.name and each.place != "embedded"]
-    for model in usable:
-        if weights := _weights(form, model.path, model.entry):
-            yield _installed_candidate(model, weights, installed, machine)
-    names = {each.entry.name for each in usable if each.entry}
-    for entry in load_catalogue().entries:
-        if entry.format == form.name and entry.repository and entry.name not in names:
-            yield _catalogue_candidate(entry, names, machine)
+    names = {each.entry.name for each in installed.models if each.entry and each.format == form.name}
+    for model in (
+        *installed_models(form, installed, machine, budget_bytes),
+        *catalogue_models(form, names, machine, budget_bytes),
+    ):
+        if model.fits and model.speed is not None:
+            listed = None if model.is_installed else model.entry
+            yield Candidate(
+                reference=model.reference,
+                draft=model.draft,
+                is_installed=model.is_installed,
+                parameters=model.parameters,
+                download_bytes=model.download_bytes,
+                needed_bytes=model.needed_bytes,
+                speed=model.speed,
+                faster_type=_faster_type(listed, model.speed, machine) if listed else "",
+                is_for_code=_CODE_NAME in (listed.name if listed else model.family.lower()),
+            )
 
 
-def _installed_candidate(
-    model: InstalledModel, weights: PassWeights, installed: InstalledModels, machine: MachineSpeed
-) -> Candidate:
-    draft = next(iter(draft_options(resolve(model.reference, allow_download=False), installed)), None)
-    draft_weights = None
-    if draft is not None:
-        entry = load_catalogue().find(draft.reference)
-        draft_weights = _weights(format_of(draft.format), draft.path, entry[0] if entry else None)
-    speed = predict_speed(
-        machine,
-        weights,
-        draft_weights,
-        draft.parameters / model.info.parameters if draft else 0.0,
-        draft.acceptance_rate if draft else None,
-    )
-    size_bytes = model.info.size_bytes + (draft.size_bytes if draft else 0)
-    return Candidate(
-        reference=model.reference,
-        draft=draft.reference if draft else "",
-        is_installed=True,
-        parameters=model.info.parameters,
-        download_bytes=draft.size_bytes if draft and draft.path is None else 0,
-        needed_bytes=needed_bytes(size_bytes, model.info.parameters),
-        speed=speed,
-        is_for_code=_CODE_NAME in model.info.family.lower(),
-    )
-
-
-def _weights(form: FileFormat, path: Path | None, entry: ModelEntry | None) -> PassWeights | None:
-    """Return the weights of a model's file or, if it is not on this machine, of its catalogue entry."""
-    if path is not None and form.read_pass_weights is not None:
-        return form.read_pass_weights(path)
-    return catalogue_weights(entry) if entry else None
-
-
-def _catalogue_candidate(entry: ModelEntry, installed: Set[str], machine: MachineSpeed) -> Candidate:
-    draft, speed = recommended_draft(entry), predict_entry(entry, machine)
-    assert speed is not None
-    draft_bytes = draft.approximate_file_bytes if draft else 0
-    return Candidate(
-        reference=short_name(entry),
-        draft=short_name(draft) if draft else "",
-        is_installed=False,
-        parameters=entry.parameters,
-        download_bytes=entry.approximate_file_bytes
-        + (draft_bytes if draft and draft.name not in installed else 0),
-        needed_bytes=needed_bytes(entry.approximate_file_bytes + draft_bytes, entry.parameters),
-        speed=speed,
-        faster_type=_faster_type(entry, draft, speed, machine),
-        is_for_code=_CODE_NAME in entry.name,
-    )
-
-
-def _faster_type(
-    entry: ModelEntry, draft: ModelEntry | None, speed: SpeedPrediction, machine: MachineSpeed
-) -> str:
+def _faster_type(entry: ModelEntry, speed: SpeedPrediction, machine: MachineSpeed) -> str:
     """Return a quantisation type with which the model and its draft model are clearly faster, or ''."""
-    models = entry.file_format.benchmark_models
+    models, draft = entry.file_format.benchmark_models, recommended_draft(entry)
     if draft is None or models is None:
         return ""
     best, most = "", speed.fastest_tokens_per_second * _MIN_QUANTISATION_GAIN

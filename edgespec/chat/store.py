@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from edgespec.chat.message import Message, as_message
+from edgespec.chat.message_tree import MessageTree
 from edgespec.errors import ChatFileError, OptionError
 from edgespec.files import (
     data_folder,
@@ -33,7 +34,8 @@ __all__ = ["ChatStore", "SavedChat", "Setting", "StoredChat", "title_of"]
 Setting = str | int | float | bool | list[str]
 """Type of the value of one setting in a chat file."""
 
-VERSION = 1
+# In version 1, each message followed the one before it. Such files can still be read.
+VERSION = 2
 # Maximum length, in characters, of a title taken from the first message.
 _MAX_TITLE = 60
 # Maximum time in seconds to wait while another program is saving a chat.
@@ -65,7 +67,7 @@ class SavedChat:
 
     Attributes:
         id: Identifier of the chat, which is also its file name.
-        messages: The conversation.
+        tree: All messages, including earlier versions of edited messages and of replies.
         created: Time of creation, in UTC.
         updated: Time of the last change, in UTC.
         title: The title. If empty, it is taken from the first message.
@@ -77,7 +79,7 @@ class SavedChat:
     """
 
     id: str
-    messages: tuple[Message, ...]
+    tree: MessageTree[Message]
     created: datetime
     updated: datetime
     title: str = ""
@@ -86,8 +88,13 @@ class SavedChat:
     sampling: Mapping[str, Setting] = field(default_factory=dict)
     unfinished: bool = False
 
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The open conversation: one version of each message."""
+        return self.tree.open_messages
+
     def to_json(self) -> dict[str, object]:
-        """Return the chat as the JSON object of format version 1."""
+        """Return the chat as a JSON object of the current format version."""
         return {
             "version": VERSION,
             "id": self.id,
@@ -96,9 +103,9 @@ class SavedChat:
             "updated": self.updated.isoformat(),
             "target": self.target,
             "system": self.system,
-            "messages": [_message_json(message) for message in self.messages],
+            "messages": _tree_json(self.tree),
+            "open": self.tree.tip,
             "sampling": dict(self.sampling),
-            # Omit the key for finished chats, so that older versions of edgespec can read the file.
             **({"unfinished": True} if self.unfinished else {}),
         }
 
@@ -235,7 +242,23 @@ def _message_json(message: Message) -> dict[str, object]:
         data["reasoning"] = message.reasoning
     if any(message.markers):
         data["markers"] = list(message.markers)
+    if message.files:
+        data["files"] = [file.to_json() for file in message.files]
+    if message.tool_calls:
+        data["tool_calls"] = [call.to_json() for call in message.tool_calls]
+    if message.role == "tool":
+        data |= {"tool_call_id": message.tool_call_id, "name": message.name}
     return data
+
+
+def _tree_json(tree: MessageTree[Message]) -> list[dict[str, object]]:
+    """Return all messages. `parent` is the place of the message before, and omitted if that is adjacent."""
+    previous: int | None = None
+    items = []
+    for place, (message, parent) in enumerate(zip(tree.messages, tree.parents, strict=True)):
+        items.append(_message_json(message) | ({} if parent == previous else {"parent": parent}))
+        previous = place
+    return items
 
 
 def _entry(path: Path) -> StoredChat:
@@ -281,30 +304,49 @@ def read_chat(path: Path) -> SavedChat:
 def _checked(path: Path, json_value: object) -> SavedChat:
     data = _typed(json_value, dict, "the file")
     version = _typed(data.get("version"), int, "`version`")
-    if version != VERSION:
+    if not 1 <= version <= VERSION:
         raise ChatFileError(
-            f"{path.name} has format version {version}, but this version of edgespec reads only version"
-            f" {VERSION}",
+            f"{path.name} has format version {version}, but this version of edgespec reads only versions 1"
+            f" to {VERSION}",
             "upgrade edgespec, or open the chat with the version that wrote it",
         )
     texts = {name: _typed(data.get(name), str, f"`{name}`") for name in _TEXTS}
     if texts["id"] != path.stem:
         raise ValueError(f"the chat ID {texts['id'][:80]!r} does not match the file name")
     items = _typed(data.get("messages"), list, "`messages`")
-    messages = tuple(as_message(number, item) for number, item in enumerate(items, 1))
+    tree = MessageTree.linear(as_message(number, item) for number, item in enumerate(items, 1))
+    if version > 1:
+        parents = tuple(_parent(place, item) for place, item in enumerate(items))
+        tip = _place("`open`", data.get("open"), len(items))
+        tree = MessageTree(tree.messages, parents, tree.tip if tip is None else tip)
     system = data.get("system")
     sampling = _typed(data.get("sampling"), dict, "`sampling`")
     return SavedChat(
         id=texts["id"],
-        messages=messages,
+        tree=tree,
         created=_time("created", texts["created"]),
         updated=_time("updated", texts["updated"]),
-        title=" ".join(texts["title"].split()) or title_of(messages),
+        title=" ".join(texts["title"].split()) or title_of(tree.open_messages),
         target=texts["target"],
         system=None if system is None else _typed(system, str, "`system`"),
         sampling={name: _setting(name, value) for name, value in sampling.items()},
         unfinished=_typed(data.get("unfinished", False), bool, "`unfinished`"),
     )
+
+
+def _parent(place: int, item: Mapping[str, object]) -> int | None:
+    """Return the place of the message before a message, which must be earlier in the file."""
+    previous = place - 1 if place else None
+    return _place(f"`parent` of message {place + 1}", item.get("parent", previous), place)
+
+
+def _place(name: str, value: object, end: int) -> int | None:
+    if value is None:
+        return None
+    place = _typed(value, int, name)
+    if not 0 <= place < end:
+        raise ValueError(f"{name} must be at least 0 and less than {end}, not {place}")
+    return place
 
 
 def _typed(value: object, kind: type[_T], name: str) -> _T:

@@ -12,13 +12,15 @@ from click.core import ParameterSource
 
 from edgespec.cli.failures import DONE, INTERRUPTED
 from edgespec.cli.help import HelpfulCommand
-from edgespec.cli.options import LOAD_NAMES, REPLY_NAMES, declared_options, pick
+from edgespec.cli.options import LOAD_NAMES, REPLY_NAMES, declared_options, pick, preset_option
 from edgespec.cli.screen import is_terminal
+from edgespec.cli.settings import preset_of
 from edgespec.errors import OptionError
 
 if TYPE_CHECKING:
     from edgespec import Runtime
     from edgespec.catalog import Progress
+    from edgespec.tui.worker import Load
 
 __all__ = ["command"]
 
@@ -39,10 +41,12 @@ _REPLY_NAMES = tuple(name for name in REPLY_NAMES if name not in _UNUSED)
         "edgespec chat",
         "edgespec chat --target 8b-q4",
         "edgespec chat --resume",
+        "edgespec chat --preset reviewer",
         "edgespec chat --target 70b-q4 --draft 8b-q4 --memory 48GiB",
         'edgespec chat --target ./model.gguf --draft none --system "Be brief."',
     ),
 )
+@preset_option
 @click.option(
     "--resume", metavar="[ID|TITLE]", is_flag=False, flag_value="last",
     help="Continue the last chat, or the one with this id or title.",
@@ -67,6 +71,7 @@ def command(
         )
 
     from edgespec.installation import chat_command
+    from edgespec.options import load_arguments_for_another_model
     from edgespec.tui.app import run_chat
 
     def load(progress: Progress) -> Runtime:
@@ -74,23 +79,46 @@ def command(
 
         return edgespec.load(**pick(options, LOAD_NAMES), progress=progress)
 
+    def load_other(reference: str) -> Load:
+        arguments = load_arguments_for_another_model(pick(options, LOAD_NAMES))
+
+        def load(progress: Progress) -> Runtime:
+            import edgespec
+
+            return edgespec.load(reference, **arguments, progress=progress)
+
+        return load
+
     settings = {
         name: list(options[name]) if isinstance(options[name], tuple) else options[name]
         for name in _REPLY_NAMES
         if name not in LOAD_NAMES and ctx.get_parameter_source(name) is not ParameterSource.DEFAULT
     }
     ended = run_chat(
-        load, model_name=options["target"], system=system, settings=settings, resume=resume, light=light
+        load,
+        load_other=load_other,
+        model_name=options["target"],
+        system=system,
+        settings=settings,
+        resume=resume,
+        light=light,
+        remember=options["remember"],
     )
     if ended.signalled:
         return INTERRUPTED
     if ended.resume:
-        models = [
-            word
-            for name in ("target", "draft")
-            if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
-            for word in (f"--{name}", options[name])
-        ]
+        models = (
+            ["--target", ended.switched_to]
+            if ended.switched_to
+            else [
+                word
+                for name in ("target", "draft")
+                if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+                for word in (f"--{name}", options[name])
+            ]
+        )
+        if (preset := preset_of(ctx)) is not None:
+            models += ["--preset", preset]
         resume_words = ["--resume", *([ended.resume] if ended.resume != "last" else [])]
         click.echo(f"To continue this chat: {chat_command()} {shlex.join([*models, *resume_words])}")
     return DONE

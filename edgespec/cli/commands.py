@@ -18,6 +18,7 @@ COMMANDS = (
     "plan",
     "verify",
     "tune",
+    "race",
     "bench",
     "prepare",
     "train",

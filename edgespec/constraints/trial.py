@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import weakref
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
-from threading import Thread
+from threading import BoundedSemaphore, Lock, Thread
 
-from edgespec.errors import CapabilityError
+from edgespec.child_process import ChildProcess, module_arguments
+from edgespec.errors import CapabilityError, EdgespecError
 
-__all__ = ["ConstraintTrial"]
+__all__ = ["ConstraintTrial", "borrowed_trial"]
 
-# Code of the child process. It must not import modules from the current folder.
-_CODE = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]);"
-    " from edgespec.constraints.trial_worker import main; main()"
-)
 # Maximum CPU time in seconds for compiling a constraint. A schema of 250,000 characters takes about 1 second.
 _CPU_SECONDS = 5.0
 # Seconds after which to give up if the child process gets little CPU time.
 _MAX_SECONDS = 30.0
 # Seconds that a crashed process can take to exit.
 _EXIT_SECONDS = 5.0
+# Number of constraints to compile at the same time, so that a slow one does not delay all others.
+_MAX_TRIALS = 2
 
 
 class ConstraintTrial:
@@ -37,10 +30,10 @@ class ConstraintTrial:
     """
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[str] | None = None
+        self._process: ChildProcess | None = None
 
-    def problem(self, option: str, text: str) -> str:
-        """Compile a constraint in the child process. Return why that failed, or an empty text.
+    def run(self, option: str, text: str) -> int | str:
+        """Compile a constraint in the child process.
 
         Whether the constraint is valid does not matter. llguidance says that without a trial.
 
@@ -48,72 +41,71 @@ class ConstraintTrial:
             option: The option of the constraint.
             text: The text from `text_of`.
 
+        Returns:
+            The approximate memory of the compiled constraint in bytes, or why compiling it failed.
+
         Raises:
             CapabilityError: The process cannot be started.
         """
-        if self._process is None or self._process.poll() is not None:
+        if self._process is None or not self._process.alive:
             self._process = _start()
-            self._end = weakref.finalize(self, _end, self._process)
-        process, answers = self._process, SimpleQueue[str]()
+        process, answers = self._process, SimpleQueue[bytes]()
 
         def exchange() -> None:
-            answer = ""
+            answer = b""
             with suppress(OSError, ValueError):
-                assert process.stdin
-                assert process.stdout
-                process.stdin.write(json.dumps([option, text, _CPU_SECONDS]) + "\n")
+                process.stdin.write(json.dumps([option, text, _CPU_SECONDS]).encode() + b"\n")
                 process.stdin.flush()
                 answer = process.stdout.readline()
             answers.put(answer)
 
         Thread(target=exchange, name="edgespec-constraint-trial", daemon=True).start()
         try:
-            if answers.get(timeout=_MAX_SECONDS):
-                return ""
+            if answer := answers.get(timeout=_MAX_SECONDS):
+                return int(answer)
         except Empty:
-            self._end()
+            process.close()
             return f"compiling it takes more than {_MAX_SECONDS:.0f} seconds"
         # The process has closed its output, so it is about to exit. Its status says why.
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_EXIT_SECONDS)
-        self._end()
-        if sys.platform != "win32" and process.returncode == -signal.SIGPROF:
+        process.wait(_EXIT_SECONDS)
+        process.close()
+        if process.exceeded_cpu_limit:
             return f"compiling it takes more than {_CPU_SECONDS:g} seconds"
         return "it is nested too deeply, or needs too much memory"
 
+    def close(self) -> None:
+        """End the child process."""
+        if self._process:
+            self._process.close()
 
-def _start() -> subprocess.Popen[str]:
-    # In a frozen program, such as one made with PyInstaller, sys.executable is not a Python interpreter.
-    if not sys.executable or getattr(sys, "frozen", False):
-        raise CapabilityError(
-            "constraints cannot be used: no Python interpreter was found to check them in",
-            "set sys.executable to a Python interpreter",
-        )
+
+_places = BoundedSemaphore(_MAX_TRIALS)
+# At most one child process is kept, because it uses about 40 MiB. All models share it.
+_idle: list[ConstraintTrial] = []
+_lock = Lock()
+
+
+@contextmanager
+def borrowed_trial() -> Iterator[ConstraintTrial]:
+    """Lend a trial, after waiting until fewer than two are in use."""
+    with _places:
+        try:
+            trial = _idle.pop()
+        except IndexError:
+            trial = ConstraintTrial()
+        try:
+            yield trial
+        finally:
+            with _lock:
+                is_surplus = bool(_idle)
+                if not is_surplus:
+                    _idle.append(trial)
+            if is_surplus:
+                trial.close()
+
+
+def _start() -> ChildProcess:
     try:
-        # In a new session, the process does not receive the terminal's Ctrl-C.
-        return subprocess.Popen(
-            [sys.executable, "-I", "-c", _CODE, json.dumps(_import_folders())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            encoding="utf-8",
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise CapabilityError(
-            f"constraints cannot be used: {sys.executable} cannot be started: {error}", "close other programs"
-        ) from error
-
-
-def _import_folders() -> list[str]:
-    return [str(Path(__file__).parents[2]), *filter(os.path.isabs, sys.path)]
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    process.wait()
-    for stream in (process.stdin, process.stdout):
-        with suppress(OSError):
-            if stream:
-                stream.close()
+        return ChildProcess(module_arguments("edgespec.constraints.trial_worker"))
+    except EdgespecError as error:
+        raise CapabilityError(f"constraints cannot be used: {error.what}", error.next_step) from error

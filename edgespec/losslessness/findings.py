@@ -23,6 +23,7 @@ class MethodFindings:
         result, method = self.result, reply.method
         result.replies += 1
         result.tokens += len(reply.tokens)
+        result.target_passes += reply.stats.target_passes
         result.drafted_tokens += reply.stats.drafted_tokens
         result.accepted_tokens += reply.stats.accepted_tokens
         result.shared_passes += reply.stats.shared_passes

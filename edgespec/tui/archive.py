@@ -39,7 +39,9 @@ class Archive:
         await asyncio.to_thread(self.save_now, chat, target)
 
     def save_now(self, chat: OpenChat, target: str, turn: RunningTurn | None = None) -> None:
-        """Save the chat unless it is empty, assigning an ID if it has none. Can be called from any thread.
+        """Save the chat, assigning an ID if it has none. Does nothing if the chat is new and empty.
+
+        Can be called from any thread.
 
         If another program has changed the file since this chat was last read or saved, the other version is
         kept and this chat is saved under a new ID.
@@ -55,7 +57,7 @@ class Archive:
                 return
             chat.id = chat.id or self._store.new_id()
             snapshot = chat.saved(target, turn)
-            if not snapshot.messages:
+            if not snapshot.messages and chat.saved_at is None:
                 return
             try:
                 saved = self._store.save_after(snapshot, chat.saved_at)
@@ -128,9 +130,9 @@ class Archive:
             return self._store.load(chat_id)
 
     async def delete(self, chat_id: str) -> None:
-        """Delete a chat, all saved replies and the prefix cache.
+        """Delete a chat, all saved replies, the prefix cache and the history of prompts.
 
-        Saved replies and cached prefixes do not record which chat they belong to, so all of them are deleted.
+        These do not record which chat they belong to, so all of them are deleted.
         """
         await asyncio.to_thread(self._delete, chat_id)
 
@@ -143,6 +145,7 @@ class Archive:
         try:
             edgespec.delete_data("replies")
             edgespec.delete_data("prefix-cache")
+            edgespec.delete_data("history")
         except EdgespecError as error:
             raise ChatFileError(
                 f"the chat was deleted, but cached data containing its text was not: {error.what}",

@@ -9,11 +9,14 @@ from typing import ClassVar
 from textual import events, on, work
 from textual.binding import Binding, BindingType
 
+from edgespec.chat.message import Message
 from edgespec.chat.store import Setting, StoredChat
 from edgespec.errors import ChatFileError, OptionError
 from edgespec.tui import commands
 from edgespec.tui.clipboard import copy_with_desktop_tool
-from edgespec.tui.open_chat import OpenChat, code_blocks
+from edgespec.tui.editor import write_prompt
+from edgespec.tui.files import sending
+from edgespec.tui.open_chat import OpenChat
 from edgespec.tui.screens.dialogs import ConfirmScreen, SystemScreen
 from edgespec.tui.screens.help import HelpScreen
 from edgespec.tui.screens.settings import SettingsScreen
@@ -21,8 +24,8 @@ from edgespec.tui.settings import SCHEMA, accepted
 from edgespec.tui.texts import sentences
 from edgespec.tui.turns import TurnScreen
 from edgespec.tui.widgets.prompt import PromptInput
+from edgespec.tui.widgets.reply_markdown import ReplyMarkdown
 from edgespec.tui.widgets.sidebar import ChatOption, Sidebar
-from edgespec.tui.worker import Act
 
 __all__ = ["ChatScreen"]
 
@@ -53,7 +56,10 @@ class ChatScreen(TurnScreen):
         _key("f8", "theme", "switch between light and dark", _OTHER),
         _key("ctrl+p", "edit_last", "edit your last message", _OTHER),
         _key("ctrl+y", "copy_reply", "copy the last reply", _OTHER),
-        _key("ctrl+o", "copy_code", "copy the last code block of the last reply", _OTHER),
+        _key(
+            "ctrl+o", "copy_code", "copy the last code block of the last reply; again: the one before", _OTHER
+        ),
+        _key("ctrl+g", "editor", "write your message in your text editor", _OTHER),
         _key("ctrl+l", "clear", "new chat with the same settings", _OTHER),
         _key("ctrl+home", "earlier", "go to the top; press again to load older messages", _OTHER),
         _key("ctrl+end", "to_end", "go to the end", _OTHER),
@@ -69,22 +75,36 @@ class ChatScreen(TurnScreen):
         if not text.strip():
             return
         typed = commands.read(text)
-        if typed is not None and not self.editing:
+        if typed is not None and self.editing is None:
             await self._run_command(typed, text)
             return
         self.history.add(text)
         if self.writing:
             self.say_while_writing("The reply is not finished yet. Press Esc to stop it.")
-            self._give_back(text)
+            self.give_back(text, self.editing)
             return
-        act: Act = "edit" if self.editing else "send"
-        self.editing = False
-        await self.take_turn(act, text.strip())
+        if self.chips.reading:
+            self.say("The files of your last message are still being read.")
+            self.give_back(text, self.editing)
+            return
+        place, self.editing = self.editing, None
+        await sending.send(self, text, place)
 
-    def _give_back(self, text: str) -> bool:
-        """Put rejected text back into the input box, unless the user has typed something meanwhile."""
+    async def send_message(self, message: Message, place: int | None) -> None:
+        """Send a message, or send it as a new version of the message at `place`, and start the reply."""
+        chat = self.current_chat
+        await self.take_turn(chat.send(message) if place is None else chat.edit(place, message))
+
+    def give_back(self, text: str, editing: int | None = None) -> bool:
+        """Put rejected text back into the input box, unless the user has typed something meanwhile.
+
+        Args:
+            text: The text.
+            editing: The place of the message of which the text is a new version.
+        """
         if self.prompt.text:
             return False
+        self.editing = editing
         self.prompt.replace_text(text)
         return True
 
@@ -93,16 +113,18 @@ class ChatScreen(TurnScreen):
             await commands.run(self, typed)
         except OptionError as error:
             await self.transcript.note(sentences(error.what, error.next_step))
-            if self._give_back(text) and typed.command is None:
+            if self.give_back(text) and typed.command is None:
                 self.prompt.select_all()
             return
         self.history.add(text)
 
     async def action_back(self) -> None:
-        """Stop the running reply. If there is none, cancel editing or close a side column."""
-        if self.writing:
+        """Hide the list of paths, stop the reply, cancel editing or close a side column."""
+        if self.paths.display:
+            self.paths.hide()
+        elif self.writing:
             self.stop_reply()
-        elif self.editing:
+        elif self.editing is not None:
             self.leave_edit()
         elif self._panels and (self._width_class == "-narrow" or not self.prompt.has_focus):
             if self._width_class == "-narrow":
@@ -136,8 +158,8 @@ class ChatScreen(TurnScreen):
             return
 
         async def again() -> None:
-            if self.current_chat.last_user_text is not None:
-                await self.take_turn("regenerate", "")
+            if (place := self.current_chat.last_place("user")) is not None:
+                await self.take_turn(self.current_chat.regenerate(place))
 
         await self.when_free(again)
 
@@ -156,8 +178,9 @@ class ChatScreen(TurnScreen):
                 self.say("There is no unfinished reply to continue.")
                 return
             await self.open_chat(unfinished)
-        if self.current_chat.last_user_text is not None and not self.writing:
-            await self.take_turn("continue", "")
+        place = self.current_chat.last_place("user", "tool", "assistant")
+        if place is not None and not self.writing:
+            await self.take_turn(self.current_chat.continue_reply(place))
 
     async def offer_unfinished(self) -> None:
         """If the newest saved chat has an unfinished reply, tell the user how to continue it."""
@@ -173,17 +196,30 @@ class ChatScreen(TurnScreen):
 
     async def action_edit_last(self) -> None:
         """Copy the last message into the input so that the user can edit and resend it."""
-        if not self.editing:
-            await self.when_free(self.begin_edit)
+
+        async def edit() -> None:
+            place = self.current_chat.last_place("user")
+            if place is None:
+                self.say("There is no message to edit yet.")
+            else:
+                self.begin_edit(place)
+
+        if self.editing is None:
+            await self.when_free(edit)
 
     async def action_copy_reply(self) -> None:
         entry = self.current_chat.last_reply
         await self.copy(entry.content.strip() if entry is not None else "", "last reply")
 
     async def action_copy_code(self) -> None:
-        entry = self.current_chat.last_reply
-        blocks = code_blocks(entry.content) if entry is not None else []
-        await self.copy(blocks[-1].rstrip("\n") if blocks else "", "code block")
+        await self.code_copier.copy_next(self, self.current_chat.last_reply)
+
+    @on(ReplyMarkdown.CopyCode)
+    async def _code_clicked(self, event: ReplyMarkdown.CopyCode) -> None:
+        await self.copy(event.code.rstrip("\n"), "code block")
+
+    def action_editor(self) -> None:
+        write_prompt(self)
 
     async def copy(self, text: str, name: str) -> None:
         """Copy `text` to the clipboard and show a confirmation that refers to it as `name`."""
@@ -226,7 +262,7 @@ class ChatScreen(TurnScreen):
         if not await self._open_found(title):
             raise OptionError(
                 f"No saved chat has {title!r} in its title",
-                "Press F2 for the list of chats. To change the model, quit and start edgespec with --target",
+                "Press F2 for the list of chats. To change the model, type /model",
             )
 
     async def resume(self, wanted: str) -> None:
@@ -273,8 +309,7 @@ class ChatScreen(TurnScreen):
                 await self.transcript.note(sentences("One setting in this chat was ignored", problem))
             if (other := saved.target) and other != self.runtime.target.name:
                 await self.transcript.note(
-                    f"This chat used {other}, and now uses {self.runtime.target.name}. To use {other} again,"
-                    " quit and start edgespec with the same --target as before."
+                    f"This chat used {other}, and now uses {self.runtime.target.name}. Type /model to switch."
                 )
 
         await self.when_free(opened)
@@ -287,8 +322,8 @@ class ChatScreen(TurnScreen):
             return
         question = (
             f"Delete “{option.chat.title}”? This cannot be undone. Your other chats will be kept, but the"
-            " data cached to speed up replies will also be deleted, because it may contain text from this"
-            " chat."
+            " history of your prompts and the data cached to speed up replies will also be deleted, because"
+            " they may contain text from this chat."
         )
         if not await self.app.push_screen_wait(ConfirmScreen(question, "Delete")):
             return

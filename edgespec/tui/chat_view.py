@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,11 +19,15 @@ from edgespec.chat.store import Setting
 from edgespec.errors import ChatFileError
 from edgespec.tui import commands
 from edgespec.tui.archive import Archive
+from edgespec.tui.copying import CodeCopier
+from edgespec.tui.files.file_thread import FileThread
 from edgespec.tui.history import History
 from edgespec.tui.open_chat import OpenChat
 from edgespec.tui.preferences import Preferences
+from edgespec.tui.speed_history import SpeedHistory
 from edgespec.tui.texts import error_text, notices, speed_up_short, welcome_rows
 from edgespec.tui.widgets.details import Details, details_content
+from edgespec.tui.widgets.files import FileChips, PathList
 from edgespec.tui.widgets.messages import Panel, Welcome
 from edgespec.tui.widgets.prompt import PromptInput
 from edgespec.tui.widgets.sidebar import Sidebar
@@ -44,34 +49,49 @@ class ChatView(Screen[None]):
     class PreferencesChanged(Event):
         """Posted when the user changes the theme or the visible columns."""
 
+    @dataclass
+    class ModelChosen(Event):
+        """Posted when the user chooses a model on this machine."""
+
+        reference: str
+
     def __init__(
         self,
         thread: ModelThread,
         runtime: Runtime,
         archive: Archive,
         preferences: Preferences,
+        history: History,
         *,
+        model_name: str,
         system: str | None,
         settings: Mapping[str, Setting],
         typed: str = "",
     ) -> None:
         super().__init__()
         self.runtime = runtime
+        self.model_name = model_name
         self.preferences = preferences
         self.first_system = system
         self.first_settings = dict(settings)
         self.current_chat = OpenChat(system, dict(settings))
         self.archive = archive
-        self.history = History()
-        self.editing = False
+        self.history = history
+        self.code_copier = CodeCopier()
+        self.editing: int | None = None
         self.transcript = Transcript(self._welcome(), id="transcript")
-        self.prompt = PromptInput(self.history, id="prompt")
+        files = FileThread()
+        self.paths = PathList(files, id="paths", compact=True)
+        self.chips = FileChips(files, runtime, id="chips")
+        self.prompt = PromptInput(self.history, self.paths, self.chips, id="prompt")
         self.sidebar = Sidebar(id="sidebar", compact=True)
+        self._models = Static(id="models")
         self._title = Static(id="title")
         self._details = Details(id="details")
         self._status = StatusLine(id="status")
         self._thread = thread
         self._typed = typed
+        self.speeds = SpeedHistory()
         self._last_stats: Stats | None = None
         self._state = ChatState()
         self._memory_bytes = runtime.memory_bytes()
@@ -79,15 +99,15 @@ class ChatView(Screen[None]):
         self._width_class = ""
 
     def compose(self) -> ComposeResult:
-        draft = self.runtime.draft
-        models = self.runtime.target.name + (f" with draft model {draft.name}" if draft is not None else "")
         with Horizontal(id="header"):
-            yield Static(Content.assemble(("edgespec", "bold"), "  ", (models, "$muted")), id="models")
+            yield self._models
             yield self._title
         with Horizontal(id="middle"):
             yield self.sidebar
             yield self.transcript
             yield self._details
+        yield self.paths
+        yield self.chips
         yield self.prompt
         yield self._status
 
@@ -123,6 +143,11 @@ class ChatView(Screen[None]):
         self.refresh_facts()
 
     @property
+    def model_thread(self) -> ModelThread:
+        """The thread that runs the model."""
+        return self._thread
+
+    @property
     def stats(self) -> Stats | None:
         """Statistics of the current or last reply."""
         stream = self._thread.stream if self.writing else None
@@ -135,7 +160,10 @@ class ChatView(Screen[None]):
             stream = self._thread.stream
             return self.runtime.method if stream is None else stream.method
         entry = self.current_chat.last_reply
-        return self.runtime.method if entry is None or entry.reply is None else entry.reply.method
+        # Without statistics, the last reply is from another model or another run.
+        if self._last_stats is None or entry is None or entry.reply is None:
+            return self.runtime.method
+        return entry.reply.method
 
     def refresh_facts(self, *, details: bool = True) -> None:
         """Refresh the header, the status line, the hints and the details panel."""
@@ -144,7 +172,7 @@ class ChatView(Screen[None]):
         if self.writing and stats is not None and stats is not self._last_stats:
             used = max(used, stats.prompt_tokens + stats.generated_tokens)
         self._status.facts = StatusFacts(
-            speed_up=speed_up_short(method),
+            speed_up=speed_up_short(method, stats),
             writing=self.writing,
             tokens_per_second=stats.tokens_per_second if stats else None,
             acceptance_rate=stats.acceptance_rate if stats else None,
@@ -153,6 +181,9 @@ class ChatView(Screen[None]):
             memory_bytes=self._memory_bytes,
             dropped_messages=self._state.dropped_messages,
         )
+        draft = self.runtime.draft
+        models = self.runtime.target.name + (f" with draft model {draft.name}" if draft is not None else "")
+        self._models.update(Content.assemble(("edgespec", "bold"), "  ", (models, "$muted")))
         self._title.update(Content(self.current_chat.shown_title))
         self._refresh_hints()
         if details and "details" in self._panels:
@@ -162,6 +193,7 @@ class ChatView(Screen[None]):
                 partial(
                     details_content,
                     stats,
+                    rates=self.speeds.rates(),
                     method=method,
                     reply=reply,
                     memory_bytes=self._memory_bytes,
@@ -172,8 +204,9 @@ class ChatView(Screen[None]):
     def _refresh_hints(self) -> None:
         prompt = self.prompt
         narrow = self._width_class == "-narrow"
-        prompt.border_title = "Editing your last message" if self.editing else ""
-        if self.editing:
+        editing = self.editing is not None
+        prompt.border_title = "Editing your message" if editing else ""
+        if editing:
             hint = "Esc cancels" if narrow else "Enter resends · Esc cancels"
         elif typed := commands.hint(prompt.text, prompt.size.width - 2):
             hint = typed
@@ -183,11 +216,20 @@ class ChatView(Screen[None]):
             hint = "Enter sends · F1 help" if narrow else "Enter sends · Ctrl+J new line · F1 help"
         prompt.border_subtitle = Content(hint)
         prompt.set_class(self.writing, "-writing")
-        prompt.set_class(self.editing, "-editing")
+        prompt.set_class(editing, "-editing")
 
     @on(PromptInput.Changed)
     def _prompt_changed(self) -> None:
         self._refresh_hints()
+        self.prompt.follow_references()
+
+    @on(PromptInput.SelectionChanged)
+    def _cursor_moved(self) -> None:
+        self.prompt.follow_references()
+
+    @on(PathList.Chosen)
+    def _path_chosen(self, event: PathList.Chosen) -> None:
+        self.prompt.choose_path(event.path)
 
     def say(self, text: str) -> None:
         """Show a short message that disappears after a few seconds."""

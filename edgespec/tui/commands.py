@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from edgespec import spelling
 from edgespec.errors import OptionError
+from edgespec.tui.editor import show_message
+from edgespec.tui.model_choice import choose_model
+from edgespec.tui.presets import preset
+from edgespec.tui.race import open_race
 from edgespec.tui.settings import (
     SCHEMA,
     SETTINGS,
@@ -19,6 +23,8 @@ from edgespec.tui.settings import (
     shown,
 )
 from edgespec.tui.texts import memory_rows, sentences, show_rows
+from edgespec.tui.thinking import think
+from edgespec.tui.why import show_why
 from edgespec.tui.widgets.messages import Panel
 from edgespec.tui.widgets.pairs import Pairs
 
@@ -31,8 +37,10 @@ _Run: TypeAlias = Callable[["ChatScreen", str], Awaitable[None]]
 
 
 async def _copy(screen: ChatScreen, argument: str) -> None:
-    part = argument.lower()
-    if part in ("code", "block"):
+    part, _, number = argument.lower().partition(" ")
+    if part in ("code", "block") and number:
+        await screen.code_copier.copy_numbered(screen, screen.current_chat.last_reply, number.strip())
+    elif part in ("code", "block"):
         await screen.action_copy_code()
     elif part in ("chat", "all"):
         await screen.copy(screen.current_chat.as_markdown(), "chat")
@@ -43,6 +51,13 @@ async def _copy(screen: ChatScreen, argument: str) -> None:
             f"Unknown argument {argument!r} for /copy",
             "Type /copy for the last reply, /copy code for its last code block, or /copy chat for everything",
         )
+
+
+async def _editor(screen: ChatScreen, _argument: str) -> None:
+    if (reply := screen.current_chat.last_reply) is not None:
+        show_message(screen, reply.message)
+    else:
+        screen.say("There is no reply to open yet.")
 
 
 async def _system(screen: ChatScreen, argument: str) -> None:
@@ -114,6 +129,13 @@ async def _load(screen: ChatScreen, argument: str) -> None:
         await screen.show_chats()
 
 
+async def _model(screen: ChatScreen, argument: str) -> None:
+    if argument:
+        await choose_model(screen, _unquoted(argument))
+    else:
+        await screen.transcript.note(f"This chat uses {screen.runtime.target.name}.")
+
+
 async def _theme(screen: ChatScreen, argument: str) -> None:
     theme = argument.lower()
     if theme not in ("", "light", "dark"):
@@ -151,19 +173,25 @@ class Command:
 COMMANDS = (
     Command("help", "", "show all keyboard shortcuts and commands", "help", ("?", "h")),
     Command("show", "", "show the models, the speed-up and the settings", _show, ("info",)),
+    Command("model", "[name]", "show the model, or switch to another one", _model, ("models",)),
     Command("set", "[name value]", "show all settings, or change one of them", _set, ("settings",)),
+    Command("think", "[on|off|auto]", "choose whether the model reasons before it answers", think),
     Command("schema", "[file|none]", "make replies satisfy the JSON schema in a file", _schema),
     Command("system", "[text|none]", "show or change the system prompt", _system),
+    Command("preset", "[name|save name]", "use or save a system prompt, model and settings", preset),
     Command("new", "", "start a new chat; this one stays saved", "new_chat"),
     Command("load", "[title]", "open a saved chat", _load, ("open", "chats", "list")),
     Command("regen", "", "regenerate the last reply", "regenerate", ("regenerate", "retry", "again")),
     Command("continue", "", "finish an interrupted reply in this chat or the previous one", "continue_reply"),
     Command("edit", "", "edit and resend your last message", "edit_last"),
-    Command("copy", "[code|chat]", "copy the last reply, its last code block, or the whole chat", _copy),
+    Command("copy", "[code [n]|chat]", "copy the last reply, a code block of it, or the whole chat", _copy),
+    Command("editor", "", "open the last reply in your text editor", _editor, ("view",)),
     Command("quit", "", "quit; the chat is saved", "app.quit", ("exit", "bye", "q")),
     Command("clear", "", "start a new chat with the same system prompt and settings", "clear", ("reset",)),
     Command("save", "[title]", "save the chat now, optionally under a new title", _save),
     Command("details", "", "show or hide details of the last reply", "details", ("stats",)),
+    Command("why", "", "explain the speed of the last reply", show_why),
+    Command("race", "[message]", "compare a reply with and without the speed-up", open_race),
     Command("memory", "", "show memory use", _memory),
     Command("colours", "", "colour words that came from accepted guesses", "origin", ("colors", "origin")),
     Command("theme", "[light|dark]", "switch between light and dark", _theme),

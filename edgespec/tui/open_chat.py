@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from threading import Event
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from markdown_it import MarkdownIt
 
 from edgespec.chat.message import Message, Role, reply_message
+from edgespec.chat.message_tree import MessageTree
 from edgespec.chat.store import SavedChat, Setting, title_of
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["ChatEntry", "OpenChat", "RunningTurn", "code_blocks"]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class ChatEntry:
     """A message in the open chat.
 
@@ -27,22 +28,22 @@ class ChatEntry:
     `thought_seconds` is the time that the model spent on its reasoning.
     """
 
-    role: Role
-    content: str
-    reasoning: str = ""
-    markers: tuple[str, str] = ("", "")
+    message: Message
     chunks: tuple[TextChunk, ...] = ()
     reply: Reply | None = None
     thought_seconds: float | None = None
 
-    @classmethod
-    def of(cls, message: Message) -> ChatEntry:
-        return cls(message.role, message.content, message.reasoning, message.markers)
+    @property
+    def role(self) -> Role:
+        return self.message.role
 
     @property
-    def message(self) -> Message:
-        """This entry as a `Message`, without the data that is used only for display."""
-        return Message(self.role, self.content, self.reasoning, self.markers)
+    def content(self) -> str:
+        return self.message.content
+
+    @property
+    def reasoning(self) -> str:
+        return self.message.reasoning
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,22 +51,51 @@ class RunningTurn:
     """A message and its reply while the model writes it.
 
     Attributes:
-        messages_before: The conversation up to and including the user's message.
-        reply_start: Text of the reply that is being continued, or an empty string.
-        written: Text generated after `reply_start`. The model thread appends to this list.
+        tree: The chat's messages. The open path ends with the message to reply to.
+        sent: The text that the user sent to start this turn. Empty if it continues or regenerates a reply.
+        edited: The place of the message of which `sent` is a new version, or None.
+        continued: The place of the reply that is being continued, or None.
+        written: Text generated so far, without the start of a continued reply. The model thread appends to
+            this list.
         ended: Set when the turn has ended and must not be saved any more.
     """
 
-    messages_before: tuple[Message, ...]
-    reply_start: str = ""
+    tree: MessageTree[ChatEntry]
+    sent: str = ""
+    edited: int | None = None
+    continued: int | None = None
     written: list[str] = field(default_factory=list)
     ended: Event = field(default_factory=Event)
 
     @property
-    def messages(self) -> tuple[Message, ...]:
-        """The conversation, including the text of the reply generated so far."""
+    def reply_start(self) -> str:
+        """Text of the reply that is being continued, or an empty string."""
+        if self.continued is None:
+            return ""
+        # A reply cancelled within a character ends with U+FFFD. The model writes the whole character.
+        return self.tree.messages[self.continued].message.text.rstrip("\ufffd")
+
+    @property
+    def prompt(self) -> tuple[Message, ...]:
+        """The conversation for the model: it ends with a message to reply to, or a reply to continue."""
+        continued = () if self.continued is None else (self.tree.messages[self.continued].message,)
+        return (*(entry.message for entry in self.tree.open_messages), *continued)
+
+    def with_text(self) -> MessageTree[ChatEntry]:
+        """Return the chat's messages, including the text of the reply generated so far."""
         text = self.reply_start + "".join(self.written)
-        return (*self.messages_before, reply_message(text)) if text else self.messages_before
+        return self.with_reply(reply_message(text)) if text else self.tree
+
+    def with_reply(self, message: Message) -> MessageTree[ChatEntry]:
+        """Return the chat's messages, including the reply.
+
+        A continued reply replaces its start, unless other messages follow that start. Then it becomes
+        another version, because these messages refer to the shorter reply.
+        """
+        tree, place = self.tree, self.continued
+        if place is not None and tree.is_last(place):
+            return tree.with_message(place, ChatEntry(message)).ending_at(place)
+        return tree.add(ChatEntry(message), tree.tip)
 
 
 @dataclass(slots=True)
@@ -74,6 +104,7 @@ class OpenChat:
 
     Attributes:
         id: Empty until the chat is first saved.
+        tree: The messages, including earlier versions and those deleted since the chat was opened.
         saved_at: Timestamp of the saved version that this program last wrote or read, or None.
         unfinished: Whether the last reply is incomplete because the program ended or an error occurred.
         turn: The message being answered and its reply so far. None if no reply is being generated.
@@ -84,7 +115,7 @@ class OpenChat:
     id: str = ""
     title: str = ""
     created: datetime = field(default_factory=lambda: datetime.now(UTC))
-    entries: list[ChatEntry] = field(default_factory=list)
+    tree: MessageTree[ChatEntry] = field(default_factory=MessageTree)
     saved_at: datetime | None = None
     unfinished: bool = False
     turn: RunningTurn | None = None
@@ -92,15 +123,20 @@ class OpenChat:
     @classmethod
     def opened(cls, chat: SavedChat, settings: Mapping[str, Setting]) -> OpenChat:
         """Create an open chat from a saved chat. `settings` are its valid settings."""
-        entries = [ChatEntry.of(message) for message in chat.messages]
         return cls(
-            *(chat.system, dict(settings), chat.id, chat.title, chat.created, entries, chat.updated),
+            *(chat.system, dict(settings), chat.id, chat.title, chat.created, chat.tree.map(ChatEntry)),
+            saved_at=chat.updated,
             unfinished=chat.unfinished,
         )
 
     @property
+    def entries(self) -> list[ChatEntry]:
+        """The messages of the open conversation: one version of each."""
+        return list(self.tree.open_messages)
+
+    @property
     def messages(self) -> tuple[Message, ...]:
-        """The messages of the chat, without data that is used only for display."""
+        """The messages of the open conversation, without data that is used only for display."""
         return tuple(entry.message for entry in self.entries)
 
     @property
@@ -112,23 +148,34 @@ class OpenChat:
     def last_reply(self) -> ChatEntry | None:
         return next((entry for entry in reversed(self.entries) if entry.role == "assistant"), None)
 
-    @property
-    def last_user_text(self) -> str | None:
-        return next((entry.content for entry in reversed(self.entries) if entry.role == "user"), None)
+    def last_place(self, *roles: Role) -> int | None:
+        """Return the place in `tree` of the last message on the open path with one of these roles."""
+        path = reversed(self.tree.path)
+        return next((place for place in path if self.tree.messages[place].role in roles), None)
 
-    def follow(self, messages: Sequence[Message]) -> None:
-        """Replace the chat's messages. Unchanged messages keep their text chunks and statistics."""
-        old = dict(enumerate(self.entries))
-        for place, message in enumerate(messages):
-            entry = old.get(place)
-            if entry is None or entry.message != message:
-                old[place] = ChatEntry.of(message)
-        self.entries[:] = [old[place] for place in range(len(messages))]
+    def send(self, message: Message) -> RunningTurn:
+        """Return a turn that adds a user's message to the conversation and replies to it."""
+        return RunningTurn(self.tree.add(ChatEntry(message), self.tree.tip), sent=message.content)
 
-    def begin_turn(self, messages: tuple[Message, ...], reply_start: str = "") -> RunningTurn:
-        """Start a reply to `messages`. Until `end_turn`, `saved` includes the text generated so far."""
-        self.turn = RunningTurn(messages, reply_start)
-        return self.turn
+    def edit(self, place: int, message: Message) -> RunningTurn:
+        """Return a turn that adds a new version of a user's message and replies to it."""
+        tree = self.tree.add(ChatEntry(message), self.tree.parents[place])
+        return RunningTurn(tree, sent=message.content, edited=place)
+
+    def regenerate(self, place: int) -> RunningTurn:
+        """Return a turn that adds a new version of a reply, or a new reply to a message of the user."""
+        is_reply = self.tree.messages[place].role == "assistant"
+        return RunningTurn(self.tree.ending_at(self.tree.parents[place] if is_reply else place))
+
+    def continue_reply(self, place: int) -> RunningTurn:
+        """Return a turn that continues a reply, or answers a message that has no reply yet."""
+        if self.tree.messages[place].role != "assistant":
+            return RunningTurn(self.tree.ending_at(place))
+        return RunningTurn(self.tree.ending_at(self.tree.parents[place]), continued=place)
+
+    def begin_turn(self, turn: RunningTurn) -> None:
+        """Start a reply. Until `end_turn`, `saved` includes the text generated so far."""
+        self.turn = turn
 
     def end_turn(self) -> None:
         if self.turn is not None:
@@ -138,9 +185,10 @@ class OpenChat:
     def saved(self, target: str, turn: RunningTurn | None = None) -> SavedChat:
         """Return a copy of the chat to save, including `turn` or, by default, the running turn."""
         turn = turn or self.turn
+        tree = self.tree if turn is None else turn.with_text()
         return SavedChat(
             id=self.id,
-            messages=self.messages if turn is None else turn.messages,
+            tree=tree.pruned().map(lambda entry: entry.message),
             created=self.created,
             updated=datetime.now(UTC),
             title=self.title,
@@ -151,7 +199,7 @@ class OpenChat:
         )
 
     def as_markdown(self) -> str:
-        names = {"user": "You", "assistant": "Model", "system": "System"}
+        names = {"user": "You", "assistant": "Model", "system": "System", "tool": "Tool"}
         return "\n\n".join(f"**{names[entry.role]}:**\n\n{entry.content.strip()}" for entry in self.entries)
 
 

@@ -7,14 +7,18 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from time import monotonic, thread_time
+from typing import TYPE_CHECKING
 
-from edgespec.chat.message import Message
-from edgespec.errors import ChatFileError
+from edgespec.errors import ChatFileError, OptionError
 from edgespec.tui.chat_view import ChatView
-from edgespec.tui.open_chat import OpenChat
-from edgespec.tui.texts import was_cpu_busy
+from edgespec.tui.open_chat import OpenChat, RunningTurn
+from edgespec.tui.speed_history import SpeedHistory
+from edgespec.tui.texts import sentences, was_cpu_busy
 from edgespec.tui.widgets.messages import ReplyMessage, UserMessage
-from edgespec.tui.worker import Act, Ask, ChatState
+from edgespec.tui.worker import Ask, ChatState
+
+if TYPE_CHECKING:
+    from edgespec import Runtime
 
 __all__ = ["TurnScreen"]
 
@@ -31,7 +35,6 @@ class TurnScreen(ChatView):
 
     _job: Future[ChatState] | None = None
     _reply: ReplyMessage | None = None
-    _asked: Ask | None = None
     _after_reply: Callable[[], Awaitable[None]] | None = None
     _unsent = ""
     _stopped = False
@@ -49,10 +52,31 @@ class TurnScreen(ChatView):
     async def show_chat(self, chat: OpenChat) -> None:
         """Show `chat` instead of the current chat."""
         self.current_chat = chat
+        self.history.seed(entry.content for entry in chat.entries if entry.role == "user")
+        await self._show_current_chat()
+
+    async def use_runtime(self, runtime: Runtime) -> None:
+        """Continue the current chat with another model. Settings that it does not support are removed."""
+        self.runtime = runtime
+        self.chips.use_runtime(runtime)
+        problem = ""
+        try:
+            if "method" in self.current_chat.settings:
+                runtime.method_for(str(self.current_chat.settings["method"]))
+        except OptionError as error:
+            problem = sentences("The setting method was removed", error.what)
+            del self.current_chat.settings["method"]
+        await self._show_current_chat()
+        if problem:
+            await self.transcript.note(problem)
+        await self.save()
+
+    async def _show_current_chat(self) -> None:
+        chat = self.current_chat
+        self.speeds = SpeedHistory()
         self._last_stats = None
         self._failure_shown = False
         self.leave_edit()
-        self.history.seed(entry.content for entry in chat.entries if entry.role == "user")
         self._start(self._thread.open_chat(chat.system, chat.messages))
         await self.transcript.show_chat(chat.entries, welcome=self._welcome())
         await self.refresh_sidebar()
@@ -126,28 +150,22 @@ class TurnScreen(ChatView):
         while not self.idle and monotonic() < deadline:
             await asyncio.sleep(0.01)
 
-    async def take_turn(self, act: Act, text: str) -> None:
+    async def take_turn(self, turn: RunningTurn) -> None:
         """Save and show the user's message, and start the reply."""
         transcript, chat = self.transcript, self.current_chat
-        last_user = max((i for i, entry in enumerate(chat.entries) if entry.role == "user"), default=-1)
-        kept = {"send": len(chat.entries), "edit": last_user}.get(act, last_user + 1)
-        kept_messages, replaced = chat.messages[:kept], chat.messages[kept:]
-        reply_start = "".join(message.text for message in replaced) if act == "continue" else ""
-        sent = (Message("user", text),) if act in ("send", "edit") else ()
-        turn = chat.begin_turn((*kept_messages, *sent), reply_start.rstrip("\ufffd"))
-        self._asked = Ask(act, text, chat.system, chat.messages, dict(chat.settings), turn.written)
+        chat.begin_turn(turn)
         self._stopped = self._failure_shown = False
-        if sent:
+        self.speeds = SpeedHistory()
+        if turn.sent:
             with suppress(ChatFileError):
                 await self.archive.save(chat, self.runtime.target.name)
         await transcript.remove_notes()
-        if not reply_start:
-            await transcript.remove_messages(len(replaced))
-        if sent:
-            await transcript.add(UserMessage(text))
-        self._reply = await transcript.start_reply(resume=bool(reply_start))
+        await transcript.keep(len(turn.prompt) - bool(turn.sent))
+        if turn.sent:
+            await transcript.add(UserMessage(turn.sent, turn.prompt[-1].files))
+        self._reply = await transcript.start_reply(resume=turn.continued is not None)
         await self._report_save()
-        self._start(self._thread.ask(self._asked))
+        self._start(self._thread.ask(Ask(chat.system, turn.prompt, dict(chat.settings), turn.written)))
         if self._stopped:
             self._thread.cancel()
         self.archive.save_while_written(chat, self.runtime.target.name)
@@ -186,6 +204,7 @@ class TurnScreen(ChatView):
     async def _write_chunks(self, reply: ReplyMessage) -> None:
         queue = self._thread.chunks
         if chunks := [queue.get_nowait() for _ in range(queue.qsize())]:
+            self.speeds.add(sum(chunk.token_count for chunk in chunks))
             await reply.write(chunks)
         else:
             reply.show_reading(self._thread.read_fraction)
@@ -199,13 +218,13 @@ class TurnScreen(ChatView):
             self._state = job.result()
         except Exception as error:
             failure = error
-        if reply is not None and self._asked is not None:
-            await self._end_turn(None if failure else self._state, self._asked, reply)
+        if reply is not None and (turn := self.current_chat.turn) is not None:
+            await self._end_turn(None if failure else self._state, turn, reply)
         self.transcript.set_dropped(self._state.dropped_messages)
         if failure is not None:
             await self.show_error(failure)
 
-    async def _end_turn(self, state: ChatState | None, ask: Ask, reply: ReplyMessage) -> None:
+    async def _end_turn(self, state: ChatState | None, turn: RunningTurn, reply: ReplyMessage) -> None:
         chat = self.current_chat
         ended = state.reply if state is not None else None
         if (
@@ -213,7 +232,7 @@ class TurnScreen(ChatView):
             and ended is not None
             and (ended.answer or ended.reasoning or ended.finish_reason != "cancelled")
         ):
-            chat.follow(state.messages)
+            chat.tree = turn.with_reply(state.messages[-1])
             chat.unfinished = self._leaving and ended.finish_reason == "cancelled"
             chat.end_turn()
             self._last_stats = ended.stats
@@ -222,7 +241,7 @@ class TurnScreen(ChatView):
             entry.chunks, entry.reply = tuple(reply.chunks), ended
             entry.thought_seconds = reply.thoughts.seconds
             await self.transcript.prune()
-            if ask.act == "continue" and not ended.text:
+            if turn.continued is not None and not ended.text:
                 self.say("The reply was already complete.")
             elif was_cpu_busy(ended.stats) and not self._is_cpu_busy:
                 await self.transcript.note(
@@ -233,8 +252,8 @@ class TurnScreen(ChatView):
             self._is_cpu_busy = was_cpu_busy(ended.stats)
             await self.save()
             return
-        if state is None and chat.turn is not None and chat.turn.written:
-            chat.follow(chat.turn.messages)
+        if state is None and turn.written:
+            chat.tree = turn.with_text()
             chat.unfinished = True
             chat.end_turn()
             entry = chat.entries[-1]
@@ -246,35 +265,29 @@ class TurnScreen(ChatView):
         # No text was generated, so show the previous conversation again.
         chat.end_turn()
         await reply.finish(reply.text, reply.reasoning, None)
-        self._give_back_text()
+        self._give_back_text(turn)
         await self.transcript.show_chat(chat.entries, welcome=self._welcome())
-        if ask.act != "send" and not self._leaving:
+        if (turn.edited is not None or not turn.sent) and not self._leaving:
             await self.save()
 
-    def _give_back_text(self) -> None:
+    def _give_back_text(self, turn: RunningTurn) -> None:
         """Put a message that got no reply back into the input, so that the user can resend it."""
-        ask = self._asked
-        if ask is None or not ask.text or self.prompt.text:
-            return
-        self.editing = ask.act == "edit"
-        self._unsent = ""
-        self.prompt.replace_text(ask.text)
+        if turn.sent and not self.prompt.text:
+            self.editing = turn.edited
+            self._unsent = ""
+            self.prompt.replace_text(turn.sent)
 
     def leave_edit(self) -> None:
-        """Stop editing the last message and restore the previous input text."""
-        if self.editing:
-            self.editing = False
+        """Stop editing a message and restore the previous input text."""
+        if self.editing is not None:
+            self.editing = None
             self.prompt.replace_text(self._unsent)
             self.refresh_facts()
 
-    async def begin_edit(self) -> None:
-        """Copy the last message into the input for editing."""
-        text = self.current_chat.last_user_text
-        if text is None:
-            self.say("There is no message to edit yet.")
-            return
+    def begin_edit(self, place: int) -> None:
+        """Copy a message into the input for editing."""
         self._unsent = self.prompt.text
-        self.editing = True
-        self.prompt.replace_text(text)
+        self.editing = place
+        self.prompt.replace_text(self.current_chat.tree.messages[place].content)
         self.prompt.focus()
         self.refresh_facts()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from edgespec.errors import CancelledError
 from edgespec.heap import limit_malloc_arenas
@@ -16,10 +16,9 @@ if TYPE_CHECKING:
     from edgespec import Chat, Message, Reply, ReplyStream, Runtime, TextChunk
     from edgespec.catalog import Progress
 
-__all__ = ["Act", "Ask", "ChatState", "Load", "ModelThread"]
+__all__ = ["Ask", "ChatState", "Load", "ModelThread", "Switched"]
 
 Load = Callable[["Progress"], "Runtime"]
-Act = Literal["send", "regenerate", "edit", "continue"]
 _T = TypeVar("_T")
 
 
@@ -28,16 +27,12 @@ class Ask:
     """A request for one reply.
 
     Attributes:
-        act: What to do: send a message, edit the last one, or regenerate or continue the last reply.
-        text: The message. Empty for `regenerate` and `continue`.
         system: The system prompt.
-        messages: The conversation so far.
-        options: Options for `Chat.stream`.
+        messages: The conversation. It ends with the message to reply to, or with a reply to continue.
+        options: Options for `Chat.continue_reply`.
         written: Pieces of the reply's text so far. The model thread appends to this list.
     """
 
-    act: Act
-    text: str
     system: str | None
     messages: tuple[Message, ...]
     options: dict[str, Any]
@@ -51,6 +46,13 @@ class ChatState(NamedTuple):
     context_used_tokens: int = 0
     dropped_messages: int = 0
     reply: Reply | None = None
+
+
+class Switched(NamedTuple):
+    """The result of switching models: the model that is loaded now, and why it is not the requested one."""
+
+    runtime: Runtime
+    failure: Exception | None = None
 
 
 class ModelThread:
@@ -73,7 +75,8 @@ class ModelThread:
         self.read_fraction = 0.0
         self._load = load
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._stop = threading.Event()
+        self._closing = threading.Event()
+        self._load_cancelled = threading.Event()
         self._cancelled = threading.Event()
         self._runtime: Runtime | None = None
         self._thread = threading.Thread(target=self._run, name="edgespec-model", daemon=True)
@@ -81,9 +84,14 @@ class ModelThread:
     def start(self) -> Future[Runtime]:
         """Start the model thread and load the model in it."""
         limit_malloc_arenas()
-        loaded = self._submit(self._load_model)
+        loaded = self._submit(lambda: self._load_model(self._load))
         self._thread.start()
         return loaded
+
+    def switch(self, load: Load) -> Future[Switched]:
+        """Unload the model and load another one. If that fails, load the old model again."""
+        self._load_cancelled.clear()
+        return self._submit(lambda: self._switch(load))
 
     def open_chat(self, system: str | None, messages: Sequence[Message]) -> Future[ChatState]:
         """Let the model thread continue another conversation, such as a saved chat."""
@@ -95,6 +103,14 @@ class ModelThread:
         self._cancelled.clear()
         return self._submit(lambda: self._turn(ask))
 
+    def submit(self, work: Callable[[Runtime, Callable[[], bool]], _T]) -> Future[_T]:
+        """Run `work(runtime, is_cancelled)` in the model thread.
+
+        After a call to `cancel`, `is_cancelled()` returns True.
+        """
+        self._cancelled.clear()
+        return self._submit(lambda: work(self._loaded(), self._cancelled.is_set))
+
     def cancel(self) -> None:
         self._cancelled.set()
         if (stream := self.stream) is not None:
@@ -102,11 +118,11 @@ class ModelThread:
 
     def cancel_load(self) -> None:
         """Cancel loading. It stops at the next progress report."""
-        self._stop.set()
+        self._load_cancelled.set()
 
     def close(self) -> None:
         """Tell the thread to stop the running reply, close the model and exit. Does not wait for it."""
-        self._stop.set()
+        self._closing.set()
         self.cancel()
         self._jobs.put(None)
 
@@ -138,15 +154,31 @@ class ModelThread:
         if self._runtime is not None:
             self._runtime.close()
 
-    def _load_model(self) -> Runtime:
+    def _load_model(self, load: Load) -> Runtime:
+        def is_cancelled() -> bool:
+            return self._closing.is_set() or self._load_cancelled.is_set()
+
         def progress(description: str, fraction: float) -> bool:
             self.loading = (description, fraction)
-            return not self._stop.is_set()
+            return not is_cancelled()
 
-        self._runtime = self._load(progress)
-        if self._stop.is_set():
+        self.loading = ("Starting", 0.0)
+        runtime = load(progress)
+        if is_cancelled():
+            runtime.close()
             raise CancelledError("loading the model was cancelled")
-        return self._runtime
+        self._runtime, self._load = runtime, load
+        return runtime
+
+    def _switch(self, load: Load) -> Switched:
+        # Unload first, so that the memory of both models together never exceeds the budget.
+        self._loaded().close()
+        self._runtime = None
+        try:
+            return Switched(self._load_model(load))
+        except Exception as error:
+            self._load_cancelled.clear()
+            return Switched(self._load_model(self._load), error)
 
     def _loaded(self) -> Runtime:
         assert self._runtime is not None
@@ -160,21 +192,12 @@ class ModelThread:
         self.read_fraction = 0.0
         chat = self._loaded().chat(ask.system, ask.messages)
         try:
-            if ask.act == "send":
-                stream = chat.stream(ask.text, progress=progress, **ask.options)
-            elif ask.act == "edit":
-                stream = chat.edit_last(ask.text, progress=progress, **ask.options)
-            elif ask.act == "regenerate":
-                stream = chat.regenerate(progress=progress, **ask.options)
-            else:
-                stream = chat.continue_reply(progress=progress, **ask.options)
-            self.stream = stream
+            stream = self.stream = chat.continue_reply(progress=progress, **ask.options)
             # The user may have cancelled the reply before its stream was created.
             if self._cancelled.is_set():
                 stream.cancel()
             # Do not repeat the start of a continued reply, which is already part of the conversation.
-            continued = ask.act == "continue" and ask.messages[-1].role == "assistant"
-            start = "" if continued else stream.reply_start
+            start = "" if ask.messages[-1].role == "assistant" else stream.reply_start
             for chunk in stream:
                 ask.written.append(start + chunk.raw_text)
                 start = ""

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import edgespec
+from edgespec.chat.message_tree import MessageTree
 from edgespec.chat.store import ChatStore, SavedChat
 from edgespec.errors import ChatFileError
 from edgespec.memory.budget import available_bytes
@@ -67,11 +68,11 @@ class Program:
 
     def _new_file(self) -> SavedChat:
         now = datetime.now(UTC)
-        return SavedChat(self._store.new_id(), (), created=now, updated=now, target="demo")
+        return SavedChat(self._store.new_id(), MessageTree(), created=now, updated=now, target="demo")
 
     def _save(self) -> bool:
-        messages = tuple(self._chat.messages)
-        self._saved = replace(self._saved, messages=messages, updated=datetime.now(UTC))
+        tree = MessageTree.linear(self._chat.messages)
+        self._saved = replace(self._saved, tree=tree, updated=datetime.now(UTC))
         try:
             self._store.save(self._saved)
         except ChatFileError:

@@ -8,7 +8,8 @@ import re
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import urlsplit
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 REPOSITORY = "someone/tiny-GGUF"
 COMMIT = "c" * 40
@@ -37,6 +38,8 @@ class StandInHub:
     takes_ranges: bool = True
     elsewhere: str = ""
     """Another host that downloads are redirected to, as by Hugging Face."""
+    found: list[dict[str, Any]] = field(default_factory=list)
+    """What the hub knows about the repositories that can be found by their names."""
     gone: set[str] = field(default_factory=set)
     """Files that are listed but cannot be downloaded."""
     requests: list[str] = field(default_factory=list)
@@ -90,16 +93,20 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(401, "GatedRepo")
         elif hub.status != 200:
             self._refuse(hub.status, hub.error_code)
+        elif path == "/api/models":
+            (wanted,) = parse_qs(urlsplit(self.path).query)["search"]
+            found = [each for each in hub.found if wanted.lower() in each["id"].lower()]
+            self._send(json.dumps(found).encode(), {})
         elif path == f"/api/models/{REPOSITORY}":
             siblings = [{"rfilename": name, "size": len(data)} for name, data in hub.files.items()]
             self._send(json.dumps({"id": REPOSITORY, "sha": COMMIT, "siblings": siblings}).encode(), {})
-        elif found := re.match(f"/{REPOSITORY}/resolve/(?:main|{COMMIT})/(.+)", path):
-            if found.group(1) in hub.gone:
+        elif file := re.match(f"/{REPOSITORY}/resolve/(?:main|{COMMIT})/(.+)", path):
+            if file.group(1) in hub.gone:
                 self._refuse(404, "EntryNotFound")
             elif hub.elsewhere:
-                self._send_on(found.group(1))
+                self._send_on(file.group(1))
             else:
-                self._file(hub.files[found.group(1)], body=body)
+                self._file(hub.files[file.group(1)], body=body)
         else:
             self._refuse(404, "RepoNotFound")
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import stat
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 from edgespec.chat.message import Message
+from edgespec.chat.message_tree import MessageTree
 from edgespec.chat.store import ChatStore, SavedChat, title_of
+from edgespec.chat.tool_calls.calls import ToolCall
 from edgespec.errors import ChatFileError
 
 NOON = datetime(2025, 3, 1, 12, 0, tzinfo=UTC)
@@ -22,7 +25,12 @@ def chat(
     chat_id: str = "one", *, updated: datetime = NOON, messages: tuple[Message, ...] = TALK
 ) -> SavedChat:
     return SavedChat(
-        chat_id, messages, NOON, updated, target="demo", sampling={"temperature": 0.5, "top_k": 20}
+        chat_id,
+        MessageTree.linear(messages),
+        NOON,
+        updated,
+        target="demo",
+        sampling={"temperature": 0.5, "top_k": 20},
     )
 
 
@@ -34,7 +42,7 @@ def store(tmp_path: Path) -> ChatStore:
 def test_a_saved_chat_comes_back_whole(store: ChatStore) -> None:
     saved = SavedChat(
         "one",
-        TALK,
+        MessageTree.linear(TALK),
         NOON,
         NOON,
         title="Files",
@@ -50,11 +58,53 @@ def test_the_file_is_versioned_json_for_its_owner_only(store: ChatStore) -> None
     path = store.save(chat())
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     data = json.loads(path.read_text("utf-8"))
-    assert data["version"] == 1
+    assert data["version"] == 2
     assert data["messages"][0] == {"role": "user", "content": "How do I list files?"}
     assert list(data) == [
-        "version", "id", "title", "created", "updated", "target", "system", "messages", "sampling",
+        "version", "id", "title", "created", "updated", "target", "system", "messages", "open",
+        "sampling",
     ]  # fmt: skip
+
+
+def test_a_file_of_format_version_1_opens_unchanged(store: ChatStore) -> None:
+    data = chat().to_json()
+    del data["open"]
+    store.folder.mkdir()
+    path = store.folder / "one.json"
+    path.write_text(json.dumps(data | {"version": 1}), "utf-8")
+    assert store.load("one") == replace(chat(), title="How do I list files?")
+    assert json.loads(path.read_text("utf-8"))["version"] == 1
+
+
+def test_versions_of_messages_are_saved_with_their_parents(store: ChatStore) -> None:
+    tree = MessageTree.linear(TALK)
+    tree = tree.add(Message("assistant", "Use `find`."), 0).add(Message("user", "Another question"), None)
+    tree = tree.add(Message("assistant", "An answer"), 3).opened(1)
+    saved = SavedChat("one", tree, NOON, NOON, title="Files")
+    path = store.save(saved)
+    assert store.load("one") == saved
+    assert store.load("one").messages == TALK
+    data = json.loads(path.read_text("utf-8"))
+    assert data["open"] == 1
+    assert [message.get("parent", "adjacent") for message in data["messages"]] == [
+        "adjacent", "adjacent", 0, None, "adjacent",
+    ]  # fmt: skip
+
+
+CALL = ToolCall("c1", "now", "{}")
+
+
+def test_tool_calls_and_their_results_come_back(store: ChatStore) -> None:
+    messages = (
+        Message("user", "What time is it?"),
+        Message(
+            "assistant", "Let me see.", "The user", ("<think>", "</think>"), (ToolCall("c1", "now", "{}"),)
+        ),
+        Message("tool", "12:00", tool_call_id="c1", name="now"),
+        Message("assistant", "", tool_calls=(ToolCall("c2", "later", '{"seconds": 3}'),)),
+    )
+    store.save(chat(messages=messages))
+    assert store.load("one").messages == messages
 
 
 def test_reasoning_is_an_optional_key_of_a_message(store: ChatStore) -> None:
@@ -63,7 +113,7 @@ def test_reasoning_is_an_optional_key_of_a_message(store: ChatStore) -> None:
     loaded = store.load("one").messages
     assert (loaded, loaded[3].text) == (messages, "<think>Hm.</think>Yes.")
     data = json.loads(path.read_text("utf-8"))
-    assert data["version"] == 1
+    assert data["version"] == 2
     assert data["messages"][1] == {"role": "assistant", "content": TALK[1].content}
     assert data["messages"][3] == {
         "role": "assistant",
@@ -155,6 +205,15 @@ BROKEN = {
     "content as a number": (
         _with(messages=[{"role": "user", "content": 3}]),
         "message 1 must be a string, not int",
+    ),
+    "a parent that comes later": (
+        _with(messages=[{"role": "user", "content": "", "parent": 0}], open=None),
+        "`parent` of message 1 must be at least 0 and less than 0, not 0",
+    ),
+    "an open message that is missing": (_with(open=2), "`open` must be at least 0 and less than 2, not 2"),
+    "a parent as text": (
+        _with(messages=[{"role": "user", "content": "", "parent": "one"}]),
+        "`parent` of message 1 must be an integer, not text",
     ),
     "a system prompt as a number": (_with(system=3), "`system` must be text, not an integer"),
     "a title as a list": (_with(title=[]), "`title` must be text, not a list"),
@@ -262,7 +321,7 @@ def test_stale_temporary_files_are_deleted(tmp_path: Path) -> None:
         path.write_text("half")
     os.utime(old, (0, 0))
     now = datetime.now(UTC)
-    store.save(SavedChat("a", (), now, now))
+    store.save(SavedChat("a", MessageTree(), now, now))
     assert not old.exists()
     assert new.exists()
     assert [chat.id for chat in store.list()] == ["a"]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from edgespec.chat.message import Message
+from edgespec.chat.message_tree import MessageTree
 from edgespec.chat.store import ChatStore, SavedChat
 from edgespec.errors import EdgespecError, OptionError
 from edgespec.train import TrainingPrompt, TrainingTarget, chat_prompts, file_prompts, load_target
@@ -89,7 +90,7 @@ def test_every_message_of_a_saved_chat_is_a_prompt(tmp_path: Path) -> None:
         chat_prompts(store)
     messages = (Message("user", "a"), Message("assistant", "b"), Message("user", "```c```"))
     now = datetime.now(UTC)
-    store.save(SavedChat(store.new_id(), messages, now, now, system="be brief"))
+    store.save(SavedChat(store.new_id(), MessageTree.linear(messages), now, now, system="be brief"))
     (tmp_path / "broken.json").write_text("{")
     system = Message("system", "be brief")
     assert [(each.messages, each.kind) for each in chat_prompts(store)] == [

@@ -22,6 +22,7 @@ from edgespec import (
 from edgespec.catalog import Progress
 from edgespec.chat.message import Message, reply_message
 from edgespec.chat.reasoning import ReasoningSplitter, split_reasoning
+from edgespec.chat.template import ChatTemplate
 from edgespec.errors import CancelledError, OptionError
 from edgespec.method_names import parse_method
 from edgespec.options import ReplyArguments
@@ -222,6 +223,7 @@ class ScriptedRuntime:
     draft: ModelFacts | None = field(default_factory=lambda: facts("demo-draft"))
     method: MethodReport = METHOD
     context_tokens: int = 1024
+    template: ChatTemplate | None = None
     loss_limits: tuple[float, float] | None = (0.02, 2.0)
     asked: list[tuple[str | None, str, dict[str, Any]]] = field(default_factory=list)
     closed: bool = False

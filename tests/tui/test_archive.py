@@ -9,6 +9,7 @@ from threading import Barrier
 
 import pytest
 
+from edgespec.chat.message import Message
 from edgespec.chat.store import ChatStore
 from edgespec.tui.archive import Archive
 from edgespec.tui.open_chat import ChatEntry, OpenChat
@@ -19,7 +20,8 @@ async def opened(archive: Archive, chat_id: str) -> OpenChat:
 
 
 def says(chat: OpenChat, text: str) -> None:
-    chat.entries += [ChatEntry("user", text), ChatEntry("assistant", f"{text}!")]
+    for message in (Message("user", text), Message("assistant", f"{text}!")):
+        chat.tree = chat.tree.add(ChatEntry(message), chat.tree.tip)
 
 
 async def test_chat_changed_by_another_program_is_saved_as_a_second_one(tmp_path: Path) -> None:
@@ -70,7 +72,7 @@ async def test_unreadable_chat_file_is_not_overwritten(tmp_path: Path) -> None:
     says(chat, "hello")
     await archive.save(chat, "demo")
     path = tmp_path / f"{chat.id}.json"
-    theirs = path.read_text().replace('"version": 1', '"version": 2')
+    theirs = path.read_text().replace('"version": 2', '"version": 7')
     path.write_text(theirs)
     says(chat, "mine")
     await archive.save(chat, "demo")

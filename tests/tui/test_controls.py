@@ -10,6 +10,7 @@ from textual.geometry import Region
 from textual.widget import Widget
 
 from edgespec.chat.message import Message
+from edgespec.chat.message_tree import MessageTree
 from edgespec.chat.store import ChatStore, SavedChat
 from tests.tui.driving import Driver, driving
 from tests.tui.scripted import ScriptedRuntime, loading
@@ -28,7 +29,7 @@ async def test_control_characters_in_a_saved_chat_are_not_drawn(tmp_path: Path) 
     now = datetime.now(UTC)
     messages = (Message("user", f"asked{EVIL}"), Message("assistant", f"said{EVIL}\n\n```\ncode{EVIL}\n```"))
     ChatStore(tmp_path / "chats").save(
-        SavedChat("evil", messages, now, now, title=f"title{EVIL}" + "x" * 5000)
+        SavedChat("evil", MessageTree.linear(messages), now, now, title=f"title{EVIL}" + "x" * 5000)
     )
     async with driving(loading(ScriptedRuntime()), tmp_path, resume="evil", size=(120, 40)) as d:
         await d.said("asked")

@@ -11,6 +11,7 @@ from textual.widgets.markdown import MarkdownBlock
 
 from edgespec import TextChunk
 from edgespec.chat.message import Message
+from edgespec.chat.message_tree import MessageTree
 from edgespec.chat.store import ChatStore, SavedChat
 from edgespec.tui.chat_screen import ChatScreen
 from edgespec.tui.widgets import long_texts
@@ -24,7 +25,7 @@ COPY = "type /copy to copy the last reply, or /copy chat to copy the whole chat)
 
 
 def save(folder: Path, *messages: Message) -> None:
-    ChatStore(folder / "chats").save(SavedChat("one", messages, NOON, NOON))
+    ChatStore(folder / "chats").save(SavedChat("one", MessageTree.linear(messages), NOON, NOON))
 
 
 @pytest.mark.parametrize(

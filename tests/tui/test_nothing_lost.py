@@ -19,6 +19,7 @@ import edgespec
 from edgespec import Runtime
 from edgespec.catalog import Progress
 from edgespec.chat.message import Message
+from edgespec.chat.message_tree import MessageTree
 from edgespec.chat.store import ChatStore, SavedChat
 from edgespec.errors import ChatFileError, EdgespecError
 from edgespec.tui.app import ChatApp, run_chat
@@ -267,7 +268,7 @@ class TestNothingHangs:
 
     async def test_very_long_message_is_shown_in_part_and_kept_in_full(self, tmp_path: Path) -> None:
         message = Message("user", "word " * 400_000)
-        ChatStore(tmp_path / "chats").save(SavedChat("one", (message,), NOON, NOON))
+        ChatStore(tmp_path / "chats").save(SavedChat("one", MessageTree.linear([message]), NOON, NOON))
         async with driving(loading(ScriptedRuntime()), tmp_path, resume="one") as d:
             await d.said("(1,900,000 more characters are not shown; type /copy chat to copy the whole chat)")
             assert d.chat.current_chat.messages == (message,)
@@ -418,7 +419,7 @@ async def test_chat_files_with_and_without_the_mark_are_read(tmp_path: Path) -> 
     store = ChatStore(tmp_path / "chats")
     (entry,) = store.list()
     marked = entry.path.read_text()
-    assert '"version": 1' in marked
+    assert '"version": 2' in marked
     entry.path.write_text(marked.replace('"unfinished": true', '"other": 1'))
     chat = store.load(entry.id)
     assert not chat.unfinished

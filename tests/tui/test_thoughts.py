@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 
 from edgespec.chat.message import Message
+from edgespec.chat.message_tree import MessageTree
 from edgespec.chat.store import ChatStore, SavedChat
+from edgespec.chat.template import ChatTemplate
 from edgespec.tui.chat_screen import ChatScreen
-from edgespec.tui.open_chat import RunningTurn
+from edgespec.tui.open_chat import OpenChat
 from edgespec.tui.widgets.messages import ReplyMessage
+from edgespec.tui.worker import Load
 from tests.tui.driving import Driver, driving, until
 from tests.tui.scripted import Script, ScriptedRuntime, loading
 
@@ -132,7 +135,9 @@ async def test_a_reply_stopped_while_thinking_is_kept_and_can_be_continued(tmp_p
 
 async def test_a_continued_reply_does_not_claim_a_time(tmp_path: Path) -> None:
     talk = (Message("user", "How?"), Message("assistant", "", "The user", ("<think>\n", "")))
-    ChatStore(tmp_path / "chats").save(SavedChat("one", talk, NOON, NOON, unfinished=True))
+    ChatStore(tmp_path / "chats").save(
+        SavedChat("one", MessageTree.linear(talk), NOON, NOON, unfinished=True)
+    )
     runtime = ScriptedRuntime([Script(" wants `ls`.\n</think>\n\nYes.", pause_seconds=0.1)])
     async with driving(loading(runtime), tmp_path, resume="one") as driver:
         await driver.sees("ended without an answer")
@@ -153,7 +158,60 @@ async def test_f7_without_reasoning_says_so(tmp_path: Path) -> None:
 
 
 def test_a_running_turn_saves_the_reasoning_so_far() -> None:
-    before = (Message("user", "How?"),)
-    turn = RunningTurn(before, written=["<think>\n", "The user ", "wants"])
-    assert turn.messages == (*before, Message("assistant", "", "The user wants"))
-    assert turn.messages[1].text == "<think>\nThe user wants"
+    chat = OpenChat()
+    turn = chat.send(Message("user", "How?"))
+    turn.written.extend(["<think>\n", "The user ", "wants"])
+    saved = chat.saved("demo", turn)
+    assert saved.messages == (Message("user", "How?"), Message("assistant", "", "The user wants"))
+    assert saved.messages[1].text == "<think>\nThe user wants"
+
+
+THINKING_SWITCH = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+)
+
+
+async def test_the_folded_line_tells_the_length_of_the_reasoning(tmp_path: Path) -> None:
+    async with driving(loading(ScriptedRuntime([Script(THOUGHT + ANSWER)])), tmp_path) as driver:
+        await driver.say("How do I sort files?")
+        tokens = sum(chunk.token_count for chunk in reply(driver).chunks if chunk.reasoning)
+        await driver.sees(f" · {tokens} tokens")
+    async with driving(loading(ScriptedRuntime()), tmp_path, resume="last") as driver:
+        await driver.sees("Thoughts · 6 words")
+
+
+async def test_think_switches_the_reasoning_of_a_model_that_has_a_switch(tmp_path: Path) -> None:
+    template = ChatTemplate(THINKING_SWITCH, "", "")
+    runtime = ScriptedRuntime(template=template)
+    async with driving(loading(runtime), tmp_path) as driver:
+        await driver.say("/think off")
+        await driver.said("the model is asked not to reason.")
+        await driver.say("Hello")
+        await driver.say("/think on")
+        await driver.said("the model is asked to reason.")
+        await driver.say("/think")
+        await driver.said("Reasoning: on.")
+        await driver.say("Hello")
+        await driver.say("/think auto")
+        assert driver.chat.current_chat.settings == {}
+        await driver.say("/think maybe")
+        await driver.said("maybe")
+    template.close()
+    assert [options["thinking"] for _, _, options in runtime.asked] == ["off", "on"]
+
+
+async def test_think_says_that_the_demo_has_no_switch(demo: Load, tmp_path: Path) -> None:
+    async with driving(demo, tmp_path) as driver:
+        await driver.say("/think off")
+        await driver.said("model demo has no switch for reasoning")
+        assert driver.chat.current_chat.settings == {}
+
+
+@pytest.mark.parametrize("source", ["{{ raise_exception('never') }}", "{% if %}"])
+async def test_think_with_a_broken_template(tmp_path: Path, source: str) -> None:
+    template = ChatTemplate(source, "", "")
+    async with driving(loading(ScriptedRuntime(template=template)), tmp_path) as driver:
+        await driver.say("/think off")
+        await driver.said("model demo has no switch for reasoning")
+    template.close()

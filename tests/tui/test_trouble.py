@@ -13,6 +13,7 @@ import pytest
 from edgespec import Runtime
 from edgespec.catalog import Progress
 from edgespec.chat.message import Message
+from edgespec.chat.message_tree import MessageTree
 from edgespec.chat.store import ChatStore, SavedChat
 from edgespec.errors import BackendError, CancelledError, ChatFileError, ModelFileError
 from edgespec.tui.app import ChatApp, run_chat
@@ -125,7 +126,7 @@ async def test_a_failed_edit_keeps_the_conversation(tmp_path: Path) -> None:
         await d.press("ctrl+p")
         await d.say("second")
         assert [entry.content for entry in d.chat.current_chat.entries] == ["first", "One."]
-        assert d.chat.editing
+        assert d.chat.editing == 0
         assert d.chat.prompt.text == "second"
 
 
@@ -267,14 +268,14 @@ async def test_chat_with_invalid_settings_still_opens(tmp_path: Path) -> None:
         assert d.chat.current_chat.id == chat.id
         assert d.chat.current_chat.settings == {"top_k": 20}
         assert "temperature must be a number from 0 to 100, not 'hot'" in d.transcript()
-        assert "This chat used 8b-q4, and now uses demo. To use 8b-q4 again" in d.transcript()
+        assert "This chat used 8b-q4, and now uses demo. Type /model to switch" in d.transcript()
 
 
 def _odd_chat(store: ChatStore) -> SavedChat:
     now = datetime.now(UTC)
     chat = SavedChat(
         store.new_id(),
-        (Message("user", "odd"),),
+        MessageTree.linear([Message("user", "odd")]),
         now,
         now,
         target="8b-q4",
@@ -288,7 +289,7 @@ async def test_hundreds_of_messages_open_quickly_and_page_upwards(tmp_path: Path
     store = ChatStore(tmp_path / "chats")
     now = datetime.now(UTC)
     messages = tuple(Message("user" if n % 2 == 0 else "assistant", f"message {n}") for n in range(600))
-    store.save(SavedChat(store.new_id(), messages, now, now, title="long"))
+    store.save(SavedChat(store.new_id(), MessageTree.linear(messages), now, now, title="long"))
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         began = time.monotonic()
         await d.say("/load long")

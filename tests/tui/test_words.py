@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 from textual.content import Content
 
-from edgespec.chat.message import Message
 from edgespec.chat.store import Setting
 from edgespec.errors import OptionError
 from edgespec.reply_options import REPLY_OPTIONS
 from edgespec.tui import commands, numbers
 from edgespec.tui.chat_screen import ChatScreen
 from edgespec.tui.history import History
-from edgespec.tui.open_chat import ChatEntry, OpenChat, code_blocks
+from edgespec.tui.open_chat import OpenChat, code_blocks
 from edgespec.tui.preferences import Preferences
 from edgespec.tui.settings import SCHEMA, SETTINGS, accepted, default_text, parse, setting_named, shown
 from edgespec.tui.texts import show_rows
@@ -220,7 +219,7 @@ def test_a_nearly_full_context_is_marked() -> None:
 @pytest.mark.parametrize("width", [20, 34, 60])
 def test_details_fit_their_width(width: int) -> None:
     text = details_content(
-        made_up_stats(23), width, method=METHOD, reply=None, memory_bytes=1, loss_limits=None
+        made_up_stats(23), width, method=METHOD, reply=None, rates=[], memory_bytes=1, loss_limits=None
     ).plain
     told = text[text.index("This reply") :].splitlines()
     assert max(Content(line).cell_length for line in told) <= max(width, 32)
@@ -235,14 +234,6 @@ def test_pairs_wrap_with_a_hanging_indent_or_stack() -> None:
     ]
     stacked = pairs_content(rows, 16, label_style="", stack_below=12).plain.splitlines()
     assert stacked == ["label  one two", "  three four", "whole line"]
-
-
-def test_unchanged_messages_keep_their_stats() -> None:
-    chat = OpenChat(entries=[ChatEntry("user", "a"), ChatEntry("assistant", "b"), ChatEntry("user", "c")])
-    first = chat.entries[0]
-    chat.follow([Message("user", "a"), Message("assistant", "B")])
-    assert chat.entries[0] is first
-    assert [entry.content for entry in chat.entries] == ["a", "B"]
 
 
 def test_code_blocks_are_found() -> None:

@@ -14,19 +14,25 @@ from textual.widget import Widget
 from textual.widgets import Markdown, Static
 from textual.widgets.markdown import MarkdownStream
 
+from edgespec.tui.files.chips import file_chips
 from edgespec.tui.numbers import count, percent
+from edgespec.tui.texts import sources_text
 from edgespec.tui.widgets.long_texts import hidden_note, limited_chunks, limited_markdown, limited_text
 from edgespec.tui.widgets.pairs import Pairs
+from edgespec.tui.widgets.reply_markdown import ReplyMarkdown
 from edgespec.tui.widgets.thoughts import Thoughts
 
 if TYPE_CHECKING:
-    from edgespec import Reply, TextChunk
+    from edgespec import AttachedFile, Reply, TextChunk
 
 __all__ = ["Panel", "ReplyMessage", "UserMessage", "Welcome"]
 
 
 _COPY_CHAT = "type /copy chat to copy the whole chat"
 _COPY_REPLY = f"type /copy to copy the last reply, or {_COPY_CHAT.removeprefix('type ')}"
+_LEGEND = Content.assemble(
+    ("■ ", "$success"), "guessed correctly   ", ("■ ", "$warning"), "from the model itself"
+)
 _ENDINGS = {"cancelled": "stopped", "length": "stopped: the reply reached its maximum length"}
 
 
@@ -45,10 +51,15 @@ def _origin_content(chunks: Sequence[TextChunk]) -> Content:
 
 
 class UserMessage(Static):
-    """A user message, shown exactly as typed. The end of a very long message is hidden."""
+    """A user message, shown exactly as typed, and the names and sizes of its files.
 
-    def __init__(self, text: str) -> None:
-        super().__init__(Content(limited_text(text, _COPY_CHAT)), classes="user")
+    The end of a very long message is hidden.
+    """
+
+    def __init__(self, text: str, files: Sequence[AttachedFile] = ()) -> None:
+        shown = Content(limited_text(text, _COPY_CHAT))
+        chips = file_chips(files)
+        super().__init__(Content("\n").join([shown, chips]) if chips else shown, classes="user")
 
 
 class Panel(Vertical):
@@ -112,7 +123,7 @@ class ReplyMessage(Widget):
 
     def compose(self) -> ComposeResult:
         yield self.thoughts
-        yield Markdown(self._drawn, parser_factory=_markdown_parser, classes="reply-markdown")
+        yield ReplyMarkdown(self._drawn, parser_factory=_markdown_parser, classes="reply-markdown")
         yield Static(classes="reply-origin")
         yield Static(classes="reply-end")
 
@@ -151,7 +162,7 @@ class ReplyMessage(Widget):
         added = drawn[len(self._drawn) :]
         self._drawn += added
         if self.text or self.reasoning:
-            self._show_end(Content(self._hidden_note()))
+            self._show_end(_LEGEND if self.coloured else Content(self._hidden_note()))
         if self.coloured:
             self._refresh_views()
         if thoughts or (fragment and fragment == self.text):
@@ -185,17 +196,21 @@ class ReplyMessage(Widget):
 
     def _refresh_thoughts(self) -> None:
         chunks = [chunk for chunk in self.chunks if chunk.reasoning]
-        # Colour the reasoning only if its chunks are complete. A continued reply may lack its first chunks.
-        coloured = self.coloured and "".join(chunk.text for chunk in chunks) == self.reasoning
+        # A continued reply may lack the first chunks of its reasoning, and a saved reply has none.
+        complete = "".join(chunk.text for chunk in chunks) == self.reasoning
         text = (
             _origin_content(chunks)
-            if coloured
+            if self.coloured and complete
             else Content(limited_text(self.reasoning, "the chat file contains the whole text"))
         )
-        if self.writing and not self.text:
-            self.thoughts.show_growing(text, sum(chunk.token_count for chunk in chunks))
+        if complete:
+            length = count(sum(chunk.token_count for chunk in chunks), "token")
         else:
-            self.thoughts.show(text)
+            length = count(len(self.reasoning.split()), "word")
+        if self.writing and not self.text:
+            self.thoughts.show_growing(text, length)
+        else:
+            self.thoughts.show(text, length)
 
     def _refresh_views(self) -> None:
         coloured = self.coloured
@@ -228,8 +243,13 @@ class ReplyMessage(Widget):
         own = sum(chunk.token_count for chunk in self.chunks if not chunk.accepted)
         return Content.assemble(
             ("■ ", "$success"),
-            f"{count(drafted)} guessed correctly   ",
+            f"{count(drafted)} guessed correctly{self._guessers()}   ",
             ("■ ", "$warning"),
             f"{count(own)} from the model itself",
             f"   {ending}" if ending else "",
         )
+
+    def _guessers(self) -> str:
+        """Return where the guesses came from, in brackets, or nothing if that is unknown."""
+        effective = "none" if self.reply is None else self.reply.method.effective
+        return "" if effective == "none" else f" ({sources_text(effective)})"

@@ -7,7 +7,7 @@ from time import monotonic
 from textual.content import Content
 from textual.widgets import Collapsible, Static
 
-from edgespec.tui.numbers import count, seconds_text
+from edgespec.tui.numbers import seconds_text
 
 __all__ = ["Thoughts"]
 
@@ -25,19 +25,19 @@ class Thoughts(Collapsible):
         self.seconds = seconds
         self._began: float | None = None
 
-    def show(self, text: Content) -> None:
-        """Show the reasoning of a finished reply."""
+    def show(self, text: Content, length: str) -> None:
+        """Show the reasoning of a finished reply. `length` says how long it is, such as `45 tokens`."""
         if self._began is not None:
             self.seconds, self._began = monotonic() - self._began, None
         thought = "Thoughts" if self.seconds is None else f"Thought for {seconds_text(self.seconds)}"
-        self._update(text, thought)
+        self._update(text, f"{thought} · {length}")
 
-    def show_growing(self, text: Content, tokens: int) -> None:
+    def show_growing(self, text: Content, length: str) -> None:
         """Show the reasoning generated so far, while the model is still thinking."""
         # Do not time reasoning that began in an earlier run of edgespec.
         if self._began is None and (self.seconds is not None or not self.display):
             self._began = monotonic() - (self.seconds or 0.0)
-        self._update(text, f"Thinking… {count(tokens, 'token')}")
+        self._update(text, f"Thinking… {length}")
 
     def _update(self, text: Content, title: str) -> None:
         self._body.update(text)

@@ -99,10 +99,9 @@ class Transcript(VerticalScroll):
         """Remove all notes and panels, which are outdated once the next message is sent."""
         await self.query(".note, Panel").remove()
 
-    async def remove_messages(self, number: int) -> None:
-        """Remove the last `number` messages, which are about to be replaced."""
-        messages = self._messages
-        await self._column.remove_children(messages[len(messages) - number :])
+    async def keep(self, number: int) -> None:
+        """Remove all but the first `number` messages of the chat, because others will replace them."""
+        await self._column.remove_children(self._messages[max(0, number - self._first) :])
 
     async def prune(self) -> None:
         """Remove the oldest message widgets if there are too many."""
@@ -151,7 +150,7 @@ class Transcript(VerticalScroll):
 
     def _widget(self, entry: ChatEntry) -> Widget:
         if entry.role == "user":
-            return UserMessage(entry.content)
+            return UserMessage(entry.content, entry.message.files)
         if entry.role == "system":
             return Panel("System", entry.content)
         return ReplyMessage(

@@ -1,0 +1,271 @@
+"""Show a race in a terminal, as an asciinema recording (`.cast`), or as an animated picture (`.svg`)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.cells import cell_len, get_character_cell_size
+
+from edgespec.bench.race import Lane, Race
+from edgespec.errors import OptionError
+from edgespec.files import error_reason
+
+__all__ = ["Event", "Picture", "check_picture_path", "save_picture"]
+
+_GAP_CELLS = 3
+_CAST_COLUMNS = 100
+# Seconds that a recording shows the finished race.
+_END_SECONDS = 3.0
+# How often a recording updates the speeds, in seconds.
+_SPEED_SECONDS = 0.25
+_ACCEPTED, _OWN, _FAINT, _BOLD = "32", "33", "2", "1"
+_LEGEND = ((_ACCEPTED, "accepted guesses"), (_OWN, "written by the model itself"))
+_CONTROLS = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+# Size of a character in the SVG picture, in pixels.
+_CELL_WIDTH, _LINE_HEIGHT, _MARGIN = 8.4, 19, 20
+
+
+class Event(NamedTuple):
+    """Text that appears at one place on the screen.
+
+    Attributes:
+        seconds: When it appears.
+        row: Row, from 0.
+        column: Column, from 0.
+        style: Number of the terminal colour or style.
+    """
+
+    seconds: float
+    row: int
+    column: int
+    text: str
+    style: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    start: int
+    end: int
+
+
+class Picture:
+    """A race on a grid of character cells: the prompt, two columns of text, and the result.
+
+    The lines are broken as in the finished text, so that no text moves while it appears.
+
+    Args:
+        race: The race.
+        prompt: The prompt, shown above the replies.
+        columns: Width in cells.
+        max_rows: Maximum number of rows of the replies. The rest is not shown.
+
+    Attributes:
+        rows: Number of rows.
+        columns: Width in cells.
+        seconds: Duration of the slower reply.
+        events: All texts, in the order in which they appear. Later ones replace earlier ones.
+    """
+
+    def __init__(self, race: Race, prompt: str, columns: int, max_rows: int | None = None) -> None:
+        self.columns = columns
+        self._race = race
+        self._width = max(8, (columns - _GAP_CELLS) // 2)
+        self.seconds = max(race.plain.seconds, race.other.seconds)
+        lanes = ((race.plain, "plain decoding", 0), (race.other, race.other.method, self._width + _GAP_CELLS))
+        heading = _wrapped(f"> {_cleaned(prompt)}", columns)[:3]
+        self._top = len(heading) + 1
+        events = [Event(0.0, row, 0, text, _BOLD) for row, text in enumerate(heading)]
+        height = 0
+        for lane, name, left in lanes:
+            title = f"{name[: self._width]}"
+            events.append(Event(0.0, self._top, left, title, _BOLD))
+            pieces = [each for each in self._pieces(lane, left) if max_rows is None or each.row < max_rows]
+            height = max([height, *(each.row + 1 for each in pieces)])
+            events += [each._replace(row=each.row + self._top + 2) for each in pieces]
+            events += self._speeds(lane, left)
+        end = self._top + 2 + height + 1
+        result = [line for text in (race.headline(), *race.remarks()) for line in _wrapped(text, columns)]
+        events += [Event(self.seconds, end + row, 0, text, "") for row, text in enumerate(result)]
+        self.rows = end + len(result) + 1 + len(_LEGEND)
+        for row, (style, meaning) in enumerate(_LEGEND, self.rows - len(_LEGEND)):
+            events += [Event(0.0, row, 0, "■", style), Event(0.0, row, 2, meaning[: columns - 2], _FAINT)]
+        self.events = sorted(events, key=lambda event: event.seconds)
+
+    def _pieces(self, lane: Lane, left: int) -> Iterator[Event]:
+        """Yield the text of a reply, with rows counted from the first line of the reply."""
+        text = _cleaned(lane.text)
+        lines = list(_broken(text, self._width))
+        place = number = 0
+        for chunk in lane.chunks:
+            style = _ACCEPTED if chunk.accepted else _OWN
+            end = place + len(_cleaned(chunk.text))
+            while place < end:
+                while number + 1 < len(lines) and place >= lines[number + 1].start:
+                    number += 1
+                line = lines[number]
+                until = min(end, lines[number + 1].start if number + 1 < len(lines) else end)
+                if shown := text[place : min(until, line.end)]:
+                    column = left + cell_len(text[line.start : place])
+                    yield Event(chunk.seconds, number, column, shown, style)
+                place = until
+
+    def _speeds(self, lane: Lane, left: int) -> Iterator[Event]:
+        """Yield the line below the heading, which shows the tokens and the speed so far."""
+        seconds = 0.0
+        while True:
+            seconds = min(seconds + _SPEED_SECONDS, lane.seconds)
+            tokens = lane.tokens_at(seconds)
+            speed = tokens / seconds if seconds else 0.0
+            done = " ✓" if seconds >= lane.seconds else ""
+            text = f"{speed:5.1f} tok/s · {tokens} tokens in {seconds:.1f} s{done}"
+            yield Event(seconds, self._top + 1, left, text[: self._width].ljust(self._width), _FAINT)
+            if seconds >= lane.seconds:
+                return
+
+    def cast(self) -> str:
+        """Return the race as an asciinema recording, version 2."""
+        header = {"version": 2, "width": self.columns, "height": self.rows, "title": "edgespec race"}
+        lines = [json.dumps(header), json.dumps([0.0, "o", "\x1b[?25l\x1b[2J"])]
+        for event in self.events:
+            move = f"\x1b[{event.row + 1};{event.column + 1}H"
+            lines.append(json.dumps([round(event.seconds, 4), "o", f"{move}{styled(event)}"]))
+        lines.append(
+            json.dumps([round(self.seconds + _END_SECONDS, 4), "o", f"\x1b[{self.rows};1H\x1b[?25h"])
+        )
+        return "\n".join(lines) + "\n"
+
+    def svg(self) -> str:
+        """Return the race as an SVG picture, which plays once in a browser.
+
+        Programs that cannot play it show the finished race.
+        """
+        width = self.columns * _CELL_WIDTH + 2 * _MARGIN
+        height = self.rows * _LINE_HEIGHT + 2 * _MARGIN
+        parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" role="img">',
+            f"<title>{escape(f'edgespec race: {self._race.headline()}')}</title>",
+            f'<rect width="{width:.0f}" height="{height:.0f}" rx="8" fill="#15171c"/>',
+            '<g font-family="ui-monospace,Menlo,Consolas,monospace" font-size="14" xml:space="preserve">',
+        ]
+        for event, until in _with_ends(self.events):
+            x = _MARGIN + event.column * _CELL_WIDTH
+            y = _MARGIN + (event.row + 0.8) * _LINE_HEIGHT
+            length = cell_len(event.text.rstrip()) * _CELL_WIDTH
+            if not length:
+                continue
+            last = self.seconds if until is None else until
+            hidden = _set("hidden", 0.0, event.seconds) if event.seconds else ""
+            base = ""
+            if until is not None:
+                # Show replaced text only while it is valid, and not at all without animation.
+                base, hidden = ' visibility="hidden"', _set("visible", event.seconds, last - event.seconds)
+            parts.append(
+                f'<text x="{x:.1f}" y="{y:.1f}" textLength="{length:.1f}" lengthAdjust="spacingAndGlyphs"'
+                f"{_SVG_STYLES[event.style]}{base}>{escape(event.text.rstrip())}{hidden}</text>"
+            )
+        return "\n".join([*parts, "</g>", "</svg>", ""])
+
+
+_SVG_STYLES = {
+    "": ' fill="#d5d8de"',
+    _ACCEPTED: ' fill="#8ec07c"',
+    _OWN: ' fill="#e5b567"',
+    _FAINT: ' fill="#868d9a"',
+    _BOLD: ' fill="#d5d8de" font-weight="bold"',
+}
+
+
+def styled(event: Event) -> str:
+    """Return the text of an event with its terminal colour."""
+    return f"\x1b[{event.style}m{event.text}\x1b[0m" if event.style else event.text
+
+
+def check_picture_path(path: Path) -> None:
+    """Raise OptionError if a race cannot be saved under this name."""
+    if path.suffix.lower() not in (".svg", ".cast"):
+        raise OptionError(
+            f"{str(path)!r} is not a name for a picture of a race", "use a name that ends in .svg or .cast"
+        )
+    if not path.absolute().parent.is_dir():
+        raise OptionError(
+            f"the folder of {str(path)!r} does not exist", "create it, or use a file in an existing folder"
+        )
+
+
+def save_picture(race: Race, prompt: str, path: Path) -> None:
+    """Save the race as an SVG picture or an asciinema recording, depending on the file's name.
+
+    Raises:
+        OptionError: The name does not end in `.svg` or `.cast`, or the file cannot be written.
+    """
+    check_picture_path(path)
+    picture = Picture(race, prompt, _CAST_COLUMNS)
+    text = picture.svg() if path.suffix.lower() == ".svg" else picture.cast()
+    try:
+        path.write_text(text, "utf-8")
+    except OSError as error:
+        raise OptionError(
+            f"cannot write {str(path)!r}: {error_reason(error)}", "use another file name"
+        ) from error
+
+
+def _set(value: str, begin: float, seconds: float) -> str:
+    return (
+        f'<set attributeName="visibility" to="{value}" begin="{begin:.3f}s" dur="{max(seconds, 1e-3):.3f}s"/>'
+    )
+
+
+def _with_ends(events: Sequence[Event]) -> Iterator[tuple[Event, float | None]]:
+    """Yield each event and when a later one at the same place replaces it, or None."""
+    following: dict[tuple[int, int], float] = {}
+    found: list[tuple[Event, float | None]] = []
+    for event in reversed(events):
+        place = event.row, event.column
+        found.append((event, following.get(place)))
+        following[place] = event.seconds
+    yield from reversed(found)
+
+
+def _cleaned(text: str) -> str:
+    """Replace tabs, and remove control characters, which could control the terminal."""
+    return _CONTROLS.sub("", text.replace("\t", "    "))
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return [text[line.start : line.end] for line in _broken(text, width)]
+
+
+def _broken(text: str, width: int) -> Iterator[_Line]:
+    """Break a text into lines of at most `width` cells, between words if possible.
+
+    The line break or space between two lines belongs to neither.
+    """
+    start = cells = 0
+    space = -1
+    place = 0
+    while place < len(text):
+        character = text[place]
+        if character == "\n":
+            yield _Line(start, place)
+            start, cells, space = place + 1, 0, -1
+            place += 1
+            continue
+        cells += get_character_cell_size(character)
+        if cells > width and place > start:
+            if character == " ":
+                space = place
+            end = space if space > start else place
+            yield _Line(start, end)
+            start = end + 1 if text[end] == " " else end
+            cells, space, place = 0, -1, start
+            continue
+        if character == " ":
+            space = place
+        place += 1
+    yield _Line(start, len(text))

@@ -1,0 +1,122 @@
+"""The messages of a chat as a tree, so that a message can have several versions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+__all__ = ["MessageTree"]
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+
+@dataclass(frozen=True, slots=True)
+class MessageTree(Generic[T]):
+    """The messages of a chat, and the path through them that is open.
+
+    Each message follows another one, its parent. Messages with the same parent are versions of each other,
+    such as the replies to one question. A message is identified by its place, which is its index in
+    `messages` and never changes: methods return a new tree, to which they only add messages. Deleted
+    messages stay in the tree until `pruned`, so that they can be restored.
+
+    Attributes:
+        messages: All messages, in the order in which they were added.
+        parents: For each message, the place of its parent, which is always lower. None for a first message.
+        tip: The place of the last message on the open path. None if the path is empty.
+        deleted: The places of deleted messages, last deleted last. The messages after them count as deleted.
+    """
+
+    messages: tuple[T, ...] = ()
+    parents: tuple[int | None, ...] = ()
+    tip: int | None = None
+    deleted: tuple[int, ...] = ()
+
+    @classmethod
+    def linear(cls, messages: Iterable[T]) -> MessageTree[T]:
+        """Return a tree without other versions, in which each message follows the one before."""
+        items = tuple(messages)
+        places = (None, *range(len(items)))
+        return cls(items, places[:-1], places[-1])
+
+    @property
+    def path(self) -> tuple[int, ...]:
+        """The places on the open path, from the first message to `tip`."""
+        places, place = [], self.tip
+        while place is not None:
+            places.append(place)
+            place = self.parents[place]
+        return tuple(reversed(places))
+
+    @property
+    def open_messages(self) -> tuple[T, ...]:
+        """The messages on the open path."""
+        return tuple(self.messages[place] for place in self.path)
+
+    def versions(self, place: int) -> tuple[int, ...]:
+        """Return the places of all versions of a message, oldest first, without deleted ones."""
+        return self._children(self.parents[place])
+
+    def _children(self, parent: int | None) -> tuple[int, ...]:
+        start = 0 if parent is None else parent + 1
+        places = range(start, len(self.parents))
+        return tuple(p for p in places if self.parents[p] == parent and p not in self.deleted)
+
+    def is_last(self, place: int) -> bool:
+        """Return whether no message follows a message."""
+        return not self._children(place)
+
+    def add(self, message: T, parent: int | None) -> MessageTree[T]:
+        """Add a message after `parent`, and end the open path with it."""
+        place = len(self.messages)
+        return replace(self, messages=(*self.messages, message), parents=(*self.parents, parent), tip=place)
+
+    def ending_at(self, tip: int | None) -> MessageTree[T]:
+        """End the open path at a message. None empties the path."""
+        return replace(self, tip=tip)
+
+    def opened(self, place: int) -> MessageTree[T]:
+        """Open the path through a message, and from there through the newest versions to the end."""
+        while children := self._children(place):
+            place = children[-1]
+        return replace(self, tip=place)
+
+    def with_message(self, place: int, message: T) -> MessageTree[T]:
+        """Replace the message at a place."""
+        return replace(self, messages=(*self.messages[:place], message, *self.messages[place + 1 :]))
+
+    def without(self, place: int) -> MessageTree[T]:
+        """Delete a message and all messages after it.
+
+        If the message was on the open path, the path goes on with the nearest other version, or else ends
+        before it.
+        """
+        tree = replace(self, deleted=(*self.deleted, place))
+        if place not in self.path:
+            return tree
+        others = tree.versions(place)
+        if not others:
+            return tree.ending_at(self.parents[place])
+        return tree.opened(min(others, key=lambda other: (abs(other - place), other)))
+
+    def restored(self) -> MessageTree[T]:
+        """Restore the message that was deleted last and the messages after it, and open them."""
+        return replace(self, deleted=self.deleted[:-1]).opened(self.deleted[-1])
+
+    def pruned(self) -> MessageTree[T]:
+        """Return a tree without the deleted messages. Their places are used by other messages."""
+        places: dict[int | None, int | None] = {None: None}
+        for place, parent in enumerate(self.parents):
+            if parent in places and place not in self.deleted:
+                places[place] = len(places) - 1
+        kept = [place for place in places if place is not None]
+        return MessageTree(
+            tuple(self.messages[place] for place in kept),
+            tuple(places[self.parents[place]] for place in kept),
+            places[self.tip],
+        )
+
+    def map(self, function: Callable[[T], S]) -> MessageTree[S]:
+        """Return a tree of the same shape with a function applied to each message."""
+        return MessageTree(tuple(map(function, self.messages)), self.parents, self.tip, self.deleted)

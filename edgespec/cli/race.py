@@ -1,0 +1,115 @@
+"""`edgespec race`: show plain decoding and a method side by side on the same prompt."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from time import monotonic, sleep
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from edgespec.cli.failures import DONE
+from edgespec.cli.help import HelpfulCommand
+from edgespec.cli.interrupt import Stop, interruptible
+from edgespec.cli.loading import loaded
+from edgespec.cli.measuring import reject_remember
+from edgespec.cli.options import LOAD_NAMES, REPLY_NAMES, OutputPath, declared_options, json_option, pick
+from edgespec.cli.screen import ProgressLine, is_terminal, note, print_json, write_text
+
+if TYPE_CHECKING:
+    from edgespec.bench.race import Race
+    from edgespec.bench.race_pictures import Picture
+
+__all__ = ["command"]
+
+# Options that a race cannot show.
+_UNUSED = ("logprobs",)
+_REPLY_NAMES = tuple(name for name in REPLY_NAMES if name not in _UNUSED)
+# In narrower terminals, two columns cannot be read, so only the result is printed.
+_MIN_COLUMNS = 40
+# Rows of the terminal that are not available for the replies: the prompt, the headings and the result.
+_OTHER_ROWS = 14
+
+
+@click.command(
+    "race",
+    cls=HelpfulCommand,
+    params=declared_options("target", "draft", "system", *_REPLY_NAMES, *LOAD_NAMES),
+    short_help="Show plain decoding and edgespec side by side.",
+    examples=(
+        'edgespec race "How do I list files by size?"',
+        'edgespec race --target 8b-q4 --to race.svg "Write a Python class for a stack"',
+        'edgespec race --target 8b-q4 --to race.cast -n 300 "Explain recursion"',
+        'edgespec race --method ngram --temperature 0 --json "Count to twenty"',
+    ),
+)
+@click.argument("prompt")
+@click.option(
+    "--to", type=OutputPath(path_type=Path), metavar="FILE",
+    help="Also save the race as an animated picture (.svg) or a recording for asciinema (.cast).",
+)  # fmt: skip
+@json_option
+def command(prompt: str, to: Path | None, as_json: bool, **options: Any) -> int:
+    """Generate a reply twice, with plain decoding and with a method such as auto, and show both side by side.
+
+    The two replies are generated one after the other, because they would slow each other down, with the same
+    seed and settings. Then they are shown together at the speeds at which they were generated.
+
+    A race is one measurement. For reliable figures, use `edgespec bench`.
+    """
+    from edgespec.bench.race import DEFAULT_RACE_TOKENS, check_race
+    from edgespec.bench.race_pictures import check_picture_path, save_picture
+
+    reject_remember(options)
+    check_race(options["method"], options)
+    if to is not None:
+        check_picture_path(to)
+    if options["max_tokens"] is None:
+        options["max_tokens"] = DEFAULT_RACE_TOKENS
+    race = interruptible(lambda stop: _race(stop, prompt, as_json, options))
+    if to is not None:
+        save_picture(race, prompt, to)
+        note(f"saved {to}")
+    if as_json:
+        print_json({"prompt": prompt} | race.to_json())
+    return DONE
+
+
+def _race(stop: Stop, prompt: str, as_json: bool, options: dict[str, Any]) -> Race:
+    """Load the models, run the race, and show it unless it is printed as JSON."""
+    from edgespec.bench.race import run_race
+    from edgespec.bench.race_pictures import Picture
+
+    settings = pick(options, ("system", *_REPLY_NAMES))
+    with loaded(stop, **pick(options, LOAD_NAMES)) as runtime, ProgressLine(stop) as progress:
+        race = run_race(
+            lambda **each: runtime.stream(prompt, **each),
+            settings,
+            method=options["method"],
+            progress=progress,
+        )
+    size = shutil.get_terminal_size()
+    if as_json:
+        return race
+    if is_terminal(sys.stdout) and size.columns > _MIN_COLUMNS and size.lines > _OTHER_ROWS:
+        _play(Picture(race, prompt, min(size.columns - 1, 120), size.lines - _OTHER_ROWS), stop)
+    else:
+        write_text("\n".join([race.headline(), *race.remarks()]) + "\n")
+    return race
+
+
+def _play(picture: Picture, stop: Stop) -> None:
+    """Show the race at its measured speeds, below the cursor. A stop request shows its end at once."""
+    from edgespec.bench.race_pictures import styled
+
+    sys.stdout.write("\n" * picture.rows)
+    began = monotonic()
+    for event in picture.events:
+        while (left := event.seconds - (monotonic() - began)) > 0 and not stop.requested:
+            sys.stdout.flush()
+            sleep(min(left, 0.05))
+        up = picture.rows - event.row
+        sys.stdout.write(f"\x1b[{up}A\x1b[{event.column + 1}G{styled(event)}\x1b[{up}B\x1b[1G")
+    sys.stdout.flush()

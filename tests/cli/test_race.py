@@ -1,0 +1,52 @@
+"""`edgespec race`: the result for people and scripts, and the saved pictures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run, json_of, one_line_error
+
+QUESTION = "How do I list files by size?"
+
+
+@pytest.mark.parametrize("temperature", ["0", "0.8"])
+def test_json(run: Run, temperature: str) -> None:
+    result = json_of(
+        run("race", "--threads", "1", "--json", "--temperature", temperature, "-n", "24", QUESTION)
+    )
+    assert result["same_text"] is True
+    assert result["prompt"] == QUESTION
+    assert result["plain"]["tokens"] == result["other"]["tokens"]
+    assert result["plain"]["method"]["effective"] == "none"
+    assert result["other"]["method"]["requested"] == "auto"
+    speeds = [result[lane]["race_tokens_per_second"] for lane in ("plain", "other")]
+    assert result["speed_up"] == pytest.approx(speeds[1] / speeds[0])
+
+
+def test_in_a_pipe_it_prints_the_result(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "race.cast"
+    result = run("race", "--threads", "1", "-n", "24", "--method", "ngram", "--to", str(path), QUESTION)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith(("ngram was ", "No fair comparison: "))
+    assert "\x1b" not in result.stdout
+    assert json.loads(path.read_text("utf-8").splitlines()[0])["version"] == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--to", "race.gif"], "race.gif"),
+        (["--remember"], "--remember"),
+        (["--method", "none"], "method other than none"),
+        (["--acceptance", "rejection"], "rejection"),
+        (["--sped"], "--sped"),
+    ],
+)
+def test_what_cannot_be_raced_is_refused(run: Run, args: list[str], said: str) -> None:
+    result = run("race", "--threads", "1", *args, QUESTION)
+    assert said in one_line_error(result, result.exit_code)
+    assert result.exit_code in (1, 2)
