@@ -16,13 +16,14 @@ from textual.widgets import Static
 
 from edgespec.chat.store import Setting
 from edgespec.errors import ChatFileError
-from edgespec.tui import commands
+from edgespec.tui import commands, selection
 from edgespec.tui.archive import Archive
 from edgespec.tui.history import History
-from edgespec.tui.open_chat import OpenChat
+from edgespec.tui.open_chat import OpenChat, version_label
 from edgespec.tui.preferences import Preferences
 from edgespec.tui.texts import error_text, notices, speed_up_short, welcome_rows
 from edgespec.tui.widgets.details import Details, details_content
+from edgespec.tui.widgets.message_widget import MessageWidget
 from edgespec.tui.widgets.messages import Panel, Welcome
 from edgespec.tui.widgets.prompt import PromptInput
 from edgespec.tui.widgets.sidebar import Sidebar
@@ -64,7 +65,7 @@ class ChatView(Screen[None]):
         self.archive = archive
         self.history = History()
         self.editing: int | None = None
-        self.transcript = Transcript(self._welcome(), id="transcript")
+        self.transcript = Transcript(self.current_chat, self._welcome(), id="transcript")
         self.prompt = PromptInput(self.history, id="prompt")
         self.sidebar = Sidebar(id="sidebar", compact=True)
         self._title = Static(id="title")
@@ -173,8 +174,14 @@ class ChatView(Screen[None]):
         prompt = self.prompt
         narrow = self._width_class == "-narrow"
         editing = self.editing is not None
-        prompt.border_title = "Editing your message" if editing else ""
-        if editing:
+        role = "" if self.editing is None else self.current_chat.tree.messages[self.editing].role
+        names = {"user": "Editing your message", "assistant": "Editing the reply"}
+        prompt.border_title = names.get(role, "Editing the message" if role else "")
+        if (message := self.selected) is not None:
+            label = "" if message.place is None else version_label(self.current_chat.tree, message.place)
+            prompt.border_title = f"Version {label}" if label else ""
+            hint = selection.hint(prompt.size.width - 2, versions=bool(label))
+        elif editing:
             hint = "Esc cancels" if narrow else "Enter resends · Esc cancels"
         elif typed := commands.hint(prompt.text, prompt.size.width - 2):
             hint = typed
@@ -186,8 +193,14 @@ class ChatView(Screen[None]):
         prompt.set_class(self.writing, "-writing")
         prompt.set_class(editing, "-editing")
 
+    @property
+    def selected(self) -> MessageWidget | None:
+        """The selected message, or None."""
+        return self.focused if isinstance(self.focused, MessageWidget) else None
+
+    @on(events.DescendantFocus)
     @on(PromptInput.Changed)
-    def _prompt_changed(self) -> None:
+    def _input_changed(self) -> None:
         self._refresh_hints()
 
     def say(self, text: str) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from edgespec import spelling
 from edgespec.errors import OptionError
+from edgespec.tui import selection
 from edgespec.tui.settings import (
     SCHEMA,
     SETTINGS,
@@ -115,6 +116,24 @@ async def _load(screen: ChatScreen, argument: str) -> None:
         await screen.show_chats()
 
 
+async def _fork(screen: ChatScreen, _argument: str) -> None:
+    if (place := screen.current_chat.tree.tip) is not None:
+        await selection.fork(screen, place)
+    else:
+        screen.say("There is nothing to fork: the chat is empty.")
+
+
+async def _delete(screen: ChatScreen, _argument: str) -> None:
+    if (place := screen.current_chat.last_place("user")) is not None:
+        await selection.delete(screen, place)
+    else:
+        screen.say("There is no message to delete.")
+
+
+async def _undo(screen: ChatScreen, _argument: str) -> None:
+    await selection.undo(screen)
+
+
 async def _theme(screen: ChatScreen, argument: str) -> None:
     theme = argument.lower()
     if theme not in ("", "light", "dark"):
@@ -161,6 +180,9 @@ COMMANDS = (
     Command("regen", "", "regenerate the last reply", "regenerate", ("regenerate", "retry", "again")),
     Command("continue", "", "finish an interrupted reply in this chat or the previous one", "continue_reply"),
     Command("edit", "", "edit and resend your last message", "edit_last"),
+    Command("fork", "", "start a new chat with the messages of this one", _fork, ("branch",)),
+    Command("delete", "", "delete your last message and the reply to it", _delete),
+    Command("undo", "", "restore what was deleted last", _undo),
     Command("copy", "[code|chat]", "copy the last reply, its last code block, or the whole chat", _copy),
     Command("quit", "", "quit; the chat is saved", "app.quit", ("exit", "bye", "q")),
     Command("clear", "", "start a new chat with the same system prompt and settings", "clear", ("reset",)),

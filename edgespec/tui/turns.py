@@ -10,7 +10,7 @@ from time import monotonic, thread_time
 
 from edgespec.errors import ChatFileError
 from edgespec.tui.chat_view import ChatView
-from edgespec.tui.open_chat import OpenChat, RunningTurn
+from edgespec.tui.open_chat import OpenChat, RunningTurn, version_label
 from edgespec.tui.texts import was_cpu_busy
 from edgespec.tui.widgets.messages import ReplyMessage, UserMessage
 from edgespec.tui.worker import Ask, ChatState
@@ -52,7 +52,7 @@ class TurnScreen(ChatView):
         self.leave_edit()
         self.history.seed(entry.content for entry in chat.entries if entry.role == "user")
         self._start(self._thread.open_chat(chat.system, chat.messages))
-        await self.transcript.show_chat(chat.entries, welcome=self._welcome())
+        await self.transcript.show_chat(chat, welcome=self._welcome())
         await self.refresh_sidebar()
         self.refresh_facts()
         self.prompt.focus()
@@ -135,7 +135,7 @@ class TurnScreen(ChatView):
         await transcript.remove_notes()
         await transcript.keep(len(turn.prompt) - bool(turn.sent))
         if turn.sent:
-            await transcript.add(UserMessage(turn.sent))
+            await transcript.add(UserMessage(turn.sent, version_label(turn.tree, turn.tree.path[-1])))
         self._reply = await transcript.start_reply(resume=turn.continued is not None)
         await self._report_save()
         self._start(self._thread.ask(Ask(chat.system, turn.prompt, dict(chat.settings), turn.written)))
@@ -197,7 +197,7 @@ class TurnScreen(ChatView):
             await self.show_error(failure)
 
     async def _end_turn(self, state: ChatState | None, turn: RunningTurn, reply: ReplyMessage) -> None:
-        chat = self.current_chat
+        chat, transcript = self.current_chat, self.transcript
         ended = state.reply if state is not None else None
         if (
             state is not None
@@ -208,11 +208,12 @@ class TurnScreen(ChatView):
             chat.unfinished = self._leaving and ended.finish_reason == "cancelled"
             chat.end_turn()
             self._last_stats = ended.stats
-            entry = chat.entries[-1]
-            await reply.finish(entry.content, entry.reasoning, ended)
+            transcript.follow()
+            entry, versions = chat.entries[-1], version_label(chat.tree, chat.tree.path[-1])
+            await reply.finish(entry.content, entry.reasoning, ended, versions)
             entry.chunks, entry.reply = tuple(reply.chunks), ended
             entry.thought_seconds = reply.thoughts.seconds
-            await self.transcript.prune()
+            await transcript.prune()
             if turn.continued is not None and not ended.text:
                 self.say("The reply was already complete.")
             elif was_cpu_busy(ended.stats) and not self._is_cpu_busy:
@@ -228,8 +229,9 @@ class TurnScreen(ChatView):
             chat.tree = turn.with_text()
             chat.unfinished = True
             chat.end_turn()
-            entry = chat.entries[-1]
-            await reply.finish(entry.content, entry.reasoning, None)
+            transcript.follow()
+            entry, versions = chat.entries[-1], version_label(chat.tree, chat.tree.path[-1])
+            await reply.finish(entry.content, entry.reasoning, None, versions)
             entry.chunks = tuple(reply.chunks)
             entry.thought_seconds = reply.thoughts.seconds
             await self.save()
@@ -238,7 +240,7 @@ class TurnScreen(ChatView):
         chat.end_turn()
         await reply.finish(reply.text, reply.reasoning, None)
         self._give_back_text(turn)
-        await self.transcript.show_chat(chat.entries, welcome=self._welcome())
+        await self.transcript.show_chat(chat, welcome=self._welcome())
         if (turn.edited is not None or not turn.sent) and not self._leaving:
             await self.save()
 

@@ -20,6 +20,7 @@ _LABEL_WIDTH = 21
 _MAIN = (("Enter", "send"), ("Ctrl+J, Shift+Enter", "new line"))
 _OTHER = (
     ("Up, Down", "browse sent messages"),
+    ("Shift+Up, Shift+Tab", "select a message to edit, re-run, copy, delete or fork"),
     ("Tab", "complete a command"),
     ("Page Up, Page Down", "scroll the chat"),
 )
