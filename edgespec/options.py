@@ -31,6 +31,7 @@ __all__ = [
     "check_names",
     "documentation",
     "options_table",
+    "setting_value",
     "unread_options",
 ]
 
@@ -104,6 +105,22 @@ def check_load_arguments(given: Mapping[str, Any]) -> LoadArguments:
 def as_bytes(size: str | int | None) -> int | None:
     """Return a size that `check_load_arguments` has already converted to bytes, or None if it is not set."""
     return None if size is None else int(size)
+
+
+def setting_value(name: str, given: Any) -> Any:
+    """Convert and check the value of a setting, given as a TOML value or a string.
+
+    Raises:
+        OptionError: The value is invalid.
+    """
+    option = SETTINGS[name]
+    several = isinstance(given, list | tuple)
+    items = [
+        option.kind.parse(item) if isinstance(item, str) else item for item in (given if several else [given])
+    ]
+    value = tuple(items) if several or option.kind.repeatable else items[0]
+    option.check(name, value)
+    return value
 
 
 def unread_options(methods: Iterable[str]) -> list[str]:

@@ -12,8 +12,9 @@ from click.core import ParameterSource
 
 from edgespec.cli.failures import DONE, INTERRUPTED
 from edgespec.cli.help import HelpfulCommand
-from edgespec.cli.options import LOAD_NAMES, REPLY_NAMES, declared_options, pick
+from edgespec.cli.options import LOAD_NAMES, REPLY_NAMES, declared_options, pick, preset_option
 from edgespec.cli.screen import is_terminal
+from edgespec.cli.settings import preset_of
 from edgespec.errors import OptionError
 
 if TYPE_CHECKING:
@@ -39,10 +40,12 @@ _REPLY_NAMES = tuple(name for name in REPLY_NAMES if name not in _UNUSED)
         "edgespec chat",
         "edgespec chat --target 8b-q4",
         "edgespec chat --resume",
+        "edgespec chat --preset reviewer",
         "edgespec chat --target 70b-q4 --draft 8b-q4 --memory 48GiB",
         'edgespec chat --target ./model.gguf --draft none --system "Be brief."',
     ),
 )
+@preset_option
 @click.option(
     "--resume", metavar="[ID|TITLE]", is_flag=False, flag_value="last",
     help="Continue the last chat, or the one with this id or title.",
@@ -91,6 +94,8 @@ def command(
             if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
             for word in (f"--{name}", options[name])
         ]
+        if (preset := preset_of(ctx)) is not None:
+            models += ["--preset", preset]
         resume_words = ["--resume", *([ended.resume] if ended.resume != "last" else [])]
         click.echo(f"To continue this chat: {chat_command()} {shlex.join([*models, *resume_words])}")
     return DONE

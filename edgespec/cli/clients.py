@@ -120,7 +120,7 @@ def _claude_code(server: Server) -> str:
 
 
 def _codex(server: Server) -> str:
-    from edgespec.cli.settings_file import quoted
+    from edgespec.settings_file import quoted
 
     context = f"model_context_window = {server.context_tokens}\n" if server.context_tokens else ""
     return (

@@ -21,16 +21,16 @@ from edgespec.cli.settings import (
     SettingOption,
     Settings,
     SettingValue,
-    setting_value,
     settings_of,
     settings_path,
     suggestion,
     variable_of,
 )
-from edgespec.cli.settings_file import KeyPath, quoted, write_value
 from edgespec.errors import OptionError
 from edgespec.files import cache_folder, config_folder, data_folder
 from edgespec.option_kinds import TokenBiases
+from edgespec.options import setting_value
+from edgespec.settings_file import KeyPath, quoted, write_value
 
 __all__ = ["command"]
 

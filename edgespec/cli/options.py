@@ -9,11 +9,12 @@ import click
 from click.shell_completion import CompletionItem
 
 from edgespec.cli.help import SectionOption
-from edgespec.cli.settings import SettingOption
+from edgespec.cli.settings import SettingOption, use_preset
 from edgespec.errors import OptionError
 from edgespec.method_names import DRAFTER_NAMES
 from edgespec.option_kinds import Choice, Flag, HeadName, Kind, MethodName, ModelName, PathName
 from edgespec.options import LOAD_OPTIONS, MODEL_OPTIONS, REPLY_OPTIONS, SETTINGS, Option
+from edgespec.presets import preset_names
 
 __all__ = [
     "LOAD_NAMES",
@@ -30,6 +31,7 @@ __all__ = [
     "json_option",
     "model_reference",
     "pick",
+    "preset_option",
 ]
 
 Decorator: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -195,3 +197,20 @@ def every_setting() -> dict[str, SettingOption]:
 
 
 json_option: Decorator = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+
+
+def _use_preset(ctx: click.Context, _param: click.Parameter, name: str | None) -> None:
+    if name is not None and not ctx.resilient_parsing:
+        use_preset(ctx, name)
+
+
+def _complete_preset(_ctx: click.Context, _param: click.Parameter, typed: str) -> list[CompletionItem]:
+    return [CompletionItem(name) for name in preset_names() if name.startswith(typed)]
+
+
+# The option is eager, so that the preset is read before the options whose defaults it changes.
+preset_option: Decorator = click.option(
+    "--preset", metavar="NAME", is_eager=True, expose_value=False, callback=_use_preset,
+    shell_complete=_complete_preset,
+    help="Use the system prompt, model and settings saved under this name. Other options override it.",
+)  # fmt: skip

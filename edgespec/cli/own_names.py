@@ -7,8 +7,8 @@ import tomllib
 from typing import Literal
 
 from edgespec.catalog.catalogue import user_aliases, user_aliases_path, user_pairs
-from edgespec.cli.settings_file import quoted, read_text, write_value
 from edgespec.errors import ModelNotFoundError
+from edgespec.settings_file import quoted, read_text, write_value
 
 __all__ = ["write_name"]
 

@@ -15,7 +15,6 @@ from click.core import ParameterSource
 
 from edgespec.cli.commands import COMMANDS, load_command
 from edgespec.cli.help import SectionOption
-from edgespec.cli.settings_file import KeyPath, line_number, read_text
 from edgespec.errors import (
     CapabilityError,
     ConfigurationError,
@@ -26,7 +25,9 @@ from edgespec.errors import (
     OptionError,
 )
 from edgespec.files import config_folder
-from edgespec.options import SETTINGS, Option, unread_options
+from edgespec.options import SETTINGS, Option, setting_value, unread_options
+from edgespec.presets import preset_path, read_preset
+from edgespec.settings_file import KeyPath, line_number, read_text
 from edgespec.spelling import nearest
 
 __all__ = [
@@ -36,10 +37,11 @@ __all__ = [
     "SettingValue",
     "Settings",
     "ignore_unread_settings",
-    "setting_value",
+    "preset_of",
     "settings_of",
     "settings_path",
     "suggestion",
+    "use_preset",
     "variable_of",
     "with_setting_source",
 ]
@@ -58,6 +60,7 @@ VARIABLES = {
 
 _SETTINGS_KEY = "edgespec.cli.settings"
 _USED_KEY = "edgespec.cli.settings used"
+_PRESET_KEY = "edgespec.cli.settings preset"
 _MAX_NAME = 60
 
 
@@ -88,12 +91,16 @@ class SettingOption(SectionOption):
         super().__init__(*args, **settings)
 
     def consume_value(self, ctx: click.Context, opts: Mapping[str, Any]) -> tuple[Any, ParameterSource]:
-        """Return the value from the command line, or else from the settings, or else the default.
+        """Return the value from the command line, the preset, the settings, or else the default.
 
         Raises:
             ConfigurationError: A setting is invalid.
         """
         value, source = super().consume_value(ctx, opts)
+        if source is ParameterSource.DEFAULT_MAP:
+            ctx.meta.setdefault(_USED_KEY, {})[self.name] = SettingValue(
+                value, source, str(preset_path(ctx.meta[_PRESET_KEY]))
+            )
         if source is not ParameterSource.DEFAULT or ctx.resilient_parsing:
             return value, source
         settings = ctx.meta.get(_SETTINGS_KEY)
@@ -144,6 +151,23 @@ class Settings:
         return next((place[name] for place in places if name in place), None)
 
 
+def use_preset(ctx: click.Context, name: str) -> None:
+    """Make the settings of a preset the defaults of a command's options.
+
+    Raises:
+        ConfigurationError: The preset's file is invalid.
+        OptionError: There is no such preset.
+    """
+    ctx.default_map = dict(read_preset(name).settings)
+    ctx.meta[_PRESET_KEY] = name
+
+
+def preset_of(ctx: click.Context) -> str | None:
+    """Return the name of the preset that a command uses, or None."""
+    name: str | None = ctx.meta.get(_PRESET_KEY)
+    return name
+
+
 def settings_path() -> Path:
     """Return the path of the settings file, which may not exist."""
     return config_folder() / "config.toml"
@@ -169,22 +193,6 @@ def suggestion(name: str, known: Iterable[str], prefix: str = "") -> str:
         if near
         else "`edgespec config` shows all settings"
     )
-
-
-def setting_value(name: str, given: Any) -> Any:
-    """Convert and check the value of a setting, given as a TOML value or a string.
-
-    Raises:
-        OptionError: The value is invalid.
-    """
-    option = SETTINGS[name]
-    several = isinstance(given, list | tuple)
-    items = [
-        option.kind.parse(item) if isinstance(item, str) else item for item in (given if several else [given])
-    ]
-    value = tuple(items) if several or option.kind.repeatable else items[0]
-    option.check(name, value)
-    return value
 
 
 def _from_environment(problems: list[ConfigurationError]) -> Iterator[tuple[str, SettingValue]]:

@@ -38,7 +38,7 @@ class ChatApp(App[None]):
 
     Args:
         load: Function that loads the model. Called in the model thread.
-        model_name: Model name shown on the loading screen.
+        model_name: The model reference, such as `8b-q4`, which the loading screen and presets show.
         system: System prompt for new chats.
         settings: Settings for new chats.
         resume: Saved chat to open: its ID, part of its title, or `last` for the newest.
@@ -80,6 +80,7 @@ class ChatApp(App[None]):
         self.preferences = Preferences.read(self._preferences_path)
         if light is not None:
             self.preferences.light = light
+        self._model_name = model_name
         self._system = system
         self._settings = dict(settings or {})
         self._resume = resume
@@ -131,6 +132,7 @@ class ChatApp(App[None]):
             runtime,
             self.archive,
             self.preferences,
+            model_name=self._model_name,
             system=self._system,
             settings=self._settings,
             typed=self._loading.typed,

@@ -18,11 +18,14 @@ from edgespec.chat.store import Setting
 from edgespec.errors import ChatFileError
 from edgespec.tui import commands, selection
 from edgespec.tui.archive import Archive
+from edgespec.tui.files.file_thread import FileThread
 from edgespec.tui.history import History
 from edgespec.tui.open_chat import OpenChat, version_label
 from edgespec.tui.preferences import Preferences
+from edgespec.tui.speed_history import SpeedHistory
 from edgespec.tui.texts import error_text, notices, speed_up_short, welcome_rows
 from edgespec.tui.widgets.details import Details, details_content
+from edgespec.tui.widgets.files import FileChips, PathList
 from edgespec.tui.widgets.message_widget import MessageWidget
 from edgespec.tui.widgets.messages import Panel, Welcome
 from edgespec.tui.widgets.prompt import PromptInput
@@ -52,12 +55,14 @@ class ChatView(Screen[None]):
         archive: Archive,
         preferences: Preferences,
         *,
+        model_name: str,
         system: str | None,
         settings: Mapping[str, Setting],
         typed: str = "",
     ) -> None:
         super().__init__()
         self.runtime = runtime
+        self.model_name = model_name
         self.preferences = preferences
         self.first_system = system
         self.first_settings = dict(settings)
@@ -66,13 +71,17 @@ class ChatView(Screen[None]):
         self.history = History()
         self.editing: int | None = None
         self.transcript = Transcript(self.current_chat, self._welcome(), id="transcript")
-        self.prompt = PromptInput(self.history, id="prompt")
+        files = FileThread()
+        self.paths = PathList(files, id="paths", compact=True)
+        self.chips = FileChips(files, runtime, id="chips")
+        self.prompt = PromptInput(self.history, self.paths, self.chips, id="prompt")
         self.sidebar = Sidebar(id="sidebar", compact=True)
         self._title = Static(id="title")
         self._details = Details(id="details")
         self._status = StatusLine(id="status")
         self._thread = thread
         self._typed = typed
+        self.speeds = SpeedHistory()
         self._last_stats: Stats | None = None
         self._state = ChatState()
         self._memory_bytes = runtime.memory_bytes()
@@ -89,6 +98,8 @@ class ChatView(Screen[None]):
             yield self.sidebar
             yield self.transcript
             yield self._details
+        yield self.paths
+        yield self.chips
         yield self.prompt
         yield self._status
 
@@ -124,6 +135,11 @@ class ChatView(Screen[None]):
         self.refresh_facts()
 
     @property
+    def model_thread(self) -> ModelThread:
+        """The thread that runs the model."""
+        return self._thread
+
+    @property
     def stats(self) -> Stats | None:
         """Statistics of the current or last reply."""
         stream = self._thread.stream if self.writing else None
@@ -145,7 +161,7 @@ class ChatView(Screen[None]):
         if self.writing and stats is not None and stats is not self._last_stats:
             used = max(used, stats.prompt_tokens + stats.generated_tokens)
         self._status.facts = StatusFacts(
-            speed_up=speed_up_short(method),
+            speed_up=speed_up_short(method, stats),
             writing=self.writing,
             tokens_per_second=stats.tokens_per_second if stats else None,
             acceptance_rate=stats.acceptance_rate if stats else None,
@@ -163,6 +179,7 @@ class ChatView(Screen[None]):
                 partial(
                     details_content,
                     stats,
+                    rates=self.speeds.rates(),
                     method=method,
                     reply=reply,
                     memory_bytes=self._memory_bytes,
@@ -202,6 +219,15 @@ class ChatView(Screen[None]):
     @on(PromptInput.Changed)
     def _input_changed(self) -> None:
         self._refresh_hints()
+        self.prompt.follow_references()
+
+    @on(PromptInput.SelectionChanged)
+    def _cursor_moved(self) -> None:
+        self.prompt.follow_references()
+
+    @on(PathList.Chosen)
+    def _path_chosen(self, event: PathList.Chosen) -> None:
+        self.prompt.choose_path(event.path)
 
     def say(self, text: str) -> None:
         """Show a short message that disappears after a few seconds."""

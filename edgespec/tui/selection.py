@@ -53,14 +53,14 @@ async def edit(screen: ChatScreen, place: int) -> None:
     await screen.when_free(begin)
 
 
-async def finish_edit(screen: ChatScreen, place: int, text: str) -> None:
-    """Add `text` as a version of a message. If the message is the user's, generate a reply to it."""
+async def finish_edit(screen: ChatScreen, place: int, message: Message) -> None:
+    """Add a version of the message at `place`. If it is the user's, generate a reply to it."""
     chat = screen.current_chat
     role = chat.tree.messages[place].role
     if role == "user":
-        await screen.take_turn(chat.edit(place, Message("user", text)))
+        await screen.take_turn(chat.edit(place, message))
         return
-    tree = chat.tree.add(ChatEntry(Message(role, text)), chat.tree.parents[place])
+    tree = chat.tree.add(ChatEntry(Message(role, message.content)), chat.tree.parents[place])
     await _show(screen, tree, len(tree.path) - 1)
 
 

@@ -15,20 +15,25 @@ from textual.widget import Widget
 from textual.widgets import Markdown, Static
 from textual.widgets.markdown import MarkdownStream
 
+from edgespec.tui.files.chips import file_chips
 from edgespec.tui.numbers import count, percent
+from edgespec.tui.texts import sources_text
 from edgespec.tui.widgets.long_texts import hidden_note, limited_chunks, limited_markdown, limited_text
 from edgespec.tui.widgets.message_widget import MessageWidget
 from edgespec.tui.widgets.pairs import Pairs
 from edgespec.tui.widgets.thoughts import Thoughts
 
 if TYPE_CHECKING:
-    from edgespec import Reply, TextChunk
+    from edgespec import AttachedFile, Reply, TextChunk
 
 __all__ = ["Panel", "ReplyMessage", "SystemMessage", "UserMessage", "Welcome"]
 
 
 _COPY_CHAT = "type /copy chat to copy the whole chat"
 _COPY_REPLY = f"type /copy to copy the last reply, or {_COPY_CHAT.removeprefix('type ')}"
+_LEGEND = Content.assemble(
+    ("■ ", "$success"), "guessed correctly   ", ("■ ", "$warning"), "from the model itself"
+)
 _ENDINGS = {"cancelled": "stopped", "length": "stopped: the reply reached its maximum length"}
 
 
@@ -51,21 +56,23 @@ def _versions_line(label: str) -> str:
 
 
 class UserMessage(Static, MessageWidget, can_focus=True):
-    """A user message, shown exactly as typed. The end of a very long message is hidden.
+    """A user message, shown exactly as typed, and the names and sizes of its files.
+
+    The end of a very long message is hidden.
 
     Args:
         text: The message.
+        files: The files attached to the message.
         versions: Which version of the message this is, such as `2/3`. Empty if there are no others.
     """
 
     # Textual takes bindings only from the first base class.
     BINDINGS: ClassVar[list[BindingType]] = MessageWidget.BINDINGS
 
-    def __init__(self, text: str, versions: str = "") -> None:
-        note = f"\n{_versions_line(versions)}" if versions else ""
-        super().__init__(
-            Content.assemble(limited_text(text, _COPY_CHAT), (note, "$muted not bold")), classes="user"
-        )
+    def __init__(self, text: str, files: Sequence[AttachedFile] = (), versions: str = "") -> None:
+        line = Content.styled(_versions_line(versions), "$muted not bold")
+        parts = (Content(limited_text(text, _COPY_CHAT)), file_chips(files), line)
+        super().__init__(Content("\n").join([part for part in parts if part]), classes="user")
 
 
 class SystemMessage(Static, MessageWidget, can_focus=True):
@@ -180,7 +187,7 @@ class ReplyMessage(MessageWidget):
         added = drawn[len(self._drawn) :]
         self._drawn += added
         if self.text or self.reasoning:
-            self._show_end(Content(self._hidden_note()))
+            self._show_end(_LEGEND if self.coloured else Content(self._hidden_note()))
         if self.coloured:
             self._refresh_views()
         if thoughts or (fragment and fragment == self.text):
@@ -261,9 +268,14 @@ class ReplyMessage(MessageWidget):
         own = sum(chunk.token_count for chunk in self.chunks if not chunk.accepted)
         return Content.assemble(
             ("■ ", "$success"),
-            f"{count(drafted)} guessed correctly   ",
+            f"{count(drafted)} guessed correctly{self._guessers()}   ",
             ("■ ", "$warning"),
             f"{count(own)} from the model itself",
             f"   {ending}" if ending else "",
             f"\n{self._versions}" if self._versions else "",
         )
+
+    def _guessers(self) -> str:
+        """Return where the guesses came from, in brackets, or nothing if that is unknown."""
+        effective = "none" if self.reply is None else self.reply.method.effective
+        return "" if effective == "none" else f" ({sources_text(effective)})"

@@ -242,7 +242,7 @@ class Transcript(VerticalScroll):
         entry, versions = self._chat.tree.messages[place], version_label(self._chat.tree, place)
         widget: MessageWidget
         if entry.role == "user":
-            widget = UserMessage(entry.content, versions)
+            widget = UserMessage(entry.content, entry.message.files, versions)
         elif entry.role == "system":
             widget = SystemMessage(entry.content)
         else:

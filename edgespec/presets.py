@@ -1,0 +1,122 @@
+"""Presets: named settings, such as a system prompt and a model, each in its own TOML file."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from edgespec.errors import ConfigurationError, OptionError
+from edgespec.files import config_folder, error_reason, write_advice, write_private_file
+from edgespec.options import SETTINGS, setting_value
+from edgespec.settings_file import line_number, quoted, read_text
+from edgespec.spelling import nearest
+
+__all__ = ["Preset", "preset_names", "preset_path", "read_preset", "write_preset"]
+
+_NAME = re.compile(r"[A-Za-z0-9][\w-]{0,39}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """Settings under a name.
+
+    Attributes:
+        name: The name, which is also the name of the file.
+        settings: The values of settings, such as `system`, `target` and `temperature`, by name.
+    """
+
+    name: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def preset_path(name: str) -> Path:
+    """Return the path of a preset's file, which may not exist. Raises OptionError if the name is invalid."""
+    if not _NAME.fullmatch(name):
+        raise OptionError(
+            f"{name[:60]!r} cannot be the name of a preset",
+            "use up to 40 letters, digits, hyphens and underscores",
+        )
+    return _folder() / f"{name}.toml"
+
+
+def _folder() -> Path:
+    return config_folder() / "presets"
+
+
+def preset_names() -> list[str]:
+    """Return the names of all presets in alphabetical order, including those with invalid files."""
+    try:
+        files = [path for path in _folder().iterdir() if path.suffix == ".toml"]
+    except OSError:
+        return []
+    return sorted((path.stem for path in files if _NAME.fullmatch(path.stem)), key=str.lower)
+
+
+def read_preset(name: str) -> Preset:
+    """Read a preset.
+
+    Raises:
+        ConfigurationError: The file cannot be read, or contains an unknown setting or an invalid value.
+        OptionError: There is no such preset.
+    """
+    path = preset_path(name)
+    text = read_text(path)
+    if text is None:
+        names = preset_names()
+        near = nearest(name, names)
+        existing = f"choose one of {', '.join(names)}" if names else f"create the file {path}"
+        raise OptionError(
+            f"there is no preset {name!r}", f"did you mean {' or '.join(near)}?" if near else existing
+        )
+    settings = {}
+    for key, given in tomllib.loads(text).items():
+        try:
+            if key not in SETTINGS:
+                near = nearest(key, SETTINGS)
+                raise OptionError(
+                    f"there is no setting {key[:60]!r}",
+                    f"did you mean {' or '.join(near)}?" if near else "`edgespec config` shows all settings",
+                )
+            settings[key] = setting_value(key, given)
+        except OptionError as error:
+            line = line_number(text, (key,))
+            where = f"{path}, line {line}" if line else str(path)
+            raise ConfigurationError(f"{where}: {error.what}", error.next_step) from error
+    return Preset(name, settings)
+
+
+def write_preset(preset: Preset) -> Path:
+    """Write a preset, replacing an older one with the same name, and return the path of its file.
+
+    Raises:
+        ConfigurationError: The file cannot be written.
+        OptionError: The name is invalid.
+    """
+    path = preset_path(preset.name)
+    lines = [f"{name} = {_literal(value)}" for name, value in preset.settings.items()]
+    try:
+        write_private_file(path, "".join(f"{line}\n" for line in lines).encode())
+    except OSError as error:
+        raise ConfigurationError(
+            f"the preset {preset.name} cannot be written to {path}: {error_reason(error)}",
+            write_advice(error, path.parent, "EDGESPEC_CONFIG_DIR"),
+        ) from error
+    return path
+
+
+def _literal(value: Any) -> str:
+    """Return a value as a TOML literal. Long texts keep their line breaks, so that they are easy to edit."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_literal, value))}]"
+    if "\n" in value:
+        lines = "\n".join(quoted(line)[1:-1] for line in value.split("\n"))
+        return f'"""\n{lines}"""'
+    return quoted(value)
