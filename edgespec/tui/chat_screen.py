@@ -254,7 +254,7 @@ class ChatScreen(TurnScreen):
         if not await self._open_found(title):
             raise OptionError(
                 f"No saved chat has {title!r} in its title",
-                "Press F2 for the list of chats. To change the model, quit and start edgespec with --target",
+                "Press F2 for the list of chats. To change the model, type /model",
             )
 
     async def resume(self, wanted: str) -> None:
@@ -301,8 +301,7 @@ class ChatScreen(TurnScreen):
                 await self.transcript.note(sentences("One setting in this chat was ignored", problem))
             if (other := saved.target) and other != self.runtime.target.name:
                 await self.transcript.note(
-                    f"This chat used {other}, and now uses {self.runtime.target.name}. To use {other} again,"
-                    " quit and start edgespec with the same --target as before."
+                    f"This chat used {other}, and now uses {self.runtime.target.name}. Type /model to switch."
                 )
 
         await self.when_free(opened)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,12 @@ class ChatView(Screen[None]):
     class PreferencesChanged(Event):
         """Posted when the user changes the theme or the visible columns."""
 
+    @dataclass
+    class ModelChosen(Event):
+        """Posted when the user chooses a model on this machine."""
+
+        reference: str
+
     def __init__(
         self,
         thread: ModelThread,
@@ -76,6 +83,7 @@ class ChatView(Screen[None]):
         self.chips = FileChips(files, runtime, id="chips")
         self.prompt = PromptInput(self.history, self.paths, self.chips, id="prompt")
         self.sidebar = Sidebar(id="sidebar", compact=True)
+        self._models = Static(id="models")
         self._title = Static(id="title")
         self._details = Details(id="details")
         self._status = StatusLine(id="status")
@@ -89,10 +97,8 @@ class ChatView(Screen[None]):
         self._width_class = ""
 
     def compose(self) -> ComposeResult:
-        draft = self.runtime.draft
-        models = self.runtime.target.name + (f" with draft model {draft.name}" if draft is not None else "")
         with Horizontal(id="header"):
-            yield Static(Content.assemble(("edgespec", "bold"), "  ", (models, "$muted")), id="models")
+            yield self._models
             yield self._title
         with Horizontal(id="middle"):
             yield self.sidebar
@@ -152,7 +158,10 @@ class ChatView(Screen[None]):
             stream = self._thread.stream
             return self.runtime.method if stream is None else stream.method
         entry = self.current_chat.last_reply
-        return self.runtime.method if entry is None or entry.reply is None else entry.reply.method
+        # Without statistics, the last reply is from another model or another run.
+        if self._last_stats is None or entry is None or entry.reply is None:
+            return self.runtime.method
+        return entry.reply.method
 
     def refresh_facts(self, *, details: bool = True) -> None:
         """Refresh the header, the status line, the hints and the details panel."""
@@ -170,6 +179,9 @@ class ChatView(Screen[None]):
             memory_bytes=self._memory_bytes,
             dropped_messages=self._state.dropped_messages,
         )
+        draft = self.runtime.draft
+        models = self.runtime.target.name + (f" with draft model {draft.name}" if draft is not None else "")
+        self._models.update(Content.assemble(("edgespec", "bold"), "  ", (models, "$muted")))
         self._title.update(Content(self.current_chat.shown_title))
         self._refresh_hints()
         if details and "details" in self._panels:
