@@ -21,6 +21,7 @@ from edgespec.tui.texts import sources_text
 from edgespec.tui.widgets.long_texts import hidden_note, limited_chunks, limited_markdown, limited_text
 from edgespec.tui.widgets.message_widget import MessageWidget
 from edgespec.tui.widgets.pairs import Pairs
+from edgespec.tui.widgets.reply_markdown import ReplyMarkdown
 from edgespec.tui.widgets.thoughts import Thoughts
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ class ReplyMessage(MessageWidget):
 
     def compose(self) -> ComposeResult:
         yield self.thoughts
-        yield Markdown(self._drawn, parser_factory=_markdown_parser, classes="reply-markdown")
+        yield ReplyMarkdown(self._drawn, parser_factory=_markdown_parser, classes="reply-markdown")
         yield Static(classes="reply-origin")
         yield Static(classes="reply-end")
 
