@@ -45,6 +45,14 @@ class WeightLoader:
         """Return a function that multiplies by a matrix. Raises ModelFileError if a weight is not finite."""
         return self._make_product(self._finite(tensor), tensor.dtype)
 
+    def linear(self, weight: StoredTensor, bias: StoredTensor | None) -> Product:
+        """Return a function that multiplies by a matrix and adds a bias, if any. See `matrix`."""
+        product = self.matrix(weight)
+        if bias is None:
+            return product
+        added = self.vector(bias)
+        return lambda rows: product(rows) + added
+
     def vector(self, tensor: StoredTensor) -> Array:
         """Return a vector in float32. Raises ModelFileError if a weight is not finite."""
         return self._finite(tensor).astype(np.float32)

@@ -9,10 +9,11 @@ from typing import Any
 import gguf
 from numpy.typing import NDArray
 
-from edgespec.backends.llamacpp.gguf_conversion import ROPE_KINDS, interleaved, write_converted
+from edgespec.backends.llamacpp.gguf_conversion import interleaved, write_converted
 from edgespec.errors import ModelFileError, shorten
 from edgespec.heads.eagle_config import EagleConfig
 from edgespec.heads.eagle_files import EagleFiles, read_eagle
+from edgespec.heads.rotation import ROPE_KINDS
 from edgespec.heads.stored_tensor import StoredTensor
 
 __all__ = ["convert_eagle_head"]

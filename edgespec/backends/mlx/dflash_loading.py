@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from edgespec.backends.head_trial import check_finite
 from edgespec.backends.hidden_state_log import MAX_LOGGED_TOKENS
 from edgespec.backends.memory_estimate import MemoryEstimate
 from edgespec.backends.mlx.cached_head import BATCH_TOKENS
 from edgespec.backends.mlx.dflash import DFlashHead
 from edgespec.backends.mlx.dflash_network import DFlashNetwork
 from edgespec.backends.mlx.head_loading import (
-    check_finite,
     check_memory,
     check_sizes,
     checked_folder,
