@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -78,8 +79,11 @@ def _layers(folder: Path, head: EagleFiles, target_layers: int) -> tuple[int, ..
     config, choices = head.config, head.config.layer_choices(target_layers)
     unknown = sorted(head.tensors.keys() - _NAMES.keys())
     if config.version != 3:
-        problem = "it is an EAGLE-1 or EAGLE-2 head, which only MLX models can use"
-    elif unknown:
+        raise ModelFileError(
+            f"the head in {folder} needs no conversion, because it is an EAGLE-1 or EAGLE-2 head",
+            f"use the folder itself: --head {shlex.quote(str(folder))}",
+        )
+    if unknown:
         problem = f"llama.cpp does not support its {unknown[0]}"
     elif config.norm_output or config.rope.kind not in ROPE_KINDS:
         what = "norm_output" if config.norm_output else f"rope_scaling of type {shorten(config.rope.kind)!r}"

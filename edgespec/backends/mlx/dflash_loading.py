@@ -18,13 +18,13 @@ from edgespec.backends.mlx.head_loading import (
     estimate_head,
     evaluate_constants,
     head_facts,
-    invalid_settings,
     loaded_bytes,
     weight_array,
 )
 from edgespec.backends.mlx.target_ends import TargetEmbedding, TargetLmHead
 from edgespec.errors import CapabilityError
 from edgespec.heads.dflash_files import read_dflash
+from edgespec.heads.layer_config import invalid_settings
 
 if TYPE_CHECKING:
     from edgespec.backends.mlx.model import MlxModel

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from edgespec.backends.mlx.attention_cache import cache_rows
 from edgespec.backends.mlx.build_info import runs_on_cpu
 from edgespec.backends.mlx.evaluation import evaluate, translate_errors
 from edgespec.backends.model_facts import ModelFacts
-from edgespec.errors import CapabilityError, ModelFileError, shorten
+from edgespec.errors import CapabilityError
 from edgespec.heads.stored_tensor import StoredTensor
 
 if TYPE_CHECKING:
@@ -31,25 +30,12 @@ __all__ = [
     "estimate_head",
     "evaluate_constants",
     "head_facts",
-    "invalid_settings",
     "loaded_bytes",
     "weight_array",
 ]
 
 # On a CPU, heads are computed in float32, like their targets. See `WeightSizes.widens`.
 _DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16}
-
-
-@contextmanager
-def invalid_settings(folder: Path) -> Iterator[None]:
-    """Convert exceptions from creating the network of a head to ModelFileErrors about its config.json."""
-    try:
-        yield
-    except (ValueError, KeyError, TypeError, ArithmeticError, AssertionError) as error:
-        raise ModelFileError(
-            f"the config.json of the head {folder} has invalid settings: {shorten(error)}",
-            "download it again",
-        ) from error
 
 
 def estimate_head(
