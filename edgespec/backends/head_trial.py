@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edgespec.backends.base import LanguageModel
 from edgespec.backends.optional_features import HeadModel, HiddenStateSource
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import ModelFileError
 
-__all__ = ["check_finite", "load_most_accurate"]
+__all__ = ["check_finite", "check_finite_logits", "load_most_accurate"]
 
 H = TypeVar("H", bound=HeadModel)
 # Text used by `load_most_accurate` to compare heads that read different hidden states.
@@ -27,6 +28,11 @@ def check_finite(head: LanguageModel, path: Path) -> None:
     """Run one token, and raise ModelFileError if its logits are not finite."""
     logits = head.verify(TokenTree.chain(0)).at(0, np.arange(head.facts.vocab_size))
     head.truncate(0)
+    check_finite_logits(logits, path)
+
+
+def check_finite_logits(logits: NDArray[np.floating], path: Path) -> None:
+    """Raise ModelFileError if the logits of the head at a path are not finite."""
     # Allow -inf, which is the logit of tokens outside the head's draft vocabulary.
     if np.isnan(logits).any() or not np.isfinite(logits).any():
         raise ModelFileError(

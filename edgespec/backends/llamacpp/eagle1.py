@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from edgespec.backends.base import Progress
 from edgespec.backends.base_model import BaseModel, in_batches
 from edgespec.backends.gguf_metadata import read_gguf_info
-from edgespec.backends.head_trial import load_most_accurate
+from edgespec.backends.head_trial import check_finite_logits, load_most_accurate
 from edgespec.backends.hidden_state_log import MAX_LOGGED_TOKENS, POST_NORM, HiddenStateLog
 from edgespec.backends.llamacpp.file_matrix import FileMatrix
 from edgespec.backends.llamacpp.ggml_products import GgmlProducts, product_bytes
@@ -112,7 +112,10 @@ class Eagle1Head(CachedStateHeadView):
         except BaseException:
             self._end_round()
             raise
-        return HostLogits(self._output(np.array(self._own_states[first:])))
+        with np.errstate(over="ignore", invalid="ignore"):
+            logits = self._output(np.array(self._own_states[first:]))
+        # Very large hidden states can make logits overflow. Without NaN, drafts are useless but still valid.
+        return HostLogits(logits if np.isfinite(logits).all() else np.nan_to_num(logits))
 
     def _run_tree(self, tree: TokenTree, first: int) -> None:
         """Append the head's hidden states after the tree's nodes from `first` on to `_own_states`."""
@@ -192,6 +195,8 @@ def load_eagle1_head(target: LlamaCppModel, folder: Path) -> Eagle1Head:
     embed([0])  # Report unreadable embeddings now, rather than during a reply.
     matrix = lm_head(path)
     output = products.stored_product(matrix.stored(), matrix.kind, *matrix.shape)
+
+    check_finite_logits(output(network.run(embed([0]), np.zeros((1, size), np.float32))), folder)
 
     def reading(state: int) -> Eagle1Head:
         log = target.log_hidden_states([state])
