@@ -7,14 +7,15 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from textual.app import App
 from textual.filter import LineFilter
 
 from edgespec.chat.store import ChatStore, Setting
-from edgespec.errors import CancelledError, ChatFileError, EdgespecError
+from edgespec.errors import CancelledError, EdgespecError
 from edgespec.tui.archive import Archive
+from edgespec.tui.chat_end import ChatEnd, resume_value
 from edgespec.tui.chat_screen import ChatScreen
 from edgespec.tui.controls import NoControls
 from edgespec.tui.ending import EndWatch
@@ -192,19 +193,6 @@ class ChatApp(App[None]):
         await self.action_quit()
 
 
-class ChatEnd(NamedTuple):
-    """How the terminal chat ended.
-
-    Attributes:
-        signalled: Whether a signal ended it.
-        resume: The value of `--resume` that opens the same chat: `last` or its ID. Empty if the chat was
-            empty.
-    """
-
-    signalled: bool = False
-    resume: str = ""
-
-
 def run_chat(load: Load, **options: Any) -> ChatEnd:
     """Run the chat until the user quits. Takes the arguments of `ChatApp`.
 
@@ -240,16 +228,6 @@ def run_chat(load: Load, **options: Any) -> ChatEnd:
             "the chat was closed by an internal error; your messages are saved",
             "report the traceback above, and run `edgespec chat --resume` to continue",
         )
-    return ChatEnd(watch.signalled, _resume_value(app))
-
-
-def _resume_value(app: ChatApp) -> str:
-    """Return the value of `--resume` that opens the chat shown last. Empty if that chat has no messages."""
-    if app.chat is None or not app.chat.current_chat.entries:
-        return ""
-    chat_id = app.chat.current_chat.id
-    try:
-        newest = next((chat.id for chat in app.store.list() if not chat.problem), "")
-    except ChatFileError:
-        newest = ""
-    return "last" if chat_id == newest else chat_id
+    return ChatEnd(
+        watch.signalled, "" if app.chat is None else resume_value(app.chat.current_chat, app.store)
+    )

@@ -18,6 +18,7 @@ from edgespec.tui.open_chat import OpenChat, code_blocks
 from edgespec.tui.screens.dialogs import ConfirmScreen, SystemScreen
 from edgespec.tui.screens.help import HelpScreen
 from edgespec.tui.screens.settings import SettingsScreen
+from edgespec.tui.setting_commands import check_settings
 from edgespec.tui.settings import SCHEMA, accepted
 from edgespec.tui.texts import sentences
 from edgespec.tui.turns import TurnScreen
@@ -352,10 +353,7 @@ class ChatScreen(TurnScreen):
 
     async def set_settings(self, settings: dict[str, Setting], note: str) -> None:
         """Apply settings from the next message on, and show `note`. Raises OptionError if that fails."""
-        if "method" in settings:
-            self.runtime.method_for(str(settings["method"]))
-        if SCHEMA in settings:
-            self.runtime.check_options(schema=str(settings[SCHEMA]))
+        check_settings(settings, self.runtime)
         self.current_chat.settings = settings
         await self.transcript.note(note)
         await self.save()
