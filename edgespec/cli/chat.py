@@ -19,6 +19,7 @@ from edgespec.cli.settings import preset_of
 if TYPE_CHECKING:
     from edgespec import Runtime
     from edgespec.catalog import Progress
+    from edgespec.tui.worker import Load
 
 __all__ = ["command"]
 
@@ -76,6 +77,7 @@ def command(
     is_plain = plain or not _has_screen()
 
     from edgespec.installation import chat_command
+    from edgespec.options import load_arguments_for_another_model
     from edgespec.tui.app import run_chat
     from edgespec.tui.plain import run_plain_chat
 
@@ -83,6 +85,16 @@ def command(
         import edgespec
 
         return edgespec.load(**pick(options, LOAD_NAMES), progress=progress)
+
+    def load_other(reference: str) -> Load:
+        arguments = load_arguments_for_another_model(pick(options, LOAD_NAMES))
+
+        def load(progress: Progress) -> Runtime:
+            import edgespec
+
+            return edgespec.load(reference, **arguments, progress=progress)
+
+        return load
 
     settings = {
         name: list(options[name]) if isinstance(options[name], tuple) else options[name]
@@ -95,16 +107,23 @@ def command(
         "settings": settings,
         "resume": resume,
     }
-    ended = run_plain_chat(load, **asked) if is_plain else run_chat(load, **asked, light=light)
+    if is_plain:
+        ended = run_plain_chat(load, **asked)
+    else:
+        ended = run_chat(load, load_other=load_other, **asked, light=light)
     if ended.signalled:
         return INTERRUPTED
     if ended.resume:
-        models = [
-            word
-            for name in ("target", "draft")
-            if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
-            for word in (f"--{name}", options[name])
-        ]
+        models = (
+            ["--target", ended.switched_to]
+            if ended.switched_to
+            else [
+                word
+                for name in ("target", "draft")
+                if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+                for word in (f"--{name}", options[name])
+            ]
+        )
         if (preset := preset_of(ctx)) is not None:
             models += ["--preset", preset]
         resume_words = ["--resume", *([ended.resume] if ended.resume != "last" else [])]

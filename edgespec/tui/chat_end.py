@@ -18,10 +18,12 @@ class ChatEnd(NamedTuple):
         signalled: Whether a signal ended it.
         resume: The value of `--resume` that opens the same chat: `last` or its ID. Empty if the chat was
             empty.
+        switched_to: A reference to the model used last, if the user has switched to it. Otherwise empty.
     """
 
     signalled: bool = False
     resume: str = ""
+    switched_to: str = ""
 
 
 def resume_value(chat: OpenChat, store: ChatStore) -> str:

@@ -150,7 +150,7 @@ class Transcript(VerticalScroll):
 
     def _widget(self, entry: ChatEntry) -> Widget:
         if entry.role == "user":
-            return UserMessage(entry.content)
+            return UserMessage(entry.content, entry.message.files)
         if entry.role == "system":
             return Panel("System", entry.content)
         return ReplyMessage(
