@@ -93,7 +93,7 @@ async def _load(screen: ChatScreen, argument: str) -> None:
 
 async def _model(screen: ChatScreen, argument: str) -> None:
     if argument:
-        await choose_model(screen, _unquoted(argument))
+        await choose_model(screen, unquoted(argument))
     else:
         await screen.transcript.note(f"This chat uses {screen.runtime.target.name}.")
 
