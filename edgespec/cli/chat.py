@@ -55,6 +55,9 @@ _REPLY_NAMES = tuple(name for name in REPLY_NAMES if name not in _UNUSED)
     help="Chat line by line, without colours and cursor movement, for screen readers. This is also the"
     " default in pipes and on terminals that cannot draw the chat.",
 )  # fmt: skip
+@click.option(
+    "--no-mouse", is_flag=True, help="Do not react to the mouse, so that the terminal selects text."
+)
 @click.option("--light/--dark", default=None, help="Use light or dark colours. [default: same as last time]")
 @click.pass_context
 def command(
@@ -63,6 +66,7 @@ def command(
     system: str | None,
     resume: str | None,
     plain: bool,
+    no_mouse: bool,
     light: bool | None,
     **options: Any,
 ) -> int:
@@ -110,7 +114,7 @@ def command(
     if is_plain:
         ended = run_plain_chat(load, **asked)
     else:
-        ended = run_chat(load, load_other=load_other, **asked, light=light)
+        ended = run_chat(load, load_other=load_other, **asked, light=light, mouse=not no_mouse)
     if ended.signalled:
         return INTERRUPTED
     if ended.resume:

@@ -14,7 +14,7 @@ from textual.app import App
 from textual.filter import LineFilter
 
 from edgespec.chat.store import ChatStore, Setting
-from edgespec.errors import CancelledError, EdgespecError
+from edgespec.errors import CancelledError, ConfigurationError, EdgespecError, OptionError
 from edgespec.tui.archive import Archive
 from edgespec.tui.chat_end import ChatEnd, resume_value
 from edgespec.tui.chat_screen import ChatScreen
@@ -23,7 +23,9 @@ from edgespec.tui.ending import EndWatch
 from edgespec.tui.environment import check_textual_variables
 from edgespec.tui.preferences import Preferences
 from edgespec.tui.screens.loading import LoadingScreen
-from edgespec.tui.themes import DARK, THEMES
+from edgespec.tui.texts import sentences
+from edgespec.tui.themes import DARK
+from edgespec.tui.user_themes import find_theme
 from edgespec.tui.worker import Load, ModelThread
 
 if TYPE_CHECKING:
@@ -103,15 +105,13 @@ class ChatApp(App[None]):
         self.chat: ChatScreen | None = None
         self.preferences = Preferences.read(self._preferences_path)
         if light is not None:
-            self.preferences.light = light
+            self.preferences.theme = "light" if light else "dark"
         self._model_name = model_name
         self._system = system
         self._settings = dict(settings or {})
         self._resume = resume
         self._loading = LoadingScreen(model_name)
         self._leaving = False
-        for theme in THEMES.values():
-            self.register_theme(theme)
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         return [*super().get_line_filters(), _NO_CONTROLS]
@@ -137,7 +137,16 @@ class ChatApp(App[None]):
         self.preferences.write(self._preferences_path)
 
     def _show_theme(self) -> None:
-        self.theme = THEMES["light" if self.preferences.light else "dark"].name
+        try:
+            theme = find_theme(self.preferences.theme)
+        except (ConfigurationError, OptionError) as error:
+            theme = DARK
+            self.notify(sentences(error.what, error.next_step), markup=False, timeout=10)
+        self.register_theme(theme)
+        if self.theme == theme.name:
+            # The user may have edited the theme's file.
+            self.mutate_reactive(ChatApp.theme)
+        self.theme = theme.name
 
     async def _load_model(self) -> None:
         await self.push_screen(self._loading)
@@ -152,7 +161,7 @@ class ChatApp(App[None]):
             model_name=self._model_name,
             system=self._system,
             settings=self._settings,
-            typed=self._loading.typed,
+            take_typed=self._loading.take_typed,
         )
         self._leaving = False
         await self.switch_screen(chat)
@@ -250,8 +259,13 @@ class ChatApp(App[None]):
         await self.action_quit()
 
 
-def run_chat(load: Load, **options: Any) -> ChatEnd:
+def run_chat(load: Load, *, mouse: bool = True, **options: Any) -> ChatEnd:
     """Run the chat until the user quits. Takes the arguments of `ChatApp`.
+
+    Args:
+        load: Function that loads the model.
+        mouse: Whether the chat reacts to the mouse. If not, the terminal selects text with it.
+        **options: The other arguments of `ChatApp`.
 
     Raises:
         CancelledError: Loading was cancelled.
@@ -265,7 +279,7 @@ def run_chat(load: Load, **options: Any) -> ChatEnd:
     sys.setswitchinterval(_SWITCH_SECONDS)
     with EndWatch(app.save_turn, app.leave_soon, app.stop_model) as watch:
         try:
-            app.run()
+            app.run(mouse=mouse)
         finally:
             sys.setswitchinterval(before)
             model_stopped = app.stop_model()

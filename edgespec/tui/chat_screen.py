@@ -401,7 +401,7 @@ class ChatScreen(TurnScreen):
             self.say("No reply in this chat includes the model's reasoning.")
 
     def action_theme(self) -> None:
-        self.preferences.light = not self.preferences.light
+        self.preferences.theme = "dark" if self.preferences.theme == "light" else "light"
         self.post_message(self.PreferencesChanged())
 
     async def action_earlier(self) -> None:

@@ -11,9 +11,9 @@ from edgespec import spelling
 from edgespec.errors import OptionError
 from edgespec.tui.model_choice import choose_model
 from edgespec.tui.presets import preset
-from edgespec.tui.race import open_race
 from edgespec.tui.setting_commands import SettingsChange, changed_schema, changed_settings, unquoted
 from edgespec.tui.texts import memory_rows, show_rows
+from edgespec.tui.theme_command import choose_theme
 from edgespec.tui.thinking import think
 from edgespec.tui.why import show_why
 from edgespec.tui.widgets.messages import Panel
@@ -80,6 +80,13 @@ async def _memory(screen: ChatScreen, _argument: str) -> None:
     await screen.transcript.show_panel(Panel("Memory", Pairs(rows, stack_below=24)))
 
 
+async def _race(screen: ChatScreen, argument: str) -> None:
+    # Imported on use, because importing what runs a race delays the first screen.
+    from edgespec.tui.race import open_race
+
+    await open_race(screen, argument)
+
+
 async def _save(screen: ChatScreen, argument: str) -> None:
     await screen.save_as(unquoted(argument))
 
@@ -96,14 +103,6 @@ async def _model(screen: ChatScreen, argument: str) -> None:
         await choose_model(screen, unquoted(argument))
     else:
         await screen.transcript.note(f"This chat uses {screen.runtime.target.name}.")
-
-
-async def _theme(screen: ChatScreen, argument: str) -> None:
-    theme = argument.lower()
-    if theme not in ("", "light", "dark"):
-        raise OptionError(f"Unknown theme {argument!r}", "Choose light or dark")
-    if not theme or (theme == "light") != screen.preferences.light:
-        screen.action_theme()
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +144,10 @@ COMMANDS = (
     Command("save", "[title]", "save the chat now, optionally under a new title", _save),
     Command("details", "", "show or hide details of the last reply", "details", ("stats",)),
     Command("why", "", "explain the speed of the last reply", show_why),
-    Command("race", "[message]", "compare a reply with and without the speed-up", open_race),
+    Command("race", "[message]", "compare a reply with and without the speed-up", _race),
     Command("memory", "", "show memory use", _memory),
     Command("colours", "", "colour words that came from accepted guesses", "origin", ("colors", "origin")),
-    Command("theme", "[light|dark]", "switch between light and dark", _theme),
+    Command("theme", "[name]", "list the colour themes, or choose one", choose_theme),
 )  # fmt: skip
 
 _BY_NAME = {name: command for command in COMMANDS for name in (command.name, *command.aliases)}

@@ -10,7 +10,6 @@ from edgespec.errors import CancelledError, OptionError
 from edgespec.tui import commands
 from edgespec.tui.numbers import ago, count
 from edgespec.tui.open_chat import OpenChat
-from edgespec.tui.race import start_race
 from edgespec.tui.setting_commands import (
     SettingsChange,
     changed_schema,
@@ -145,6 +144,8 @@ def _save(chat: PlainChat, argument: str) -> None:
 
 
 def _race(chat: PlainChat, argument: str) -> None:
+    from edgespec.tui.race import start_race
+
     chat.note("Racing plain decoding against auto.")
     _, job, _ = start_race(chat.model_thread, chat.current_chat, argument)
     try:

@@ -17,13 +17,13 @@ class Preferences:
     """The user's choice of theme and visible panels.
 
     Attributes:
-        light: Whether to use the light theme.
+        theme: Name of the colour theme.
         details: Whether to show the details column.
         origin: Whether to colour tokens by their origin (draft or target).
         sidebar: Whether to show the list of chats.
     """
 
-    light: bool = False
+    theme: str = "dark"
     details: bool = False
     origin: bool = False
     sidebar: bool = False
@@ -37,8 +37,11 @@ class Preferences:
             return cls()
         if not isinstance(data, dict):
             return cls()
-        names = {field.name for field in fields(cls)}
-        known = {name: value for name, value in data.items() if name in names and isinstance(value, bool)}
+        if data.get("light") is True:
+            # Written by versions that had no other themes than light and dark.
+            data.setdefault("theme", "light")
+        kinds = {field.name: type(field.default) for field in fields(cls)}
+        known = {name: value for name, value in data.items() if type(value) is kinds.get(name)}
         return cls(**known)
 
     def write(self, path: Path) -> None:

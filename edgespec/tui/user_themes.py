@@ -17,7 +17,7 @@ from edgespec.settings_file import line_number, read_text
 from edgespec.spelling import nearest
 from edgespec.tui.themes import DARK, LIGHT, THEMES
 
-__all__ = ["find_theme", "theme_names"]
+__all__ = ["find_theme", "theme_names", "themes_folder"]
 
 _NAME = re.compile(r"[A-Za-z0-9][\w-]{0,39}", re.ASCII)
 _COLOURS = (
@@ -29,7 +29,7 @@ _COLOURS = (
 def theme_names() -> list[str]:
     """Return the names of all themes: the built-in ones, and then the user's, including invalid ones."""
     try:
-        stems = sorted(path.stem for path in _folder().iterdir() if path.suffix == ".toml")
+        stems = sorted(path.stem for path in themes_folder().iterdir() if path.suffix == ".toml")
     except OSError:
         stems = []
     return [*THEMES, *(stem for stem in stems if _NAME.fullmatch(stem) and stem not in THEMES)]
@@ -44,19 +44,20 @@ def find_theme(name: str) -> Theme:
     """
     if name in THEMES:
         return THEMES[name]
-    path = _folder() / f"{name}.toml"
+    path = themes_folder() / f"{name}.toml"
     text = read_text(path) if _NAME.fullmatch(name) else None
     if text is None:
         near = nearest(name, theme_names())
         meant = f"did you mean {' or '.join(near)}? " if near else ""
         raise OptionError(
             f"there is no theme {name[:60]!r}",
-            f"{meant}Themes: {', '.join(theme_names())}. To make one, create a TOML file in {_folder()}",
+            f"{meant}Themes: {', '.join(theme_names())}. Your own are TOML files in {themes_folder()}",
         )
     return _theme(name, path, text)
 
 
-def _folder() -> Path:
+def themes_folder() -> Path:
+    """Return the folder of the user's themes, which may not exist."""
     return config_folder() / "themes"
 
 

@@ -27,6 +27,7 @@ class Opened:
         self.end = ChatEnd()
 
     def __call__(self, load: Any, **options: Any) -> ChatEnd:
+        options.pop("load_other", None)
         self.load, self.options = load, options
         return self.end
 
@@ -91,6 +92,7 @@ def test_only_the_settings_that_were_written_are_set(run: Run, opened: Opened) -
         "settings": {},
         "resume": None,
         "light": None,
+        "mouse": True,
     }
     run(
         "chat",
