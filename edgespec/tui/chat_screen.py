@@ -14,8 +14,9 @@ from edgespec.chat.store import Setting, StoredChat
 from edgespec.errors import ChatFileError, OptionError
 from edgespec.tui import commands
 from edgespec.tui.clipboard import copy_with_desktop_tool
+from edgespec.tui.editor import write_prompt
 from edgespec.tui.files import sending
-from edgespec.tui.open_chat import OpenChat, code_blocks
+from edgespec.tui.open_chat import OpenChat
 from edgespec.tui.screens.dialogs import ConfirmScreen, SystemScreen
 from edgespec.tui.screens.help import HelpScreen
 from edgespec.tui.screens.settings import SettingsScreen
@@ -24,6 +25,7 @@ from edgespec.tui.settings import SCHEMA, accepted
 from edgespec.tui.texts import sentences
 from edgespec.tui.turns import TurnScreen
 from edgespec.tui.widgets.prompt import PromptInput
+from edgespec.tui.widgets.reply_markdown import ReplyMarkdown
 from edgespec.tui.widgets.sidebar import ChatOption, Sidebar
 
 __all__ = ["ChatScreen"]
@@ -55,7 +57,10 @@ class ChatScreen(TurnScreen):
         _key("f8", "theme", "switch between light and dark", _OTHER),
         _key("ctrl+p", "edit_last", "edit your last message", _OTHER),
         _key("ctrl+y", "copy_reply", "copy the last reply", _OTHER),
-        _key("ctrl+o", "copy_code", "copy the last code block of the last reply", _OTHER),
+        _key(
+            "ctrl+o", "copy_code", "copy the last code block of the last reply; again: the one before", _OTHER
+        ),
+        _key("ctrl+g", "editor", "write your message in your text editor", _OTHER),
         _key("ctrl+l", "clear", "new chat with the same settings", _OTHER),
         _key("ctrl+home", "earlier", "go to the top; press again to load older messages", _OTHER),
         _key("ctrl+end", "to_end", "go to the end", _OTHER),
@@ -208,9 +213,14 @@ class ChatScreen(TurnScreen):
         await self.copy(entry.content.strip() if entry is not None else "", "last reply")
 
     async def action_copy_code(self) -> None:
-        entry = self.current_chat.last_reply
-        blocks = code_blocks(entry.content) if entry is not None else []
-        await self.copy(blocks[-1].rstrip("\n") if blocks else "", "code block")
+        await self.code_copier.copy_next(self, self.current_chat.last_reply)
+
+    @on(ReplyMarkdown.CopyCode)
+    async def _code_clicked(self, event: ReplyMarkdown.CopyCode) -> None:
+        await self.copy(event.code.rstrip("\n"), "code block")
+
+    def action_editor(self) -> None:
+        write_prompt(self)
 
     async def copy(self, text: str, name: str) -> None:
         """Copy `text` to the clipboard and show a confirmation that refers to it as `name`."""
@@ -313,8 +323,8 @@ class ChatScreen(TurnScreen):
             return
         question = (
             f"Delete “{option.chat.title}”? This cannot be undone. Your other chats will be kept, but the"
-            " data cached to speed up replies will also be deleted, because it may contain text from this"
-            " chat."
+            " history of your prompts and the data cached to speed up replies will also be deleted, because"
+            " they may contain text from this chat."
         )
         if not await self.app.push_screen_wait(ConfirmScreen(question, "Delete")):
             return

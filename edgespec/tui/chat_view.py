@@ -19,6 +19,7 @@ from edgespec.chat.store import Setting
 from edgespec.errors import ChatFileError
 from edgespec.tui import commands
 from edgespec.tui.archive import Archive
+from edgespec.tui.copying import CodeCopier
 from edgespec.tui.files.file_thread import FileThread
 from edgespec.tui.history import History
 from edgespec.tui.open_chat import OpenChat
@@ -60,6 +61,7 @@ class ChatView(Screen[None]):
         runtime: Runtime,
         archive: Archive,
         preferences: Preferences,
+        history: History,
         *,
         model_name: str,
         system: str | None,
@@ -74,7 +76,8 @@ class ChatView(Screen[None]):
         self.first_settings = dict(settings)
         self.current_chat = OpenChat(system, dict(settings))
         self.archive = archive
-        self.history = History()
+        self.history = history
+        self.code_copier = CodeCopier()
         self.editing: int | None = None
         self.transcript = Transcript(self._welcome(), id="transcript")
         files = FileThread()

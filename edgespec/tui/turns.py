@@ -58,6 +58,7 @@ class TurnScreen(ChatView):
     async def use_runtime(self, runtime: Runtime) -> None:
         """Continue the current chat with another model. Settings that it does not support are removed."""
         self.runtime = runtime
+        self.chips.use_runtime(runtime)
         problem = ""
         try:
             if "method" in self.current_chat.settings:

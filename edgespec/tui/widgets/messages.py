@@ -19,6 +19,7 @@ from edgespec.tui.numbers import count, percent
 from edgespec.tui.texts import sources_text
 from edgespec.tui.widgets.long_texts import hidden_note, limited_chunks, limited_markdown, limited_text
 from edgespec.tui.widgets.pairs import Pairs
+from edgespec.tui.widgets.reply_markdown import ReplyMarkdown
 from edgespec.tui.widgets.thoughts import Thoughts
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ class ReplyMessage(Widget):
 
     def compose(self) -> ComposeResult:
         yield self.thoughts
-        yield Markdown(self._drawn, parser_factory=_markdown_parser, classes="reply-markdown")
+        yield ReplyMarkdown(self._drawn, parser_factory=_markdown_parser, classes="reply-markdown")
         yield Static(classes="reply-origin")
         yield Static(classes="reply-end")
 
