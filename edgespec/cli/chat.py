@@ -105,7 +105,6 @@ def command(
         for name in _REPLY_NAMES
         if name not in LOAD_NAMES and ctx.get_parameter_source(name) is not ParameterSource.DEFAULT
     }
-<<<<<<< HEAD
     asked: dict[str, Any] = {
         "model_name": options["target"],
         "system": system,
@@ -115,19 +114,8 @@ def command(
     if is_plain:
         ended = run_plain_chat(load, **asked)
     else:
-        ended = run_chat(load, load_other=load_other, **asked, light=light, mouse=not no_mouse)
-=======
-    ended = run_chat(
-        load,
-        load_other=load_other,
-        model_name=options["target"],
-        system=system,
-        settings=settings,
-        resume=resume,
-        light=light,
-        remember=options["remember"],
-    )
->>>>>>> main
+        looks = {"light": light, "mouse": not no_mouse, "remember": options["remember"]}
+        ended = run_chat(load, load_other=load_other, **asked, **looks)
     if ended.signalled:
         return INTERRUPTED
     if ended.resume:

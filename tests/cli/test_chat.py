@@ -93,6 +93,7 @@ def test_only_the_settings_that_were_written_are_set(run: Run, opened: Opened) -
         "resume": None,
         "light": None,
         "mouse": True,
+        "remember": True,
     }
     run(
         "chat",
