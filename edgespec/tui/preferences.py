@@ -6,6 +6,7 @@ import json
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from edgespec.files import read_regular_file, write_private_file
 
@@ -41,7 +42,9 @@ class Preferences:
             # Written by versions that had no other themes than light and dark.
             data.setdefault("theme", "light")
         kinds = {field.name: type(field.default) for field in fields(cls)}
-        known = {name: value for name, value in data.items() if type(value) is kinds.get(name)}
+        known: dict[str, Any] = {
+            name: value for name, value in data.items() if type(value) is kinds.get(name)
+        }
         return cls(**known)
 
     def write(self, path: Path) -> None:
