@@ -63,7 +63,6 @@ def test_other_text_is_a_message(text: str) -> None:
         ("exti", "quit"),
         ("color", "colours"),
         ("xyzzy", "help"),
-        ("foo", "help"),
     ],
 )
 def test_the_nearest_command(typed: str, name: str) -> None:
