@@ -21,7 +21,9 @@ if TYPE_CHECKING:
         search_models,
     )
     from edgespec.assembly.preview import Preview, plan
+    from edgespec.attachments import attach
     from edgespec.backends.model_facts import Capabilities, ModelFacts
+    from edgespec.chat.attached_file import AttachedFile
     from edgespec.chat.message import Message
     from edgespec.chat.tool_calls.calls import ToolCall, ToolCallDelta
     from edgespec.conversation import Chat
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from edgespec.stream import ReplyStream
 
 __all__ = [
+    "AttachedFile",
     "AvailableModel",
     "Capabilities",
     "Chat",
@@ -68,6 +71,7 @@ __all__ = [
     "ToolCall",
     "ToolCallDelta",
     "__version__",
+    "attach",
     "delete_data",
     "download_model",
     "list_models",
@@ -89,7 +93,9 @@ _HOMES = {
         "search_models",
     ),
     "edgespec.assembly.preview": ("Preview", "plan"),
+    "edgespec.attachments": ("attach",),
     "edgespec.backends.model_facts": ("Capabilities", "ModelFacts"),
+    "edgespec.chat.attached_file": ("AttachedFile",),
     "edgespec.chat.message": ("Message",),
     "edgespec.chat.tool_calls.calls": ("ToolCall", "ToolCallDelta"),
     "edgespec.conversation": ("Chat",),

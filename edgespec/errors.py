@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 __all__ = [
+    "AttachmentError",
     "BackendError",
     "BackendMissingError",
     "BusyError",
@@ -113,6 +114,10 @@ class ContextFullError(EdgespecError):
 
 class TemplateError(EdgespecError):
     """Raised when a model has no usable chat template. Choose another model, or use raw prompts."""
+
+
+class AttachmentError(EdgespecError):
+    """Raised when a file cannot be attached to a message. Choose another file, or copy its text."""
 
 
 class ChatFileError(EdgespecError):

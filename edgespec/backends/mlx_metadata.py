@@ -23,6 +23,7 @@ from edgespec.backends.token_list import tokens_of_folder
 from edgespec.errors import ModelFileError
 from edgespec.files import read_regular_file, regular_file_bytes
 from edgespec.heads.eagle_files import is_eagle
+from edgespec.heads.mtp_files import mtp_files
 from edgespec.heads.tensor_files import read_folder_tensors
 
 __all__ = ["language_config", "read_head_info", "read_mlx_info", "trained_context"]
@@ -184,7 +185,7 @@ def _heads(
 
 def _extra_layers(folder: Path) -> dict[str, StoredTensor]:
     """Return the tensors of layers for multi-token prediction that are in a file of their own."""
-    return {name: one for file in folder.glob("mtp*.safetensors") for name, one in read_tensors(file).items()}
+    return {name: one for file in mtp_files(folder) for name, one in read_tensors(file).items()}
 
 
 def _read_layers(config: Mapping[str, Any]) -> tuple[int, ...]:

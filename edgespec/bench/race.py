@@ -20,8 +20,8 @@ DEFAULT_RACE_TOKENS = 200
 _WARM_UP_TOKENS = 8
 # Number of tokens that plain decoding repeats after the race, which shows if the machine's speed changed.
 _CHECK_TOKENS = 32
-# The machine's speed counts as changed if the repeated tokens took this much longer or shorter.
-_MAX_DRIFT = 0.1
+# The race is not fair if the repeated tokens took this much longer or shorter.
+_MAX_DRIFT = 0.2
 # Speeds that differ by less than this are called equal, because a single race cannot tell them apart.
 _EQUAL_SPEEDS = 0.03
 
@@ -92,8 +92,8 @@ class Race:
     Attributes:
         plain: The reply of plain decoding, which was generated first.
         other: The reply of the other method.
-        drift: How much longer plain decoding took for the same tokens after the race than in it, as a
-            fraction. None if the replies were too short to tell.
+        drift: By what fraction the machine became slower during the race, or faster if it is negative. 1.0
+            means half as fast, and -1.0 twice as fast. None if the replies were too short to tell.
     """
 
     plain: Lane
@@ -111,13 +111,25 @@ class Race:
         return self.plain.reply.tokens == self.other.reply.tokens and self.plain.text == self.other.text
 
     @property
+    def is_fair(self) -> bool:
+        """False if the machine's speed changed so much that the speeds cannot be compared."""
+        return self.drift is None or abs(self.drift) <= _MAX_DRIFT
+
+    @property
     def is_faster(self) -> bool:
-        return self.speed_up > 1 + _EQUAL_SPEEDS
+        return self.is_fair and self.speed_up > 1 + _EQUAL_SPEEDS
 
     def headline(self) -> str:
-        """Return one sentence that says which method was faster."""
+        """Return a text that says which method was faster, or that the race was not fair."""
         name, plain, other = self.other.method, self.plain.tokens_per_second, self.other.tokens_per_second
         speeds = f"{other:.1f} instead of {plain:.1f} tokens per second"
+        if not self.is_fair:
+            drift = self.drift or 0.0
+            change = f"{abs(drift):.0%} {'slower' if drift > 0 else 'faster'}"
+            return (
+                f"No fair comparison: the machine became {change} during the race. Close other programs and"
+                f" race again. (Measured: {speeds}.)"
+            )
         if self.is_faster:
             return f"{name} was {self.speed_up:.2f}x as fast as plain decoding: {speeds}."
         slower = f"slower ({self.speed_up:.2f}x)" if self.speed_up < 1 - _EQUAL_SPEEDS else "no faster"
@@ -125,17 +137,11 @@ class Race:
 
     def remarks(self) -> list[str]:
         """Return sentences that say whether the texts are the same, and how the race was run."""
-        remarks = [self._comparison()]
-        remarks.append(
+        how = (
             f"The replies were generated one after the other, with seed {self.plain.reply.seed}, and are"
             " shown together at their measured speeds. Both runs had read the prompt before."
         )
-        if self.drift is not None and abs(self.drift) > _MAX_DRIFT:
-            remarks.append(
-                "The machine's speed changed during the race: afterwards, plain decoding took"
-                f" {1 + self.drift:.1f}x as long for the same tokens. Close other programs and race again."
-            )
-        return remarks
+        return [self._comparison(), how]
 
     def _comparison(self) -> str:
         if self.is_same_text:
@@ -156,6 +162,7 @@ class Race:
             "same_text": self.is_same_text,
             "speed_up": self.speed_up,
             "faster": self.is_faster,
+            "fair": self.is_fair,
             "drift": self.drift,
             "summary": [self.headline(), *self.remarks()],
             "plain": self.plain.to_json(),
@@ -209,7 +216,16 @@ def run_race(
         return Race(plain, other, None)
     check = runner.run("checking the machine's speed", "none", 0.95, max_tokens=tokens)
     before = plain.seconds_until(tokens)
-    return Race(plain, other, check.seconds / before - 1 if before else None)
+    return Race(plain, other, _drift(before, check.seconds))
+
+
+def _drift(before_seconds: float, after_seconds: float) -> float | None:
+    """Return by what fraction the machine became slower, or minus the fraction by which it became faster."""
+    if not before_seconds or not after_seconds:
+        return None
+    if after_seconds >= before_seconds:
+        return after_seconds / before_seconds - 1
+    return 1 - before_seconds / after_seconds
 
 
 class _Runner:

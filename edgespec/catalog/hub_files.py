@@ -15,6 +15,7 @@ from edgespec.backends.mlx_files import (
     missing_among,
 )
 from edgespec.errors import ModelNotFoundError
+from edgespec.heads.mtp_files import is_mtp_file
 
 __all__ = [
     "HubFile",
@@ -166,6 +167,7 @@ def choose_mlx_files(repository: str, files: Iterable[HubFile]) -> list[HubFile]
     """
     top_level = [file for file in files if "/" not in file.name]
     model_files = [one for one in top_level if any(fnmatchcase(one.name, pattern) for pattern in _MLX_FILES)]
+    model_files += [file for file in files if is_mtp_file(file.name) and file not in model_files]
     missing = missing_among(file.name for file in model_files)
     if missing:
         raise ModelNotFoundError(

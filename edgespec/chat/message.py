@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from edgespec.chat.attached_file import AttachedFile, as_attached_files, with_files
 from edgespec.chat.reasoning import leading_marker, split_reasoning
 from edgespec.chat.tool_calls.calls import ToolCall, as_tool_calls
 from edgespec.errors import OptionError
@@ -31,6 +32,7 @@ class Message:
         tool_calls: The tools that a reply of the model calls.
         tool_call_id: For a message with the role `tool`, the id of the call.
         name: For a message with the role `tool`, the name of the tool.
+        files: The files attached to a user's message. The model reads them before `content`.
     """
 
     role: Role
@@ -40,6 +42,7 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     name: str = ""
+    files: tuple[AttachedFile, ...] = ()
 
     @property
     def text(self) -> str:
@@ -53,6 +56,10 @@ class Message:
         """The texts that most templates include in a prompt. They exclude reasoning."""
         calls = (text for call in self.tool_calls for text in (call.id, call.name, call.arguments))
         return (self.content, self.tool_call_id, self.name, *calls)
+
+    def with_files_as_text(self) -> Message:
+        """Return the message with its files at the beginning of `content`, as the model reads them."""
+        return replace(self, content=with_files(self.content, self.files), files=()) if self.files else self
 
     def for_template(self) -> dict[str, Any]:
         """Return the message as chat templates expect it, without keys that do not apply to it.
@@ -77,8 +84,8 @@ def as_messages(items: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
 
     Args:
         items: `Message` objects, or dictionaries with the keys `role`, `content` and optionally `reasoning`
-            (or `reasoning_content`), `tool_calls`, `tool_call_id` and `name`. The result of a tool call gets
-            its name from the call, if it has none.
+            (or `reasoning_content`), `tool_calls`, `tool_call_id`, `name` and `files`. The result of a tool
+            call gets its name from the call, if it has none.
 
     Raises:
         OptionError: A role is unknown, a value has the wrong type, or the last message is not from the user
@@ -142,7 +149,8 @@ def as_message(number: int, item: Message | Mapping[str, Any]) -> Message:
     if role == "assistant" and not reasoning and not any(markers):
         return replace(reply_message(content), tool_calls=calls)
     call_id, name = (_text(number, item, key) if role == "tool" else "" for key in ("tool_call_id", "name"))
-    return Message(role, content, reasoning, (markers[0], markers[1]), calls, call_id, name)
+    files = as_attached_files(number, item.get("files") or []) if role == "user" else ()
+    return Message(role, content, reasoning, (markers[0], markers[1]), calls, call_id, name, files)
 
 
 def _text(number: int, item: Mapping[str, Any], key: str) -> str:

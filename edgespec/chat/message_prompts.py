@@ -83,6 +83,7 @@ class MessagePrompts:
             OptionError: `context_full` is invalid, or no grammar can express the schema of a tool.
             TemplateError: The model has no chat template, or the template rejects the messages.
         """
+        messages = [message.with_files_as_text() for message in messages]
         with self._lock:
             builder = self._prompt_builder()
             syntax = grammar = None
@@ -107,6 +108,7 @@ class MessagePrompts:
         self, messages: Sequence[Message], context_tokens: int, settings: TemplateSettings
     ) -> int:
         """Return the number of tokens in the prompt. The number is approximate if it exceeds the context."""
+        messages = [message.with_files_as_text() for message in messages]
         with self._lock:
             return self._prompt_builder().count_tokens(messages, context_tokens, settings)
 

@@ -242,6 +242,8 @@ def _message_json(message: Message) -> dict[str, object]:
         data["reasoning"] = message.reasoning
     if any(message.markers):
         data["markers"] = list(message.markers)
+    if message.files:
+        data["files"] = [file.to_json() for file in message.files]
     if message.tool_calls:
         data["tool_calls"] = [call.to_json() for call in message.tool_calls]
     if message.role == "tool":

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
-import weakref
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from edgespec.backends.base import Progress
 from edgespec.chat.template_worker import (
@@ -23,7 +17,8 @@ from edgespec.chat.template_worker import (
     write_message,
 )
 from edgespec.chat.waiting import check_cancelled, wait_for
-from edgespec.errors import TemplateError
+from edgespec.child_process import ChildProcess
+from edgespec.errors import EdgespecError, TemplateError
 from edgespec.files import format_bytes
 
 __all__ = ["TemplateProcess"]
@@ -35,42 +30,26 @@ _MAX_POLLS = 400
 class TemplateProcess:
     """A child process that compiles one chat template and renders it.
 
-    Call `ask` from one thread at a time, and `close` from any thread. The process stops when this object is
-    closed or garbage-collected. It also stops when the parent process exits, which closes its stdin.
+    Call `ask` from one thread at a time, and `close` from any thread. See `ChildProcess` for when it stops.
 
     Raises:
         TemplateError: The process cannot be started.
     """
 
     def __init__(self) -> None:
-        # In a frozen program, such as one made with PyInstaller, sys.executable is not a Python interpreter.
-        if not sys.executable or getattr(sys, "frozen", False):
-            raise TemplateError(
-                "the model's chat template cannot be used: no Python interpreter was found to run it in",
-                "set sys.executable to a Python interpreter, or use raw prompts",
-            )
         script = str(Path(__file__).with_name("template_worker.py"))
         try:
-            # The -I option ignores the current folder and PYTHONPATH. In a new session, the process does not
-            # receive the terminal's Ctrl-C.
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", script, *_import_folders()],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        except OSError as error:
+            self._process = ChildProcess([script, *_import_folders()])
+        except EdgespecError as error:
             raise TemplateError(
-                f"the model's chat template cannot be used: {sys.executable} cannot be started: {error}",
-                "close other programs, or use `edgespec generate --raw`",
+                f"the model's chat template cannot be used: {error.what}",
+                f"{error.next_step}, or use `edgespec generate --raw`",
             ) from error
-        self._end = weakref.finalize(self, _end, self._process)
 
     @property
     def alive(self) -> bool:
         """Whether the child process can still handle requests."""
-        return self._end.alive and self._process.poll() is None
+        return self._process.alive
 
     def ask(self, request: dict[str, Any], progress: Progress | None = None) -> dict[str, str]:
         """Send a request to the child process and return its reply. Any exception stops the process.
@@ -82,8 +61,6 @@ class TemplateProcess:
         data, process, polls = encode(request), self._process, 0
 
         def exchange() -> dict[str, str] | None:
-            assert process.stdin
-            assert process.stdout
             with suppress(OSError, ValueError):
                 write_message(process.stdin, data)
                 if reply := read_message(process.stdout, output_limit_bytes(len(data))):
@@ -96,15 +73,13 @@ class TemplateProcess:
             check_cancelled(progress)
             if polls > _MAX_POLLS:
                 raise _failure("rendering timed out after 20 seconds")
-            with suppress(psutil.Error):
-                if psutil.Process(process.pid).memory_info().rss > memory_limit_bytes(len(data)):
-                    raise _failure(_too_much_memory(len(data)))
+            if process.memory_bytes > memory_limit_bytes(len(data)):
+                raise _failure(_too_much_memory(len(data)))
 
         try:
             reply = wait_for(exchange, poll)
             if reply is None:
-                process.kill()
-                raise _failure(_exit_reason(process.wait()))
+                raise _failure(_exit_reason(process))
             match reply.get("error"):
                 case "memory":
                     raise _failure(_too_much_memory(len(data)))
@@ -120,16 +95,7 @@ class TemplateProcess:
 
     def close(self) -> None:
         """Stop the child process. Repeated calls have no effect."""
-        self._end()
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for stream in (process.stdin, process.stdout):
-        with suppress(OSError):
-            if stream:
-                stream.close()
+        self._process.close()
 
 
 def _failure(reason: str) -> TemplateError:
@@ -143,10 +109,11 @@ def _too_much_memory(request_bytes: int) -> str:
     return f"rendering needs more than {format_bytes(memory_limit_bytes(request_bytes))} of memory"
 
 
-def _exit_reason(status: int) -> str:
-    if sys.platform != "win32" and status == -signal.SIGPROF:
+def _exit_reason(process: ChildProcess) -> str:
+    process.close()
+    if process.exceeded_cpu_limit:
         return f"rendering used more than {CPU_SECONDS:g} seconds of CPU time"
-    return f"the rendering process exited with status {status}"
+    return f"the rendering process exited with status {process.wait(0)}"
 
 
 def _import_folders() -> list[str]:

@@ -18,7 +18,7 @@ from edgespec.cli.stdin import read_piped_text, read_stdin
 from edgespec.errors import EdgespecError, OptionError
 
 if TYPE_CHECKING:
-    from edgespec import Reply, ReplyStream
+    from edgespec import AttachedFile, Reply, ReplyStream
 
 __all__ = ["command"]
 
@@ -31,6 +31,7 @@ __all__ = ["command"]
     examples=(
         'edgespec generate "How do I list files by size?"',
         'cat notes.txt | edgespec generate "Summarise this text"',
+        'edgespec generate --file notes.pdf --file "src/**/*.py" "What is missing?"',
         'git diff | edgespec generate --system "Write a commit message" -',
         'edgespec generate --target 8b-q4 --temperature 0 -n 200 "What does tar do?"',
         "edgespec generate --preset reviewer - < change.diff",
@@ -38,10 +39,14 @@ __all__ = ["command"]
     ),
 )
 @click.argument("words", metavar="[PROMPT] [-]", nargs=-1)
+@click.option(
+    "--file", "paths", metavar="PATH", multiple=True,
+    help="Attach a text or PDF file, a folder, or a pattern such as 'src/**/*.py'. Can be repeated.",
+)  # fmt: skip
 @click.option("--raw", is_flag=True, help="Send the prompt as is, without the model's chat template.")
 @preset_option
 @json_option
-def command(words: tuple[str, ...], as_json: bool, raw: bool, **options: Any) -> int:
+def command(words: tuple[str, ...], paths: tuple[str, ...], as_json: bool, raw: bool, **options: Any) -> int:
     """Answer one prompt.
 
     The reply is streamed to stdout. Reasoning is printed to stderr, if that is a terminal. Press Ctrl-C to
@@ -57,7 +62,7 @@ def command(words: tuple[str, ...], as_json: bool, raw: bool, **options: Any) ->
         )
     if options["logprobs"] is not None and not as_json:
         raise click.UsageError("--logprobs needs --json", click.get_current_context())
-    text = _prompt_text(words)
+    text = _with_files(_prompt_text(words), paths)
     reply = interruptible(lambda stop: _answer(stop, text, raw, as_json, options))
     if as_json:
         print_json(reply.to_json())
@@ -76,6 +81,21 @@ def _prompt_text(words: tuple[str, ...]) -> str:
     if not prompt:
         raise OptionError("the prompt is empty", "enter at least one word")
     return prompt
+
+
+def _with_files(prompt: str, paths: tuple[str, ...]) -> str:
+    """Return the prompt with the text of files, and report how many there are in each folder."""
+    from edgespec.attachments import read_files
+    from edgespec.chat.attached_file import with_files
+
+    files: list[AttachedFile] = []
+    for path in paths:
+        read = read_files(path)
+        files += read.files
+        if read.skipped or len(read.files) > 1:
+            left_out = f", {read.skipped} without text left out" if read.skipped else ""
+            note(f"{path}: {len(read.files)} files{left_out}")
+    return with_files(prompt, files)
 
 
 def _answer(stop: Stop, prompt: str, raw: bool, as_json: bool, options: dict[str, Any]) -> Reply:

@@ -31,11 +31,11 @@ _to_option = click.option(
 @click.group(
     "prepare",
     cls=HelpfulGroup,
-    short_help="Prepare a GGUF model for drafting without a separate draft model.",
+    short_help="Prepare a GGUF model for drafting, or convert a head or a draft model to GGUF.",
     examples=("edgespec prepare layerskip demo --exit 4", "edgespec prepare lowbit ./my-f16.gguf"),
 )
 def command() -> None:
-    """Prepare a GGUF model for drafting without a separate draft model.
+    """Prepare a GGUF model for drafting, or convert a head or a draft model to GGUF.
 
     If interrupted, run the command again.
     """
@@ -142,19 +142,58 @@ def head(head: Path, reference: str, to: Path, as_json: bool) -> None:
 
     REF is the GGUF model that the head was trained for.
     """
-    from edgespec.catalog import resolve
     from edgespec.prepare.head import prepare_head
+
+    _convert("head", prepare_head, head, reference, to, as_json)
+
+
+@command.command(
+    "draft",
+    short_help="Convert a draft model from MLX or Hugging Face to GGUF.",
+    examples=("edgespec prepare draft ./my-draft ./qwen3-8b-q4.gguf --to my-draft.gguf",),
+)
+@click.argument("draft", type=click.Path(path_type=Path, file_okay=False))
+@model_reference("reference")
+@click.option(
+    "--to",
+    metavar="FILE",
+    required=True,
+    type=OutputPath(path_type=Path, dir_okay=False),
+    help="GGUF file in which to save the draft model.",
+)
+@json_option
+def draft(draft: Path, reference: str, to: Path, as_json: bool) -> None:
+    """Convert a draft model to GGUF, such as one trained with `edgespec train draft`.
+
+    DRAFT is its folder, in the format of MLX or Hugging Face. REF is the GGUF model that it drafts for, with
+    the same vocabulary. Llama, Qwen2 and Qwen3 models can be converted.
+    """
+    from edgespec.prepare.draft import prepare_draft
+
+    _convert("draft", prepare_draft, draft, reference, to, as_json)
+
+
+def _convert(
+    kind: str,
+    convert: Callable[[Path, Path, Path], int],
+    folder: Path,
+    reference: str,
+    to: Path,
+    as_json: bool,
+) -> None:
+    """Convert a head or a draft model for a target, and print how to use it."""
+    from edgespec.catalog import resolve
 
     def work(stop: Stop) -> int:
         with ProgressLine(stop) as progress:
-            return prepare_head(head, resolve(reference, progress=progress).path, to)
+            return convert(folder, resolve(reference, progress=progress).path, to)
 
     size_bytes = interruptible(work)
     if as_json:
-        print_json({"kind": "head", "file": str(to), "file_bytes": size_bytes})
+        print_json({"kind": kind, "file": str(to), "file_bytes": size_bytes})
         return
     click.echo(printable(f"{to}  {format_bytes(size_bytes)}"))
-    note(printable(f"Use it with: edgespec chat --target {reference} --head {to}"))
+    note(printable(f"Use it with: edgespec chat --target {reference} --{kind} {to}"))
 
 
 def _exit(text: str) -> int | None:

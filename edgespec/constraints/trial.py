@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import weakref
 from contextlib import suppress
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
 
-from edgespec.errors import CapabilityError
+from edgespec.child_process import ChildProcess, module_arguments
+from edgespec.errors import CapabilityError, EdgespecError
 
 __all__ = ["ConstraintTrial"]
 
-# Code of the child process. It must not import modules from the current folder.
-_CODE = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]);"
-    " from edgespec.constraints.trial_worker import main; main()"
-)
 # Maximum CPU time in seconds for compiling a constraint. A schema of 250,000 characters takes about 1 second.
 _CPU_SECONDS = 5.0
 # Seconds after which to give up if the child process gets little CPU time.
@@ -37,7 +27,7 @@ class ConstraintTrial:
     """
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[str] | None = None
+        self._process: ChildProcess | None = None
 
     def problem(self, option: str, text: str) -> str:
         """Compile a constraint in the child process. Return why that failed, or an empty text.
@@ -51,17 +41,14 @@ class ConstraintTrial:
         Raises:
             CapabilityError: The process cannot be started.
         """
-        if self._process is None or self._process.poll() is not None:
+        if self._process is None or not self._process.alive:
             self._process = _start()
-            self._end = weakref.finalize(self, _end, self._process)
-        process, answers = self._process, SimpleQueue[str]()
+        process, answers = self._process, SimpleQueue[bytes]()
 
         def exchange() -> None:
-            answer = ""
+            answer = b""
             with suppress(OSError, ValueError):
-                assert process.stdin
-                assert process.stdout
-                process.stdin.write(json.dumps([option, text, _CPU_SECONDS]) + "\n")
+                process.stdin.write(json.dumps([option, text, _CPU_SECONDS]).encode() + b"\n")
                 process.stdin.flush()
                 answer = process.stdout.readline()
             answers.put(answer)
@@ -71,49 +58,18 @@ class ConstraintTrial:
             if answers.get(timeout=_MAX_SECONDS):
                 return ""
         except Empty:
-            self._end()
+            process.close()
             return f"compiling it takes more than {_MAX_SECONDS:.0f} seconds"
         # The process has closed its output, so it is about to exit. Its status says why.
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_EXIT_SECONDS)
-        self._end()
-        if sys.platform != "win32" and process.returncode == -signal.SIGPROF:
+        process.wait(_EXIT_SECONDS)
+        process.close()
+        if process.exceeded_cpu_limit:
             return f"compiling it takes more than {_CPU_SECONDS:g} seconds"
         return "it is nested too deeply, or needs too much memory"
 
 
-def _start() -> subprocess.Popen[str]:
-    # In a frozen program, such as one made with PyInstaller, sys.executable is not a Python interpreter.
-    if not sys.executable or getattr(sys, "frozen", False):
-        raise CapabilityError(
-            "constraints cannot be used: no Python interpreter was found to check them in",
-            "set sys.executable to a Python interpreter",
-        )
+def _start() -> ChildProcess:
     try:
-        # In a new session, the process does not receive the terminal's Ctrl-C.
-        return subprocess.Popen(
-            [sys.executable, "-I", "-c", _CODE, json.dumps(_import_folders())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            encoding="utf-8",
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise CapabilityError(
-            f"constraints cannot be used: {sys.executable} cannot be started: {error}", "close other programs"
-        ) from error
-
-
-def _import_folders() -> list[str]:
-    return [str(Path(__file__).parents[2]), *filter(os.path.isabs, sys.path)]
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    process.wait()
-    for stream in (process.stdin, process.stdout):
-        with suppress(OSError):
-            if stream:
-                stream.close()
+        return ChildProcess(module_arguments("edgespec.constraints.trial_worker"))
+    except EdgespecError as error:
+        raise CapabilityError(f"constraints cannot be used: {error.what}", error.next_step) from error

@@ -1,13 +1,14 @@
-"""Read the multi-token prediction (MTP) layer from a Hugging Face model's folder.
+"""Read multi-token prediction (MTP) layers from a Hugging Face or MLX model's folder.
 
-mlx-lm does not load MTP layers, and models converted by mlx-lm do not contain them. The layer can be in the
-model's weights, or in a separate file in the same folder, such as `mtp.safetensors`.
+mlx-lm does not load MTP layers, and models converted by mlx-lm do not contain them. The layers can be in the
+model's weights, or in a separate file, such as `mtp.safetensors`. MTPLX and others publish quantised MLX
+models with such files.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,26 +16,29 @@ import numpy as np
 
 from edgespec.errors import ModelFileError
 from edgespec.heads.stored_tensor import StoredTensor
-from edgespec.heads.tensor_files import read_folder_tensors
+from edgespec.heads.tensor_files import read_folder_tensors, read_tensor_file
 
-__all__ = ["MTP_MODELS", "QWEN_MODELS", "read_mtp"]
+__all__ = ["MTP_MODELS", "QWEN_MODELS", "is_mtp_file", "mtp_files", "read_mtp"]
 
 # Values of `model_type` in `config.json` whose MTP layout `read_mtp` supports. Qwen's original files store
 # the weights of norms minus 1.
 QWEN_MODELS = ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 MTP_MODELS = (*QWEN_MODELS, "deepseek_v3", "glm4_moe", "mimo")
-_NEEDED = ("fc.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "norm.weight")
+_NEEDED = ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+# Paths of separate files with MTP layers, within the model's folder.
+_FILE = re.compile(r"(?:[^/]+/)?mtp[^/]*\.safetensors|mtp/[^/]+\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How a family of models names the tensors of an MTP layer.
+    """How a family of models names the tensors of MTP layers.
 
     Attributes:
-        prefix: Regular expression for the start of all names. Its group, if any, is the layer's number.
-        marker: A name that only an MTP layer has, because DeepSeek numbers MTP layers like all others.
-        names: Maps names outside the decoder layer to Qwen3-Next's names. Tensors with an empty new name are
-            skipped, because they are copies of the target's tensors.
+        prefix: Regular expression for the start of all names. Its group is the number of the MTP module, or
+            empty.
+        marker: A tensor that only MTP modules have, because DeepSeek numbers them like ordinary layers.
+        names: Maps names outside the decoder layers, without `.weight`, to Qwen3-Next's names. Tensors with
+            an empty new name are skipped, because they are copies of the target's tensors.
         decoder_prefix: Prefix that turns names in the decoder layer into Qwen3-Next's names.
         hidden_first: Whether the input of `fc` is the hidden state followed by the embedding, not the
             reverse.
@@ -49,18 +53,18 @@ class _Layout:
 
 _LAYOUTS = (
     # Qwen3-Next and Qwen3.5.
-    _Layout(r"mtp\.", "norm.weight", {name: name for name in _NEEDED}, decoder_prefix=""),
+    _Layout(r"mtp\.()", "norm.weight", {name: name for name in _NEEDED}, decoder_prefix=""),
     # DeepSeek-V3 and GLM-4.5.
     _Layout(
         r"layers\.(\d+)\.",
         "eh_proj.weight",
         {
-            "eh_proj.weight": "fc.weight",
-            "enorm.weight": "pre_fc_norm_embedding.weight",
-            "hnorm.weight": "pre_fc_norm_hidden.weight",
-            "shared_head.norm.weight": "norm.weight",
-            "shared_head.head.weight": "",
-            "embed_tokens.weight": "",
+            "eh_proj": "fc",
+            "enorm": "pre_fc_norm_embedding",
+            "hnorm": "pre_fc_norm_hidden",
+            "shared_head.norm": "norm",
+            "shared_head.head": "",
+            "embed_tokens": "",
         },
     ),
     # MiMo.
@@ -68,35 +72,57 @@ _LAYOUTS = (
         r"mtp_layers\.(\d+)\.",
         "input_proj.weight",
         {
-            "input_proj.weight": "fc.weight",
-            "token_layernorm.weight": "pre_fc_norm_embedding.weight",
-            "hidden_layernorm.weight": "pre_fc_norm_hidden.weight",
-            "final_layernorm.weight": "norm.weight",
+            "input_proj": "fc",
+            "token_layernorm": "pre_fc_norm_embedding",
+            "hidden_layernorm": "pre_fc_norm_hidden",
+            "final_layernorm": "norm",
         },
         hidden_first=True,
     ),
 )
 
 
-def read_mtp(folder: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a model's MTP layer by name, as in Qwen3-Next but without the prefix `mtp.`.
+def is_mtp_file(name: str) -> bool:
+    """Return whether a file contains only MTP layers, judging by its path within the model's folder."""
+    return _FILE.fullmatch(name) is not None
+
+
+def mtp_files(folder: Path) -> list[Path]:
+    """Return the files in a model's folder that contain nothing but MTP layers."""
+    files = [*folder.glob("*.safetensors"), *folder.glob("*/*.safetensors")]
+    return sorted(file for file in files if is_mtp_file(file.relative_to(folder).as_posix()))
+
+
+def read_mtp(folder: Path) -> list[dict[str, StoredTensor]]:
+    """Return the tensors of each MTP module of a model, named as in Qwen3-Next but without `mtp.`.
+
+    A module predicts the next token from a token and the hidden state before it. Qwen models have one module,
+    which can contain several layers. The modules of other models contain one layer each. The weights can be
+    quantised.
 
     Raises:
-        ModelFileError: The folder contains no MTP layer, more than one, or a damaged file.
+        ModelFileError: The folder contains no MTP module, or a damaged one.
     """
     stored = read_folder_tensors(folder)
-    layers = [(layout, layer) for layout in _LAYOUTS for layer in _layers(stored, layout)]
-    if len(layers) != 1 or any(name.startswith("layers.1.") for name in layers[0][1]):
-        reason = "it has more than one MTP layer" if layers else "it has no tensors of an MTP layer"
-        raise _unusable(folder, reason)
-    layout, tensors = layers[0]
-    missing = [name for name in _NEEDED if name not in tensors]
-    if missing:
-        original = next(name for name, renamed in layout.names.items() if renamed == missing[0])
-        raise _unusable(folder, f"the layer lacks the tensor {original}")
-    if layout.hidden_first:
-        tensors["fc.weight"] = _with_halves_swapped(tensors["fc.weight"])
-    return tensors
+    for file in mtp_files(folder):
+        stored |= read_tensor_file(file)
+    for layout in _LAYOUTS:
+        if modules := _modules(stored, layout):
+            return [_checked(tensors, layout, folder) for tensors in modules]
+    raise _unusable(folder, "it has no tensors of an MTP layer")
+
+
+def _checked(tensors: dict[str, StoredTensor], layout: _Layout, folder: Path) -> dict[str, StoredTensor]:
+    """Return a module whose `fc` reads the embedding first. Raise ModelFileError if a tensor is missing."""
+    for name in _NEEDED:
+        if f"{name}.weight" not in tensors:
+            original = next(each for each, renamed in layout.names.items() if renamed == name)
+            raise _unusable(folder, f"the layer lacks the tensor {original}.weight")
+    if not layout.hidden_first:
+        return tensors
+    return {
+        name: _with_halves_swapped(one) if name.startswith("fc.") else one for name, one in tensors.items()
+    }
 
 
 def _unusable(folder: Path, reason: str) -> ModelFileError:
@@ -106,20 +132,23 @@ def _unusable(folder: Path, reason: str) -> ModelFileError:
     )
 
 
-def _layers(stored: Mapping[str, StoredTensor], layout: _Layout) -> Iterator[dict[str, StoredTensor]]:
-    """Yield the tensors of each MTP layer with this layout, under their names in Qwen3-Next."""
-    pattern = re.compile(rf"((?:(?:model|language_model)\.)*{layout.prefix})(.+)")
-    layers: dict[str, dict[str, StoredTensor]] = {}
+def _modules(stored: Mapping[str, StoredTensor], layout: _Layout) -> list[dict[str, StoredTensor]]:
+    """Return the tensors of each MTP module with this layout, under their names in Qwen3-Next."""
+    pattern = re.compile(rf"(?:(?:model|language_model)\.)*{layout.prefix}(.+)")
+    modules: dict[int, dict[str, StoredTensor]] = {}
     for name, tensor in stored.items():
         if match := pattern.fullmatch(name):
-            layers.setdefault(match[1], {})[match[match.re.groups]] = tensor
-    for tensors in layers.values():
-        if layout.marker in tensors:
-            named = {
-                layout.names.get(name, layout.decoder_prefix + name): one for name, one in tensors.items()
-            }
-            named.pop("", None)
-            yield named
+            modules.setdefault(int(match[1] or 0), {})[match[2]] = tensor
+    return [_renamed(tensors, layout) for _, tensors in sorted(modules.items()) if layout.marker in tensors]
+
+
+def _renamed(tensors: Mapping[str, StoredTensor], layout: _Layout) -> dict[str, StoredTensor]:
+    renamed: dict[str, StoredTensor] = {}
+    for name, tensor in tensors.items():
+        module, _, part = name.rpartition(".")
+        if new := layout.names.get(module, layout.decoder_prefix + module):
+            renamed[f"{new}.{part}"] = tensor
+    return renamed
 
 
 def _with_halves_swapped(matrix: StoredTensor) -> StoredTensor:

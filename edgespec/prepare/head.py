@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
-import time
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from edgespec.backends.head_files import head_at
 from edgespec.backends.registry import format_at
-from edgespec.errors import EdgespecError, ModelFileError, OptionError
-from edgespec.files import cache_folder, error_reason, write_advice
+from edgespec.errors import ModelFileError, OptionError
+from edgespec.files import cache_folder, error_reason
+from edgespec.prepare.output_file import delete_leftovers, write_conversion
 
 __all__ = ["convert_once", "converted_path", "needs_conversion", "prepare_head"]
-
-# Prefix of the names of temporary folders for head conversion.
-_UNFINISHED = ".edgespec-"
-# Temporary folders older than this are abandoned, because no conversion takes this long.
-_STALE_SECONDS = 24 * 3600.0
 
 
 def converted_path(folder: Path, target: Path) -> Path:
@@ -49,17 +42,9 @@ def convert_once(folder: Path, target: Path) -> Path:
     """Return a head's GGUF version, converting it on first use. Raises the same errors as `prepare_head`."""
     path = converted_path(folder, target)
     if not path.exists():
-        _delete_leftovers(path.parent)
+        delete_leftovers(path.parent)
         prepare_head(folder, target, path, setting="EDGESPEC_CACHE_DIR")
     return path
-
-
-def _delete_leftovers(folder: Path) -> None:
-    """Delete the temporary folders of conversions that were killed."""
-    with suppress(OSError):
-        for leftover in folder.glob(f"{_UNFINISHED}*"):
-            if leftover.stat().st_mtime < time.time() - _STALE_SECONDS:
-                shutil.rmtree(leftover, ignore_errors=True)
 
 
 def prepare_head(folder: Path, target: Path, output: Path, *, setting: str = "--to") -> int:
@@ -88,21 +73,9 @@ def prepare_head(folder: Path, target: Path, output: Path, *, setting: str = "--
         raise OptionError(
             f"{target} is not a GGUF model", "pass the GGUF model that the head was trained for"
         )
-    layers = _layer_count(target)
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=_UNFINISHED, dir=output.parent) as unfinished:
-            path = Path(unfinished) / "head.gguf"
-            convert = convert_dflash_head if is_dflash(read_config(folder)) else convert_eagle_head
-            convert(folder, layers, path)
-            size_bytes = path.stat().st_size
-            path.replace(output)
-    except OSError as error:
-        raise EdgespecError(
-            f"the head {folder} cannot be converted to {output}: {error_reason(error)}",
-            write_advice(error, output.parent, setting),
-        ) from error
-    return size_bytes
+    convert = convert_dflash_head if is_dflash(read_config(folder)) else convert_eagle_head
+    write = partial(convert, folder, _layer_count(target))
+    return write_conversion(output, f"the head {folder}", write, setting=setting)
 
 
 def _layer_count(target: Path) -> int:

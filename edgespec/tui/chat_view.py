@@ -21,6 +21,7 @@ from edgespec.tui.archive import Archive
 from edgespec.tui.history import History
 from edgespec.tui.open_chat import OpenChat
 from edgespec.tui.preferences import Preferences
+from edgespec.tui.speed_history import SpeedHistory
 from edgespec.tui.texts import error_text, notices, speed_up_short, welcome_rows
 from edgespec.tui.widgets.details import Details, details_content
 from edgespec.tui.widgets.messages import Panel, Welcome
@@ -74,6 +75,7 @@ class ChatView(Screen[None]):
         self._status = StatusLine(id="status")
         self._thread = thread
         self._typed = typed
+        self.speeds = SpeedHistory()
         self._last_stats: Stats | None = None
         self._state = ChatState()
         self._memory_bytes = runtime.memory_bytes()
@@ -125,6 +127,11 @@ class ChatView(Screen[None]):
         self.refresh_facts()
 
     @property
+    def model_thread(self) -> ModelThread:
+        """The thread that runs the model."""
+        return self._thread
+
+    @property
     def stats(self) -> Stats | None:
         """Statistics of the current or last reply."""
         stream = self._thread.stream if self.writing else None
@@ -146,7 +153,7 @@ class ChatView(Screen[None]):
         if self.writing and stats is not None and stats is not self._last_stats:
             used = max(used, stats.prompt_tokens + stats.generated_tokens)
         self._status.facts = StatusFacts(
-            speed_up=speed_up_short(method),
+            speed_up=speed_up_short(method, stats),
             writing=self.writing,
             tokens_per_second=stats.tokens_per_second if stats else None,
             acceptance_rate=stats.acceptance_rate if stats else None,
@@ -164,6 +171,7 @@ class ChatView(Screen[None]):
                 partial(
                     details_content,
                     stats,
+                    rates=self.speeds.rates(),
                     method=method,
                     reply=reply,
                     memory_bytes=self._memory_bytes,

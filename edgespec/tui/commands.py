@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from edgespec import spelling
 from edgespec.errors import OptionError
 from edgespec.tui.presets import preset
+from edgespec.tui.race import open_race
 from edgespec.tui.settings import (
     SCHEMA,
     SETTINGS,
@@ -21,6 +22,7 @@ from edgespec.tui.settings import (
 )
 from edgespec.tui.texts import memory_rows, sentences, show_rows
 from edgespec.tui.thinking import think
+from edgespec.tui.why import show_why
 from edgespec.tui.widgets.messages import Panel
 from edgespec.tui.widgets.pairs import Pairs
 
@@ -168,6 +170,8 @@ COMMANDS = (
     Command("clear", "", "start a new chat with the same system prompt and settings", "clear", ("reset",)),
     Command("save", "[title]", "save the chat now, optionally under a new title", _save),
     Command("details", "", "show or hide details of the last reply", "details", ("stats",)),
+    Command("why", "", "explain the speed of the last reply", show_why),
+    Command("race", "[message]", "compare a reply with and without the speed-up", open_race),
     Command("memory", "", "show memory use", _memory),
     Command("colours", "", "colour words that came from accepted guesses", "origin", ("colors", "origin")),
     Command("theme", "[light|dark]", "switch between light and dark", _theme),

@@ -23,6 +23,7 @@ __all__ = [
     "reason_text",
     "sentences",
     "show_rows",
+    "sources_text",
     "speed_up_short",
     "speed_up_text",
     "welcome_rows",
@@ -44,6 +45,8 @@ _SOURCES = {
     "suffix": "repeated text",
     "swift": "some layers of the model",
 }
+# Standard error of a speed-up from which on the status line calls it approximate.
+_ROUGH_GAIN = 0.1
 # Matches drafter names in the text that explains why a method is used.
 _DRAFTERS_IN_REASON = re.compile(r"[a-z+]+(?= is retried occasionally| found no draft)")
 
@@ -56,14 +59,14 @@ def facts_line(facts: ModelFacts) -> str:
     )
 
 
-def _sources(drafters: str) -> str:
+def sources_text(drafters: str) -> str:
     """Describe where the tokens of drafters such as `model+suffix` come from."""
     return " + ".join(dict.fromkeys(_SOURCES.get(name, name) for name in drafters.split("+")))
 
 
 def reason_text(method: MethodReport) -> str:
     """Return the reason for using this method, with drafter names replaced by descriptions."""
-    return _DRAFTERS_IN_REASON.sub(lambda found: _sources(found[0]), method.reason)
+    return _DRAFTERS_IN_REASON.sub(lambda found: sources_text(found[0]), method.reason)
 
 
 def speed_up_text(method: MethodReport) -> str:
@@ -73,14 +76,18 @@ def speed_up_text(method: MethodReport) -> str:
         return "off" if method.requested == "none" else f"off for now: {reason_text(method)}{slower}"
     mode = "automatic" if method.requested == "auto" else "on"
     factor = "" if method.gain is None else f"{1 + method.gain:.1f}× as fast, "
-    return f"{factor}{mode} ({_sources(method.effective)})"
+    return f"{factor}{mode} ({sources_text(method.effective)})"
 
 
-def speed_up_short(method: MethodReport) -> str:
-    """Return a two-word summary of the speed-up for the status line."""
+def speed_up_short(method: MethodReport, stats: Stats | None) -> str:
+    """Return a summary of the speed-up for the status line. It names a number only if one was measured."""
     if method.effective == "none":
         return "speed-up off"
-    return "speed-up on" if method.gain is None else f"speed-up {1 + method.gain:.1f}×"
+    if method.gain is not None:
+        about = "about " if (method.gain_uncertainty or 0.0) > _ROUGH_GAIN else ""
+        return f"speed-up {about}{1 + method.gain:.1f}×"
+    estimate = None if stats is None else stats.speedup_estimate
+    return "speed-up on" if estimate is None else f"speed-up about {estimate:.1f}×"
 
 
 def welcome_rows(runtime: Runtime) -> list[tuple[str, str]]:
@@ -89,7 +96,7 @@ def welcome_rows(runtime: Runtime) -> list[tuple[str, str]]:
     rows = [("Model", facts_line(target))]
     if runtime.draft is not None:
         rows.append(("Draft model", facts_line(runtime.draft)))
-    elif method.requested == "auto" and _sources(method.effective) == _SOURCES["suffix"]:
+    elif method.requested == "auto" and sources_text(method.effective) == _SOURCES["suffix"]:
         rows.append(("Draft model", f"none: {method.reason}"))
     rows.append(("Speed-up", speed_up_text(method)))
     if method.effective == "none":

@@ -11,6 +11,7 @@ from time import monotonic, thread_time
 from edgespec.errors import ChatFileError
 from edgespec.tui.chat_view import ChatView
 from edgespec.tui.open_chat import OpenChat, RunningTurn
+from edgespec.tui.speed_history import SpeedHistory
 from edgespec.tui.texts import was_cpu_busy
 from edgespec.tui.widgets.messages import ReplyMessage, UserMessage
 from edgespec.tui.worker import Ask, ChatState
@@ -47,6 +48,7 @@ class TurnScreen(ChatView):
     async def show_chat(self, chat: OpenChat) -> None:
         """Show `chat` instead of the current chat."""
         self.current_chat = chat
+        self.speeds = SpeedHistory()
         self._last_stats = None
         self._failure_shown = False
         self.leave_edit()
@@ -129,6 +131,7 @@ class TurnScreen(ChatView):
         transcript, chat = self.transcript, self.current_chat
         chat.begin_turn(turn)
         self._stopped = self._failure_shown = False
+        self.speeds = SpeedHistory()
         if turn.sent:
             with suppress(ChatFileError):
                 await self.archive.save(chat, self.runtime.target.name)
@@ -177,6 +180,7 @@ class TurnScreen(ChatView):
     async def _write_chunks(self, reply: ReplyMessage) -> None:
         queue = self._thread.chunks
         if chunks := [queue.get_nowait() for _ in range(queue.qsize())]:
+            self.speeds.add(sum(chunk.token_count for chunk in chunks))
             await reply.write(chunks)
         else:
             reply.show_reading(self._thread.read_fraction)

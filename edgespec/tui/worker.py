@@ -90,6 +90,14 @@ class ModelThread:
         self._cancelled.clear()
         return self._submit(lambda: self._turn(ask))
 
+    def submit(self, work: Callable[[Runtime, Callable[[], bool]], _T]) -> Future[_T]:
+        """Run `work(runtime, is_cancelled)` in the model thread.
+
+        After a call to `cancel`, `is_cancelled()` returns True.
+        """
+        self._cancelled.clear()
+        return self._submit(lambda: work(self._loaded(), self._cancelled.is_set))
+
     def cancel(self) -> None:
         self._cancelled.set()
         if (stream := self.stream) is not None:

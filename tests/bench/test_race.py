@@ -114,8 +114,17 @@ def test_the_remarks_say_how_the_race_was_run(finished: Race) -> None:
     remarks = " ".join(race_of(finished, 0.01, 0.01).remarks())
     assert "Both replies are the same" in remarks
     assert "one after the other" in remarks
-    assert "speed changed" not in remarks
-    assert "took 1.5x as long" in " ".join(race_of(finished, 0.01, 0.01, 0.5).remarks())
+
+
+def test_a_race_on_a_disturbed_machine_claims_nothing(finished: Race) -> None:
+    for drift, said in ((0.5, "became 50% slower"), (-2.0, "became 200% faster")):
+        race = race_of(finished, 0.02, 0.01, drift)
+        assert race.headline().startswith("No fair comparison: ")
+        assert said in race.headline()
+        assert not race.is_faster
+        assert not race.is_fair
+    assert race_of(finished, 0.02, 0.01, 0.1).is_faster
+    assert race_of(finished, 0.02, 0.01, None).is_faster
 
 
 def test_different_replies_are_reported(finished: Race) -> None:

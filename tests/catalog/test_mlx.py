@@ -169,6 +169,13 @@ class TestDownload:
         assert seen == sorted(seen)
         assert seen[-1] == 1.0
 
+    @pytest.mark.parametrize("name", ["mtp.safetensors", "mtp/weights.safetensors", "optiq/mtp.safetensors"])
+    def test_separate_mtp_layers_are_downloaded_too(self, mlx_hub: StandInHub, name: str) -> None:
+        mlx_hub.files[name] = b"m" * 100
+        found = resolve(f"hf:{REPOSITORY}")
+        assert (found.path / name).read_bytes() == mlx_hub.files[name]
+        assert (found.path / SECOND).exists()
+
     def test_a_cached_model_needs_no_network(
         self, mlx_hub: StandInHub, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -78,14 +78,14 @@ def test_the_reason_describes_the_drafters(reason: str, shown: str) -> None:
 @pytest.mark.parametrize("width", [24, 36, 60])
 def test_details_of_a_plain_reply_contain_the_reason_and_no_speed_up(width: int) -> None:
     text = details_content(
-        made_up_stats(9), width, method=SMALL, reply=None, memory_bytes=1, loss_limits=LIMITS
+        made_up_stats(9), width, method=SMALL, reply=None, rates=[], memory_bytes=1, loss_limits=LIMITS
     ).plain
     assert f"Off for now: {SMALL.reason}" in text
     assert text.index("Speed-up") < text.index("This reply")
     worst = " ".join(text[text.index("Worst-case slowdown") :].split())
     assert worst.startswith(f"Worst-case slowdown 9% {WHY} ")
     assert "Speed-up" not in text[text.index("This reply") :]
-    assert speed_up_short(SMALL) == "speed-up off"
+    assert speed_up_short(SMALL, None) == "speed-up off"
 
 
 def test_speed_up_text_contains_the_speed_up_or_a_measured_loss() -> None:
@@ -100,6 +100,6 @@ def test_speed_up_text_contains_the_speed_up_or_a_measured_loss() -> None:
 
 def test_peak_memory_is_never_below_current_memory() -> None:
     text = details_content(
-        made_up_stats(9), 34, method=LIVE, reply=None, memory_bytes=200 << 20, loss_limits=LIMITS
+        made_up_stats(9), 34, method=LIVE, reply=None, rates=[], memory_bytes=200 << 20, loss_limits=LIMITS
     ).plain
     assert text.split("Memory")[1].count("200 MiB") == 2

@@ -219,7 +219,7 @@ def test_a_nearly_full_context_is_marked() -> None:
 @pytest.mark.parametrize("width", [20, 34, 60])
 def test_details_fit_their_width(width: int) -> None:
     text = details_content(
-        made_up_stats(23), width, method=METHOD, reply=None, memory_bytes=1, loss_limits=None
+        made_up_stats(23), width, method=METHOD, reply=None, rates=[], memory_bytes=1, loss_limits=None
     ).plain
     told = text[text.index("This reply") :].splitlines()
     assert max(Content(line).cell_length for line in told) <= max(width, 32)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import gguf
 
-from edgespec.backends.llamacpp.head_conversion import ROPE_KINDS, write_head
+from edgespec.backends.llamacpp.gguf_conversion import ROPE_KINDS, write_converted
 from edgespec.errors import ModelFileError, shorten
 from edgespec.heads.dflash_config import DFlashConfig
 from edgespec.heads.dflash_files import read_dflash
@@ -58,7 +58,9 @@ def convert_dflash_head(folder: Path, target_layers: int, output: Path) -> None:
         )
     tensors = ((_gguf_name(name), tensor.read()) for name, tensor in head.tensors.items())
     add_settings = partial(_add_settings, config=head.config)
-    write_head(output, "dflash", folder, head.config, tensors, head.target_ids, add_settings)
+    write_converted(
+        output, "dflash", f"the head in {folder}", head.config, tensors, head.target_ids, add_settings
+    )
 
 
 def _problem(config: DFlashConfig, target_layers: int) -> str:
@@ -79,6 +81,7 @@ def _gguf_name(name: str) -> str:
 
 
 def _add_settings(writer: gguf.GGUFWriter, config: DFlashConfig) -> None:
+    writer.add_tokenizer_model("none")
     writer.add_block_count(config.layers)
     writer.add_embedding_length(config.size)
     writer.add_mask_token_id(config.mask_token)

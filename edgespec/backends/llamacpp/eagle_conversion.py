@@ -9,7 +9,7 @@ from typing import Any
 import gguf
 from numpy.typing import NDArray
 
-from edgespec.backends.llamacpp.head_conversion import ROPE_KINDS, write_head
+from edgespec.backends.llamacpp.gguf_conversion import ROPE_KINDS, interleaved, write_converted
 from edgespec.errors import ModelFileError, shorten
 from edgespec.heads.eagle_config import EagleConfig
 from edgespec.heads.eagle_files import EagleFiles, read_eagle
@@ -57,13 +57,15 @@ def convert_eagle_head(folder: Path, target_layers: int, output: Path) -> None:
     layers = _layers(folder, head, target_layers)
     tensors = ((_NAMES[name], _values(name, tensor, head.config)) for name, tensor in head.tensors.items())
     add_settings = partial(_add_settings, config=head.config, layers=layers)
-    write_head(output, "eagle3", folder, head.config, tensors, head.target_ids, add_settings)
+    write_converted(
+        output, "eagle3", f"the head in {folder}", head.config, tensors, head.target_ids, add_settings
+    )
 
 
 def _values(name: str, tensor: StoredTensor, config: EagleConfig) -> NDArray[Any]:
     """Return a tensor's values in the order in which llama.cpp reads them."""
     values = tensor.read()
-    return _interleaved(values, config.head_size) if name.endswith(_ROTATED) else values
+    return interleaved(values, config.head_size) if name.endswith(_ROTATED) else values
 
 
 def _layers(folder: Path, head: EagleFiles, target_layers: int) -> tuple[int, ...]:
@@ -90,13 +92,8 @@ def _layers(folder: Path, head: EagleFiles, target_layers: int) -> tuple[int, ..
     )
 
 
-def _interleaved(weights: NDArray[Any], head_size: int) -> NDArray[Any]:
-    """Reorder the rows of each attention head for llama.cpp, which rotates neighbours instead of halves."""
-    heads = weights.reshape(-1, 2, head_size // 2, weights.shape[1])
-    return heads.swapaxes(1, 2).reshape(weights.shape)
-
-
 def _add_settings(writer: gguf.GGUFWriter, config: EagleConfig, layers: tuple[int, ...]) -> None:
+    writer.add_tokenizer_model("none")
     writer.add_block_count(1)
     writer.add_embedding_length(config.hidden_size)
     writer.add_array("eagle3.target_layers", list(layers))

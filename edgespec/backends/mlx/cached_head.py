@@ -40,8 +40,8 @@ class CachedHead(SelfDraftView["MlxModel"]):
     Args:
         target: The target.
         log: The log of the target's hidden states that the head reads. `close` stops it.
-        network: The head's network, with evaluated weights.
-        layers: Number of layers with a KV cache.
+        network: The head's network, with evaluated weights. It states its data type (`dtype`) and the number
+            of KV caches that it needs (`cache_count`).
         embed: Returns the embeddings of token ids.
         lm_head: Returns the logits [tokens, draft vocabulary] for normalised hidden states.
         target_ids: The target's token id for each token of the draft vocabulary. None if the vocabularies are
@@ -56,17 +56,16 @@ class CachedHead(SelfDraftView["MlxModel"]):
         target: MlxModel,
         log: HiddenStateLog,
         network: Any,
-        layers: int,
         embed: Callable[[mx.array], mx.array],
         lm_head: Callable[[mx.array], mx.array],
         target_ids: NDArray[np.int64] | None,
         facts: ModelFacts,
     ) -> None:
         super().__init__(target)
-        self.log, self._network, self._layers = log, network, layers
+        self.log, self._network = log, network
         self._embed, self._lm_head = embed, lm_head
         self._draft_vocabulary = DraftVocabulary(target_ids, target.facts.vocab_size)
-        self._dtype = network.fc.weight.dtype
+        self._dtype = network.dtype
         self.vocabulary, self.facts = target.vocabulary, facts
         self._layout = PassLayout()
         self._interrupted = False
@@ -74,7 +73,7 @@ class CachedHead(SelfDraftView["MlxModel"]):
 
     def _clear(self, position: int) -> None:
         """Empty the KV cache. Its first row will belong to the token at `position`."""
-        self._caches = [AttentionCache(self._layout) for _ in range(self._layers)]
+        self._caches = [AttentionCache(self._layout) for _ in range(self._network.cache_count)]
         self._start = self._length = position
         self._end_round()
 

@@ -64,7 +64,7 @@ class DFlashHead(CachedHead):
             drafts_in_one_pass=True,
         )
         facts = replace(facts, capabilities=capabilities)
-        super().__init__(target, log, network, config.layers, embed, lm_head, target_ids, facts)
+        super().__init__(target, log, network, embed, lm_head, target_ids, facts)
 
     def _end_round(self) -> None:
         super()._end_round()

@@ -34,6 +34,16 @@ class DFlashNetwork(Module):
         if config.markov_rank:
             self.markov_head = _MarkovHead(config, files.draft_vocab_size)
 
+    @property
+    def dtype(self) -> mx.Dtype:
+        """The data type in which the head computes."""
+        return self.fc.weight.dtype
+
+    @property
+    def cache_count(self) -> int:
+        """Number of KV caches."""
+        return len(self.layers)
+
     def add_states(self, states: mx.array, caches: Sequence[AttentionCache]) -> None:
         """Compute keys and values from the target's hidden states [tokens, states * size], and cache them."""
         fused = self.hidden_norm(self.fc(states))[None]

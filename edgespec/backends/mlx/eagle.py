@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -29,26 +29,31 @@ __all__ = ["EagleHead", "HeadNetwork"]
 class HeadNetwork(Protocol):
     """The network of a head whose inputs are a token and the hidden state before it."""
 
-    fc: Any
-    """The matrix that combines the inputs. The head computes in the data type of its weights."""
+    @property
+    def dtype(self) -> mx.Dtype:
+        """The data type in which the head computes."""
+
+    @property
+    def cache_count(self) -> int:
+        """Number of KV caches."""
 
     def reduced(self, states: mx.array) -> mx.array:
-        """Convert the target's hidden states to those that the layer reads [tokens, size]."""
+        """Convert the target's hidden states to those that the head reads [tokens, size]."""
 
-    def __call__(self, embeddings: mx.array, states: mx.array, cache: AttentionCache) -> mx.array:
-        """Run the layer, and return its hidden states [tokens, size].
+    def __call__(self, embeddings: mx.array, states: mx.array, caches: Sequence[AttentionCache]) -> mx.array:
+        """Run the head, and return its hidden states [tokens, size].
 
         Args:
             embeddings: The embedding of each token [tokens, size].
             states: The hidden state of the token before each token, from `reduced` or `fed_back`.
-            cache: The layer's KV cache. The pass appends a row for each token.
+            caches: The head's KV caches. The pass appends a row for each token.
         """
 
     def normalised(self, states: mx.array) -> mx.array:
-        """Convert the layer's hidden states to those that the LM head reads."""
+        """Convert the head's hidden states to those that the LM head reads."""
 
     def fed_back(self, states: mx.array) -> mx.array:
-        """Convert the layer's hidden states to those that it reads in the next draft step."""
+        """Convert the head's hidden states to those that it reads in the next draft step."""
 
 
 class EagleHead(CachedHead):
@@ -80,13 +85,14 @@ class EagleHead(CachedHead):
             max_width=min(BATCH_TOKENS, target.facts.capabilities.max_width),
         )
         facts = replace(facts, capabilities=capabilities)
-        super().__init__(target, log, network, 1, embed, lm_head, target_ids, facts)
+        super().__init__(target, log, network, embed, lm_head, target_ids, facts)
         install_tree_ropes(network, self._layout)
 
     def _end_round(self) -> None:
         super()._end_round()
         self._round = TreeBuilder()
-        # The head's own hidden states [nodes, size] of each pass over the current draft tree.
+        # The head's own hidden states [nodes, size] of each pass over the current draft tree, converted to
+        # those that it reads in the next draft step.
         self._own_states: list[mx.array] = []
 
     @property
@@ -112,9 +118,9 @@ class EagleHead(CachedHead):
         for begin, end in self._passes(tree, first):
             self._set_layout(begin, end)
             own.append(self._run(tree.tokens[begin:end], self._states_before(tree, begin, end)))
-            self._own_states.append(own[-1])
+            self._own_states.append(self._network.fed_back(own[-1]))
         rows = self._logits(mx.concatenate(own))
-        start_evaluation(rows, *own, *self._cache_arrays)
+        start_evaluation(rows, *self._own_states, *self._cache_arrays)
         return DeviceLogits(rows, self._round.depths[first:])
 
     def _passes(self, tree: TokenTree, first: int) -> list[tuple[int, int]]:
@@ -148,8 +154,7 @@ class EagleHead(CachedHead):
         """Return the hidden state before each node: the target's if known, else the head's own."""
         if end <= self._known_nodes:
             return self._target_states(self._length + begin, end - begin)
-        own = mx.concatenate(self._own_states)[mx.array(tree.parents[begin:end])]
-        return self._network.fed_back(own)
+        return mx.concatenate(self._own_states)[mx.array(tree.parents[begin:end])]
 
     def _target_states(self, start: int, count: int) -> mx.array:
         """Return the target's reduced hidden states before each of `count` tokens."""
@@ -160,7 +165,7 @@ class EagleHead(CachedHead):
         """Return the head's hidden states of tokens, given the hidden state before each of them."""
         with translate_errors("the head could not be run"):
             embeddings = self._embed(mx.array(list(tokens))).astype(self._dtype)
-            return self._network(embeddings, states, self._caches[0])
+            return self._network(embeddings, states, self._caches)
 
     def _logits(self, states: mx.array) -> mx.array:
         """Return logits for the target's vocabulary. Tokens outside the draft vocabulary get -inf."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import mlx.core as mx
@@ -46,6 +46,16 @@ class EagleNetwork(Module):
         if "embed_tokens.weight" in names:
             self.embed_tokens = Embedding(config.vocab_size, size)
 
+    @property
+    def dtype(self) -> mx.Dtype:
+        """See `HeadNetwork.dtype`."""
+        return self.fc.weight.dtype
+
+    @property
+    def cache_count(self) -> int:
+        """See `HeadNetwork.cache_count`."""
+        return 1
+
     def reduced(self, states: mx.array) -> mx.array:
         """See `HeadNetwork.reduced`."""
         if self._config.version == 1:
@@ -59,12 +69,12 @@ class EagleNetwork(Module):
             )
         return self.fc(states)
 
-    def __call__(self, embeddings: mx.array, states: mx.array, cache: AttentionCache) -> mx.array:
+    def __call__(self, embeddings: mx.array, states: mx.array, caches: Sequence[AttentionCache]) -> mx.array:
         """Return the layer's hidden states [tokens, size].
 
         Given each token's embedding and the hidden state of the token before it. See `HeadNetwork.__call__`.
         """
-        attend = _CachedAttention(cache)
+        attend = _CachedAttention(caches[0])
         if self._config.version == 1:
             states = self.fc(mx.concatenate([embeddings, states], axis=-1))
             return self.layer(states[None], None, attend)[0]

@@ -51,18 +51,21 @@ def checked_folder(path: Path) -> Path:
 
 def loaded_bytes(tensor: StoredTensor) -> int:
     """Return the size in bytes of a weight after loading."""
+    if not tensor.is_floating:
+        return tensor.size_bytes
     elements = math.prod(tensor.shape)
     return elements * (4 if runs_on_cpu() or tensor.dtype not in _DTYPES else 2)
 
 
 def weight_array(tensor: StoredTensor) -> mx.array:
-    """Load a weight as an evaluated array.
+    """Load a weight as an evaluated array. Quantised weights, which are stored as integers, are not changed.
 
     MLX can evaluate an array only in the thread that created it, and another thread may run the head.
     """
     dtype = mx.float32 if runs_on_cpu() else _DTYPES.get(tensor.dtype, mx.float32)
     with translate_errors("the head could not be loaded"):
-        array = mx.array(tensor.read()).astype(dtype)
+        array = mx.array(tensor.read())
+        array = array.astype(dtype) if tensor.is_floating else array
     evaluate(array)
     return array
 

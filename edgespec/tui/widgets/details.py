@@ -11,6 +11,7 @@ from textual.widgets import Static
 
 from edgespec.files import format_bytes
 from edgespec.tui.numbers import bar, count, percent, rate, seconds_text
+from edgespec.tui.speed_history import sparkline
 from edgespec.tui.texts import reason_text, sentences, speed_up_text, was_cpu_busy, worst_case
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ def details_content(
     *,
     method: MethodReport,
     reply: Reply | None,
+    rates: list[float],
     memory_bytes: int,
     loss_limits: tuple[float, float] | None,
 ) -> Content:
@@ -35,7 +37,7 @@ def details_content(
     if stats is None or not (stats.generated_tokens or stats.prompt_tokens):
         parts.append(Content("Statistics appear with the first reply.\n").stylize("$muted"))
     else:
-        parts.append(_speed(stats, width, method, reply, loss_limits))
+        parts.append(_speed(stats, width, method, reply, loss_limits, rates))
         parts += [_positions(stats, width), _phases(stats, width)]
     parts.append(_memory(stats, memory_bytes, width))
     return Content("\n").join([part for part in parts if part])
@@ -62,6 +64,7 @@ def _speed(
     method: MethodReport,
     reply: Reply | None,
     loss_limits: tuple[float, float] | None,
+    rates: list[float],
 ) -> Content:
     cached = stats.cached_prompt_tokens
     read = f"{count(stats.prompt_tokens - cached)} of {count(stats.prompt_tokens)}"
@@ -82,6 +85,8 @@ def _speed(
     elif method.gain is None and stats.drafted_tokens and stats.speedup_estimate is not None:
         rows.append(("Speed-up", f"{stats.speedup_estimate:.2f}x"))
     lines = [_row(label, value, width) for label, value in rows]
+    if line := sparkline(rates, width - 1):
+        lines.insert(1, Content.assemble((line, "$primary"), "\n"))
     if worst := worst_case(stats, method, loss_limits):
         share, why = worst
         lines += [_row("Worst-case slowdown", share, width), Content(f"{why}\n").stylize("$muted")]

@@ -15,6 +15,7 @@ from textual.widgets import Markdown, Static
 from textual.widgets.markdown import MarkdownStream
 
 from edgespec.tui.numbers import count, percent
+from edgespec.tui.texts import sources_text
 from edgespec.tui.widgets.long_texts import hidden_note, limited_chunks, limited_markdown, limited_text
 from edgespec.tui.widgets.pairs import Pairs
 from edgespec.tui.widgets.thoughts import Thoughts
@@ -27,6 +28,9 @@ __all__ = ["Panel", "ReplyMessage", "UserMessage", "Welcome"]
 
 _COPY_CHAT = "type /copy chat to copy the whole chat"
 _COPY_REPLY = f"type /copy to copy the last reply, or {_COPY_CHAT.removeprefix('type ')}"
+_LEGEND = Content.assemble(
+    ("■ ", "$success"), "guessed correctly   ", ("■ ", "$warning"), "from the model itself"
+)
 _ENDINGS = {"cancelled": "stopped", "length": "stopped: the reply reached its maximum length"}
 
 
@@ -151,7 +155,7 @@ class ReplyMessage(Widget):
         added = drawn[len(self._drawn) :]
         self._drawn += added
         if self.text or self.reasoning:
-            self._show_end(Content(self._hidden_note()))
+            self._show_end(_LEGEND if self.coloured else Content(self._hidden_note()))
         if self.coloured:
             self._refresh_views()
         if thoughts or (fragment and fragment == self.text):
@@ -232,8 +236,13 @@ class ReplyMessage(Widget):
         own = sum(chunk.token_count for chunk in self.chunks if not chunk.accepted)
         return Content.assemble(
             ("■ ", "$success"),
-            f"{count(drafted)} guessed correctly   ",
+            f"{count(drafted)} guessed correctly{self._guessers()}   ",
             ("■ ", "$warning"),
             f"{count(own)} from the model itself",
             f"   {ending}" if ending else "",
         )
+
+    def _guessers(self) -> str:
+        """Return where the guesses came from, in brackets, or nothing if that is unknown."""
+        effective = "none" if self.reply is None else self.reply.method.effective
+        return "" if effective == "none" else f" ({sources_text(effective)})"

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
@@ -125,3 +126,71 @@ def _as_published(layer: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         both = np.concatenate([keys, published.pop("self_attn.unembed_out.weight")], axis=1)
         published["self_attn.kv_b_proj.weight"] = both.reshape(-1, both.shape[-1])
     return published
+
+
+def quantise_mtp(folder: Path, mode: str, bits: int, group_size: int, *, stacked: bool) -> Path:
+    """Quantise the matrices in `mtp.safetensors` as MTPLX does, and stack the experts if `stacked`."""
+    weights = _loaded(folder)
+    if stacked:
+        weights = _stacked(weights)
+    for name, weight in list(weights.items()):
+        if weight.ndim > 1:
+            base = name.removesuffix("weight")
+            packed, scales, *biases = mx.quantize(weight, group_size, bits, mode=mode)
+            weights |= {name: packed, f"{base}scales": scales}
+            weights |= {f"{base}biases": one for one in biases}
+    mx.save_safetensors(str(folder / "mtp.safetensors"), weights)
+    return folder
+
+
+def dequantise_mtp(folder: Path, mode: str, bits: int, group_size: int) -> Path:
+    """Undo `quantise_mtp`, which leaves the rounded weights."""
+    stored = _loaded(folder)
+    weights = {}
+    for name, weight in stored.items():
+        base, _, part = name.rpartition(".")
+        scales, biases = stored.get(f"{base}.scales"), stored.get(f"{base}.biases")
+        if part == "weight" and scales is not None:
+            weights[name] = mx.dequantize(weight, scales, biases, group_size, bits, mode).astype(mx.float32)
+        elif part not in ("scales", "biases"):
+            weights[name] = weight
+    mx.save_safetensors(str(folder / "mtp.safetensors"), weights)
+    return folder
+
+
+def _loaded(folder: Path) -> dict[str, Any]:
+    """The layer's tensors, read before the file is written again."""
+    weights: Any = mx.load(str(folder / "mtp.safetensors"))
+    mx.eval(weights)
+    return dict(weights)
+
+
+def _stacked(weights: dict[str, Any]) -> dict[str, Any]:
+    experts = {name: one for name, one in weights.items() if ".experts." in name}
+    stacked = {name: one for name, one in weights.items() if name not in experts}
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        own = [one for key, one in experts.items() if key.endswith(f".{name}.weight")]
+        stacked[f"mtp.layers.0.mlp.switch_mlp.{name}.weight"] = mx.stack(own)
+    return stacked
+
+
+def repeat_layer(folder: Path, prefix: str, copies: int, *, neutral: bool = False) -> Path:
+    """Add copies of an MTP layer, numbered after it. Neutral ones return what they are given.
+
+    Args:
+        folder: The model.
+        prefix: What the names of the layer's tensors begin with, up to its number, such as `mtp.layers.`.
+        copies: Number of copies.
+        neutral: Whether to zero the output matrices of the copies.
+    """
+    weights = _loaded(folder)
+    first = min(int(name.removeprefix(prefix).split(".")[0]) for name in weights if name.startswith(prefix))
+    own = f"{prefix}{first}."
+    for name, weight in list(weights.items()):
+        if name.startswith(own):
+            zero = neutral and ("o_proj" in name or "down_proj" in name)
+            for copy in range(1, copies + 1):
+                renamed = f"{prefix}{first + copy}.{name.removeprefix(own)}"
+                weights[renamed] = mx.zeros_like(weight) if zero else weight
+    mx.save_safetensors(str(folder / "mtp.safetensors"), weights)
+    return folder

@@ -107,8 +107,8 @@ def check_plan(folder: Path) -> None:
     ("changes", "message"),
     [
         ({"fc.weight": None}, r"lacks the tensor fc\.weight"),
-        ({"fc.weight": np.zeros((64, 64))}, "does not fit the model"),
-        ({"layers.0.mlp.gate.weight": None}, "does not fit the model"),
+        ({"fc.weight": np.zeros((64, 64))}, "do not fit the model"),
+        ({"layers.0.mlp.gate.weight": None}, "do not fit the model"),
         ({"norm.weight": np.full(64, np.nan)}, "not finite"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Write the GGUF file of a converted head: what EAGLE-3 and DFlash heads have in common."""
+"""Write the GGUF file of a converted head or draft model."""
 
 from __future__ import annotations
 
@@ -13,35 +13,34 @@ from numpy.typing import NDArray
 
 from edgespec.errors import ModelFileError, shorten
 from edgespec.files import explain_write_errors
-from edgespec.heads.dflash_config import DFlashConfig
-from edgespec.heads.eagle_config import EagleConfig
+from edgespec.heads.layer_config import LayerConfig
 from edgespec.heads.rope_settings import RopeSettings
 
-__all__ = ["ROPE_KINDS", "write_head"]
+__all__ = ["ROPE_KINDS", "interleaved", "write_converted"]
 
 # Kinds of RoPE scaling that can be converted.
 ROPE_KINDS = ("default", "llama3", "linear", "yarn")
 
 
-def write_head(
+def write_converted(
     output: Path,
     architecture: str,
-    folder: Path,
-    config: EagleConfig | DFlashConfig,
+    what: str,
+    config: LayerConfig,
     tensors: Iterable[tuple[str, NDArray[Any]]],
     target_ids: NDArray[np.int64] | None,
     add_settings: Callable[[gguf.GGUFWriter], None],
 ) -> None:
-    """Write a head to a GGUF file, with matrices in float16.
+    """Write a head or a draft model to a GGUF file, with matrices in float16.
 
     Args:
         output: The file to write.
         architecture: The file's `general.architecture`.
-        folder: The head's folder, for error messages.
-        config: The head's configuration.
+        what: What is converted, for error messages.
+        config: Its configuration.
         tensors: (GGUF name, values) pairs.
         target_ids: Target token id for each draft token, or None if the two vocabularies are the same.
-        add_settings: Adds the metadata that only this kind of head has.
+        add_settings: Adds the metadata of this kind of head, or of the draft model.
 
     Raises:
         ModelFileError: A setting is missing, or a setting or a weight cannot be stored.
@@ -52,7 +51,7 @@ def write_head(
         _add_shared_settings(writer, config)
         add_settings(writer)
         for name, values in tensors:
-            writer.add_tensor(name, _converted(values, f"the {name} of the head in {folder}"))
+            writer.add_tensor(name, _converted(values, f"the {name} of {what}"))
         if target_ids is not None:
             writer.add_tensor("d2t", target_ids)
         with explain_write_errors(output):
@@ -61,11 +60,17 @@ def write_head(
             writer.write_tensors_to_file()
     except (KeyError, ValueError, TypeError, ArithmeticError, struct.error) as error:
         raise ModelFileError(
-            f"the config.json of the head in {folder} has invalid settings: {shorten(error)}",
+            f"the config.json of {what} has invalid settings: {shorten(error)}",
             "download it again",
         ) from error
     finally:
         writer.close()
+
+
+def interleaved(weights: NDArray[Any], head_size: int) -> NDArray[Any]:
+    """Reorder the rows of each attention head for llama.cpp, which rotates neighbours instead of halves."""
+    heads = weights.reshape(-1, 2, head_size // 2, weights.shape[1])
+    return heads.swapaxes(1, 2).reshape(weights.shape)
 
 
 def _converted(values: NDArray[Any], name: str) -> NDArray[Any]:
@@ -78,12 +83,12 @@ def _converted(values: NDArray[Any], name: str) -> NDArray[Any]:
     if not np.isfinite(converted).all():
         raise ModelFileError(
             f"{name} contains values that are not finite numbers, or too large for {converted.dtype}",
-            "download it again, or choose another head",
+            "download it again, or choose another one",
         )
     return converted
 
 
-def _add_shared_settings(writer: gguf.GGUFWriter, config: EagleConfig | DFlashConfig) -> None:
+def _add_shared_settings(writer: gguf.GGUFWriter, config: LayerConfig) -> None:
     writer.add_context_length(config.context_tokens)
     writer.add_feed_forward_length(config.feed_forward_size)
     writer.add_head_count(config.heads)
@@ -92,7 +97,6 @@ def _add_shared_settings(writer: gguf.GGUFWriter, config: EagleConfig | DFlashCo
     writer.add_value_length(config.head_size)
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("none")
     _add_rope(writer, config.rope, config.head_size)
 
 

@@ -1,0 +1,24 @@
+"""Read files to attach to a message: text, code and the text of PDF files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from edgespec.attachments.reading import ReadFiles, read_files
+from edgespec.chat.attached_file import with_files
+
+__all__ = ["ReadFiles", "attach", "read_files"]
+
+
+def attach(prompt: str, *paths: str | Path) -> str:
+    """Return a prompt that begins with the text of files, each in a code block with the name of the file.
+
+    Args:
+        prompt: What the model should do with the files.
+        *paths: Files, folders, or patterns such as `src/**/*.py`. `~` is the home folder. In folders,
+            files that Git ignores and files without text are left out. For PDF files, the text is extracted.
+
+    Raises:
+        AttachmentError: A file is missing, cannot be read, is too large, or contains no text.
+    """
+    return with_files(prompt, [file for path in paths for file in read_files(str(path)).files])

@@ -1,0 +1,90 @@
+"""Find the files that a path, a folder or a pattern such as `src/**/*.py` refers to."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePath
+
+from edgespec.attachments.listing import list_files
+from edgespec.errors import AttachmentError
+from edgespec.files import error_reason
+
+__all__ = ["find_files", "shown_path"]
+
+# Maximum number of files that a folder or a pattern can add to a message.
+_MAX_FILES = 500
+_WILDCARDS = re.compile(r"[*?\[]")
+
+
+def find_files(path: str) -> tuple[Path, ...]:
+    """Return the files that `path` refers to: one file, those in a folder, or those matching a pattern.
+
+    In patterns, `*` and `?` match within a file name, and `**` matches any number of folders. A path that
+    exists is not a pattern, even if it contains these characters.
+
+    Raises:
+        AttachmentError: There is no such file, there are too many, or a folder cannot be read.
+    """
+    found = Path(os.path.expanduser(path))
+    try:
+        if os.path.lexists(found):
+            return _matching(path, found, "**") if found.is_dir() else (found,)
+    except (OSError, ValueError) as error:
+        raise AttachmentError(f"{path} cannot be read: {error_reason(error)}", "check the path") from error
+    parts = found.parts
+    first = next((place for place, part in enumerate(parts) if _WILDCARDS.search(part)), None)
+    if first is None:
+        raise AttachmentError(f"there is no file {path}", "check the path")
+    return _matching(path, Path(*parts[:first]), *parts[first:])
+
+
+def _matching(path: str, folder: Path, *pattern: str) -> tuple[Path, ...]:
+    try:
+        listing = list_files(folder)
+    except OSError as error:
+        raise AttachmentError(
+            f"the folder {shown_path(folder)} cannot be read: {error_reason(error)}", "choose another folder"
+        ) from error
+    if pattern[-1] == "**":
+        pattern = (*pattern, "*")
+    # Git also lists files that have been deleted since the last commit.
+    found = [
+        each
+        for each in listing.paths
+        if _matches(each.split("/"), pattern) and os.path.lexists(folder / each)
+    ]
+    smaller = "attach a smaller folder, or a pattern such as @src/*.py"
+    if len(found) > _MAX_FILES:
+        raise AttachmentError(
+            f"{path} has {len(found):,} files, but at most {_MAX_FILES} can be attached", smaller
+        )
+    if not listing.complete:
+        raise AttachmentError(f"the folder {shown_path(folder)} has too many files to search", smaller)
+    if not found:
+        raise AttachmentError(f"there are no files in {path}", "check the path")
+    return tuple(folder / each for each in found)
+
+
+def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Return whether the parts of a path match the parts of a pattern."""
+    if not pattern or not parts:
+        return not pattern and not parts
+    if pattern[0] == "**":
+        return any(_matches(parts[start:], pattern[1:]) for start in range(len(parts)))
+    return fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])
+
+
+def shown_path(path: Path) -> str:
+    """Return a path as shown to the user and the model: relative to the current or the home folder."""
+    absolute = PurePath(os.path.abspath(path))
+    for folder, prefix in ((os.getcwd(), ""), (os.path.expanduser("~"), "~/")):
+        if absolute.is_relative_to(folder):
+            shown = prefix + absolute.relative_to(folder).as_posix()
+            break
+    else:
+        shown = str(absolute)
+    # File names can contain line breaks and other control characters.
+    return "".join(character if character.isprintable() else "?" for character in shown)

@@ -1,0 +1,70 @@
+"""Extract the text of PDF files in a child process, because hostile ones can use up time and memory."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from time import monotonic
+
+from edgespec.chat.waiting import wait_for
+from edgespec.child_process import ChildProcess, module_arguments
+from edgespec.errors import AttachmentError, EdgespecError
+from edgespec.files import format_bytes
+
+__all__ = ["pdf_text"]
+
+# Maximum time in seconds for extracting the text. A page of text takes about 20 ms.
+_MAX_SECONDS = 60.0
+# Maximum memory of the child process. Python and pypdf need about 60 MiB, and a book a few times its size.
+_MEMORY_BYTES = 1 << 30
+# Maximum size of the extracted text as JSON.
+_MAX_TEXT_BYTES = 32 << 20
+
+
+def pdf_text(name: str, data: bytes) -> str:
+    """Return the text of a PDF file.
+
+    Args:
+        name: The name of the file, for messages.
+        data: The contents of the file.
+
+    Raises:
+        AttachmentError: The file is damaged, encrypted or too large, or contains no text.
+    """
+    try:
+        process = ChildProcess(module_arguments("edgespec.attachments.pdf_worker"))
+    except EdgespecError as error:
+        raise AttachmentError(f"{name} cannot be read: {error.what}", error.next_step) from error
+    deadline = monotonic() + _MAX_SECONDS
+
+    def extract() -> bytes:
+        with suppress(OSError, ValueError):
+            process.stdin.write(data)
+            process.stdin.close()
+            return process.stdout.read(_MAX_TEXT_BYTES + 1)
+        return b""
+
+    def poll() -> None:
+        if monotonic() > deadline:
+            raise _failure(name, f"extracting its text takes more than {_MAX_SECONDS:.0f} seconds")
+        if process.memory_bytes > _MEMORY_BYTES:
+            raise _failure(
+                name, f"extracting its text needs more than {format_bytes(_MEMORY_BYTES)} of memory"
+            )
+
+    try:
+        answer = wait_for(extract, poll)
+    finally:
+        process.close()
+    if len(answer) > _MAX_TEXT_BYTES:
+        raise _failure(name, f"it has more than {format_bytes(_MAX_TEXT_BYTES)} of text")
+    if not answer:
+        raise _failure(name, "extracting its text needs too much memory or time")
+    text, problem = json.loads(answer)
+    if problem:
+        raise _failure(name, problem)
+    return str(text)
+
+
+def _failure(name: str, reason: str) -> AttachmentError:
+    return AttachmentError(f"{name} cannot be attached: {reason}", "copy the text you need to a text file")

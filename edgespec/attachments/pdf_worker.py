@@ -1,0 +1,60 @@
+"""Script that extracts the text of one PDF file in a child process.
+
+The script reads the file from stdin, and writes a JSON array with the text and the problem to stdout. One of
+them is empty.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import sys
+from contextlib import suppress
+
+__all__ = ["main"]
+
+# Maximum CPU time in seconds, and address space of this process.
+_CPU_SECONDS = 30.0
+_MEMORY_BYTES = 1 << 30
+_MAX_PAGES = 2_000
+
+
+def main() -> None:
+    """Extract the text of the file on stdin."""
+    _set_limits()
+    try:
+        text, problem = _extracted(sys.stdin.buffer.read())
+    except MemoryError:
+        text, problem = "", "extracting its text needs too much memory"
+    except Exception:
+        # pypdf raises almost any exception for damaged files.
+        text, problem = "", "it is damaged"
+    sys.stdout.write(json.dumps([text, problem]))
+
+
+def _extracted(data: bytes) -> tuple[str, str]:
+    """Return the text of a PDF file, or the problem why there is none."""
+    from pypdf import PdfReader
+    from pypdf.errors import DependencyError, FileNotDecryptedError
+
+    reader = PdfReader(io.BytesIO(data))
+    try:
+        if len(reader.pages) > _MAX_PAGES:
+            return "", f"it has {len(reader.pages):,} pages, but at most {_MAX_PAGES:,} can be read"
+        pages = [page.extract_text().strip() for page in reader.pages]
+    except (DependencyError, FileNotDecryptedError):
+        return "", "it is protected by a password"
+    text = "\n\n".join(filter(None, pages))
+    return (text, "") if text else ("", "it contains no text, perhaps because its pages are scanned images")
+
+
+def _set_limits() -> None:
+    """End this process after 30 seconds of CPU time, and limit its memory where the system supports that."""
+    if sys.platform != "win32":
+        import resource
+
+        signal.setitimer(signal.ITIMER_PROF, _CPU_SECONDS)
+        # macOS does not support this limit.
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))

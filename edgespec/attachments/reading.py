@@ -1,0 +1,108 @@
+"""Read the text of files, and refuse files that contain none."""
+
+from __future__ import annotations
+
+import codecs
+from pathlib import Path
+from typing import NamedTuple
+
+from edgespec.attachments.finding import find_files, shown_path
+from edgespec.attachments.pdf import pdf_text
+from edgespec.chat.attached_file import AttachedFile
+from edgespec.errors import AttachmentError
+from edgespec.files import error_reason, format_bytes, regular_file_bytes
+
+__all__ = ["ReadFiles", "read_files"]
+
+# Maximum size of one file, and of all files of a folder. Both are far more than any context holds.
+_MAX_BYTES = 16 << 20
+_MAX_PDF_BYTES = 64 << 20
+_MAX_TOTAL_BYTES = 32 << 20
+_IMAGES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"BM", b"II*\0", b"MM\0*")
+# The longest byte order marks first, because that of UTF-32 begins with that of UTF-16.
+_MARKS = (
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+
+
+class ReadFiles(NamedTuple):
+    """The files that a path, a folder or a pattern refers to.
+
+    Attributes:
+        files: The files with their texts.
+        skipped: Number of files in a folder that were left out, because they contain no text.
+    """
+
+    files: tuple[AttachedFile, ...]
+    skipped: int = 0
+
+
+def read_files(path: str) -> ReadFiles:
+    """Read a file, all files in a folder, or all that match a pattern such as `src/**/*.py`.
+
+    Raises:
+        AttachmentError: There is no such file, or it cannot be read, is too large or contains no text. In a
+            folder, or with a pattern, such files are left out, unless that leaves no file.
+    """
+    paths = find_files(path)
+    if len(paths) == 1:
+        return ReadFiles((_read(paths[0]),))
+    files, total_bytes, problem = [], 0, None
+    for each in paths:
+        try:
+            files.append(_read(each))
+        except AttachmentError as error:
+            problem = error
+            continue
+        total_bytes += len(files[-1].text)
+        if total_bytes > _MAX_TOTAL_BYTES:
+            raise AttachmentError(
+                f"the files in {path} have more than {format_bytes(_MAX_TOTAL_BYTES)} of text",
+                "attach fewer files",
+            )
+    if problem and not files:
+        raise AttachmentError(f"none of the {len(paths)} files in {path} can be attached", problem.what)
+    return ReadFiles(tuple(files), len(paths) - len(files))
+
+
+def _read(path: Path) -> AttachedFile:
+    name = shown_path(path)
+    try:
+        size_bytes = regular_file_bytes(path)
+        with path.open("rb") as file:
+            start = file.read(1024)
+            limit_bytes = _MAX_PDF_BYTES if b"%PDF-" in start else _MAX_BYTES
+            data = start + file.read(limit_bytes + 1 - len(start)) if size_bytes <= limit_bytes else b""
+    except (OSError, ValueError) as error:
+        raise AttachmentError(
+            f"{name} cannot be read: {error_reason(error)}", "choose another file"
+        ) from error
+    if max(size_bytes, len(data)) > limit_bytes:
+        raise AttachmentError(
+            f"{name} has {format_bytes(max(size_bytes, len(data)))}, but files of at most"
+            f" {format_bytes(limit_bytes)} can be attached",
+            "copy the part you need to a smaller file",
+        )
+    return AttachedFile(name, pdf_text(name, data) if b"%PDF-" in start else _decoded(name, data))
+
+
+def _decoded(name: str, data: bytes) -> str:
+    if data.startswith(_IMAGES) or (data.startswith(b"RIFF") and data[8:12] == b"WEBP"):
+        raise AttachmentError(
+            f"{name} is an image, but edgespec can only attach text", "describe it in words"
+        )
+    encoding = next((name for mark, name in _MARKS if data.startswith(mark)), "utf-8")
+    try:
+        text = data.decode(encoding)
+    except UnicodeDecodeError:
+        text = "\0"
+    if "\0" in text:
+        raise AttachmentError(
+            f"{name} is not a text file in UTF-8 or UTF-16",
+            "if it is text, convert it to UTF-8, for example with iconv",
+        )
+    return text

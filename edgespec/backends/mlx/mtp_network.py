@@ -1,0 +1,142 @@
+"""The networks of the layers for multi-token prediction (MTP) of a model (arXiv 2412.19437)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.normalization import RMSNorm
+from mlx.nn.layers.quantized import quantize
+
+from edgespec.backends.mlx.attention_cache import AttentionCache
+
+__all__ = ["MtpChain", "MtpModule", "quantize_like"]
+
+# Formats whose quantised weights have no biases, by bits per weight and group size.
+_MODES = {(4, 32): "mxfp4", (8, 32): "mxfp8", (4, 16): "nvfp4"}
+
+
+class MtpModule(Module):
+    """An MTP module, which predicts the next token from a token and the hidden state before it.
+
+    Args:
+        layers: Layers with the architecture of the target's full-attention layers, without weights. They run
+            one after another.
+        size: Size of hidden states.
+        norm_eps: Epsilon of the norms.
+        post_norm: Whether the module's hidden state is normalised before it is fed back, like the target's.
+    """
+
+    def __init__(self, layers: Sequence[Any], size: int, norm_eps: float, post_norm: bool) -> None:
+        super().__init__()
+        self._post_norm = post_norm
+        self.pre_fc_norm_embedding = RMSNorm(size, norm_eps)
+        self.pre_fc_norm_hidden = RMSNorm(size, norm_eps)
+        self.fc = Linear(2 * size, size, bias=False)
+        self.layers = list(layers)
+        self.norm = RMSNorm(size, norm_eps)
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """See `HeadNetwork.dtype`."""
+        return self.norm.weight.dtype
+
+    @property
+    def cache_count(self) -> int:
+        """See `HeadNetwork.cache_count`."""
+        return len(self.layers)
+
+    def reduced(self, states: mx.array) -> mx.array:
+        """See `HeadNetwork.reduced`."""
+        return states
+
+    def __call__(self, embeddings: mx.array, states: mx.array, caches: Sequence[AttentionCache]) -> mx.array:
+        """See `HeadNetwork.__call__`."""
+        pair = [self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(states)]
+        outputs: mx.array = self.fc(mx.concatenate(pair, axis=-1))[None]
+        for layer, cache in zip(self.layers, caches, strict=True):
+            # Multi-head latent attention cannot use mlx-lm's short form of a causal mask, a string.
+            mask = cache.make_mask(outputs.shape[1], return_array=True)
+            outputs = layer(outputs, mask, cache)
+        return outputs[0]
+
+    def normalised(self, states: mx.array) -> mx.array:
+        """See `HeadNetwork.normalised`."""
+        return self.norm(states)
+
+    def fed_back(self, states: mx.array) -> mx.array:
+        """See `HeadNetwork.fed_back`."""
+        return self.norm(states) if self._post_norm else states
+
+
+class MtpChain(Module):
+    """Several MTP modules, each of which was trained to predict one token further than the module before it.
+
+    One of the modules, each of which has one layer, is selected at a time.
+    """
+
+    def __init__(self, modules: Sequence[MtpModule]) -> None:
+        super().__init__()
+        self.steps = list(modules)
+        self._step = 0
+
+    def select(self, step: int) -> None:
+        """Select the module with this index, or the last module if there are fewer."""
+        self._step = min(step, len(self.steps) - 1)
+
+    @property
+    def step(self) -> int:
+        """Index of the selected module."""
+        return self._step
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """See `HeadNetwork.dtype`."""
+        return self.steps[0].dtype
+
+    @property
+    def cache_count(self) -> int:
+        """See `HeadNetwork.cache_count`."""
+        return len(self.steps)
+
+    def reduced(self, states: mx.array) -> mx.array:
+        """See `HeadNetwork.reduced`."""
+        return states
+
+    def __call__(self, embeddings: mx.array, states: mx.array, caches: Sequence[AttentionCache]) -> mx.array:
+        """See `HeadNetwork.__call__`."""
+        return self.steps[self._step](embeddings, states, [caches[self._step]])
+
+    def normalised(self, states: mx.array) -> mx.array:
+        """See `HeadNetwork.normalised`."""
+        return self.steps[self._step].normalised(states)
+
+    def fed_back(self, states: mx.array) -> mx.array:
+        """See `HeadNetwork.fed_back`."""
+        return self.steps[self._step].fed_back(states)
+
+
+def quantize_like(network: Module, weights: Mapping[str, mx.array]) -> None:
+    """Quantise those layers of a network whose stored weights are quantised.
+
+    The shapes of the weights determine the bits per weight and the group size, which files may describe in
+    different ways.
+
+    Raises:
+        KeyError: A weight is missing, or quantised in an unknown way.
+    """
+
+    def settings(path: str, layer: Any) -> bool | dict[str, Any]:
+        scales = weights.get(f"{path}.scales")
+        if scales is None:
+            return False
+        columns: int = layer.weight.shape[-1]
+        bits = 32 * weights[f"{path}.weight"].shape[-1] // columns
+        group_size = columns // max(1, scales.shape[-1])
+        mode = "affine" if f"{path}.biases" in weights else _MODES[bits, group_size]
+        return {"bits": bits, "group_size": group_size, "mode": mode}
+
+    quantize(network, class_predicate=settings)

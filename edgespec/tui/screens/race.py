@@ -1,0 +1,171 @@
+"""The race screen: two replies to the same prompt, played side by side at their measured speeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import groupby
+from time import monotonic
+from typing import ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.content import Content
+from textual.screen import ModalScreen
+from textual.widgets import Static
+
+from edgespec.bench.race import Lane, Race
+from edgespec.errors import CancelledError
+from edgespec.tui.numbers import bar, count, rate
+from edgespec.tui.texts import error_text
+
+__all__ = ["RaceProgress", "RaceScreen"]
+
+_TICK_SECONDS = 1 / 20
+_BAR_CELLS = 24
+_REMEMBERED = "auto can also guess from your earlier replies, so racing the same message again is faster."
+
+
+@dataclass(slots=True)
+class RaceProgress:
+    """How far the race is. Written by the model thread, read by the screen."""
+
+    description: str = "warming up"
+    fraction: float = 0.0
+
+
+class RaceScreen(ModalScreen[None]):
+    """Shows the progress of a race and then plays it. Esc cancels the race or closes the screen.
+
+    Args:
+        prompt: The message that is answered twice.
+        race: The race, which runs in the model thread.
+        progress: How far it is.
+        cancel: Cancels the race.
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,q,ctrl+c", "close", "Close", show=False),
+        Binding("r,enter", "replay", "Play again", show=False),
+    ]
+
+    def __init__(
+        self, prompt: str, race: Future[Race], progress: RaceProgress, cancel: Callable[[], None]
+    ) -> None:
+        super().__init__()
+        self._prompt = " ".join(prompt.split())
+        self._future, self._progress, self._cancel = race, progress, cancel
+        self._race: Race | None = None
+        self._began = 0.0
+        self._columns = [_LaneColumn(), _LaneColumn()]
+        self._result = Static(classes="race-result")
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="dialog -race") as dialog:
+            dialog.border_title = "Race"
+            dialog.border_subtitle = "Esc cancels"
+            yield Static(Content(self._prompt), classes="race-prompt")
+            yield Horizontal(*self._columns, classes="race-lanes")
+            yield VerticalScroll(self._result, classes="race-end")
+
+    def on_mount(self) -> None:
+        self._timer = self.set_interval(_TICK_SECONDS, self._tick)
+        self._tick()
+
+    def action_close(self) -> None:
+        """Close the screen, and cancel the race if it is running."""
+        if not self._future.done():
+            self._cancel()
+        self.dismiss()
+
+    def action_replay(self) -> None:
+        """Play the finished race again."""
+        if self._race is not None:
+            self._play(self._race)
+
+    def _tick(self) -> None:
+        if self._race is not None:
+            self._show(self._race, monotonic() - self._began)
+        elif self._future.done():
+            self._finish()
+        else:
+            done = bar(self._progress.fraction, _BAR_CELLS)
+            self._result.update(Content(f"{done} {self._progress.description}"))
+
+    def _finish(self) -> None:
+        try:
+            self._race = self._future.result()
+        except CancelledError:
+            self.dismiss()
+        except Exception as error:
+            self._timer.pause()
+            self._result.update(Content("\n".join(error_text(error))))
+            self.query_one(".dialog").border_subtitle = "Esc closes"
+        else:
+            self.query_one(".dialog").border_subtitle = "R plays again · Esc closes"
+            self._play(self._race)
+
+    def _play(self, race: Race) -> None:
+        self._began = monotonic()
+        self._result.update("")
+        self._timer.resume()
+        self._show(race, 0.0)
+
+    def _show(self, race: Race, seconds: float) -> None:
+        for column, lane in zip(self._columns, (race.plain, race.other), strict=True):
+            column.show(lane, seconds)
+        if seconds < max(race.plain.seconds, race.other.seconds):
+            return
+        self._timer.pause()
+        remarks = race.remarks()
+        if "suffix" in race.other.reply.method.effective.split("+"):
+            remarks.append(_REMEMBERED)
+        legend = (("■ ", "$success"), "guessed correctly   ", ("■ ", "$warning"), "from the model itself")
+        self._result.update(
+            Content.assemble(
+                (race.headline(), "bold" if race.is_faster else "bold $warning"),
+                *(f"\n{remark}" for remark in remarks),
+                "\n",
+                *legend,
+            )
+        )
+
+
+class _LaneColumn(Vertical):
+    """One reply of the race: its method, its speed so far, and its text."""
+
+    def __init__(self) -> None:
+        super().__init__(classes="race-lane")
+        self._heading = Static()
+        self._text = Static()
+        self._shown = -1
+
+    def compose(self) -> ComposeResult:
+        yield self._heading
+        with VerticalScroll(can_focus=False) as scroll:
+            scroll.anchor()
+            yield self._text
+
+    def show(self, lane: Lane, seconds: float) -> None:
+        """Show the text and the speed as they were this long after the start."""
+        finished = seconds >= lane.seconds
+        seconds = min(seconds, lane.seconds)
+        tokens = lane.tokens_at(seconds)
+        name = "plain decoding" if lane.method == "none" else lane.method
+        speed = rate(tokens / seconds if seconds else None)
+        self._heading.update(
+            Content.assemble(
+                (name, "bold"),
+                ("  ✓" if finished else "", "$success"),
+                f"\n{speed} · {count(tokens, 'token')} · {seconds:.1f} s",
+            )
+        )
+        chunks = [chunk for chunk in lane.chunks if chunk.seconds <= seconds]
+        if len(chunks) != self._shown:
+            self._shown = len(chunks)
+            runs = groupby(chunks, key=lambda chunk: "$success" if chunk.accepted else "bold $warning")
+            self._text.update(
+                Content.assemble(*(("".join(chunk.text for chunk in run), style) for style, run in runs))
+            )

@@ -1,0 +1,105 @@
+"""The `/why` command: three sentences on how the last reply was sped up, why not more, and what to try."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from edgespec.reply_options import REPLY_OPTIONS
+from edgespec.tui.numbers import count, percent
+from edgespec.tui.texts import reason_text, sentences, sources_text
+from edgespec.tui.widgets.messages import Panel
+
+if TYPE_CHECKING:
+    from edgespec import MethodReport, Stats
+    from edgespec.tui.chat_screen import ChatScreen
+
+__all__ = ["show_why", "why"]
+
+# Below this acceptance rate, guesses are rejected too often to gain much.
+_LOW_ACCEPTANCE = 0.5
+# A speed-up from here on is good, so there is nothing to try.
+_GOOD_GAIN = 0.3
+
+
+async def show_why(screen: ChatScreen, _argument: str) -> None:
+    """Show the three sentences about the current or last reply."""
+    if screen.stats is None:
+        text = "There is no reply yet. Send a message first."
+    else:
+        temperature = screen.current_chat.settings.get("temperature", REPLY_OPTIONS["temperature"].default)
+        text = "\n".join(
+            why(
+                screen.method,
+                screen.stats,
+                has_draft_model=screen.runtime.draft is not None,
+                is_demo=screen.runtime.target.name.startswith("demo"),
+                is_random=float(str(temperature)) > 0,
+            )
+        )
+    await screen.transcript.show_panel(Panel("Why this speed", text))
+
+
+def why(
+    method: MethodReport, stats: Stats, *, has_draft_model: bool, is_demo: bool, is_random: bool
+) -> list[str]:
+    """Return three sentences: what was used and what it gained, why not more, and what to try next.
+
+    Args:
+        method: The method report of the reply.
+        stats: The statistics of the reply.
+        has_draft_model: Whether a draft model is loaded.
+        is_demo: Whether the model is the demo, which is too small to gain much.
+        is_random: Whether the temperature is above 0.
+    """
+    return [
+        _result(method, stats),
+        _reason(method, stats),
+        _advice(method, stats, has_draft_model, is_demo, is_random),
+    ]
+
+
+def _result(method: MethodReport, stats: Stats) -> str:
+    if method.effective == "none":
+        if method.requested == "none":
+            return "The speed-up is switched off, so the model wrote this reply one token at a time."
+        cost = f", and trying them made this reply {method.loss_text} slower" if method.loss_text else ""
+        return f"Guesses are off for now{cost}."
+    used = f"edgespec guessed tokens with: {sources_text(method.effective)}"
+    if method.gain is not None:
+        factor, error = 1 + method.gain, max(0.01, method.gain_uncertainty or 0.0)
+        if abs(method.gain) <= 2 * error:
+            return f"{used}. That changed the speed too little to measure ({factor:.2f}× ± {error:.2f})."
+        return f"{used}. That made this reply {factor:.2f}× as fast (± {error:.2f})."
+    if stats.speedup_estimate is not None:
+        return f"{used}. That made this reply about {stats.speedup_estimate:.1f}× as fast."
+    return f"{used}. How much faster that was is unknown, because the reply is too short to measure."
+
+
+def _reason(method: MethodReport, stats: Stats) -> str:
+    if method.requested == "none":
+        return "Nothing was guessed, because this chat or the command line sets the method to none."
+    if method.effective == "none":
+        return sentences(f"Reason: {reason_text(method)}")
+    if stats.acceptance_rate is None:
+        return "No text to guess from was found in this reply."
+    accepted = (
+        f"{count(stats.accepted_tokens)} of {count(stats.drafted_tokens)} guesses were accepted"
+        f" ({percent(stats.acceptance_rate)})"
+    )
+    if stats.acceptance_rate < _LOW_ACCEPTANCE:
+        return f"It is not more because only {accepted}, and rejected guesses cost time."
+    return f"It is not more because guessing and checking take time too: {accepted}."
+
+
+def _advice(method: MethodReport, stats: Stats, has_draft_model: bool, is_demo: bool, is_random: bool) -> str:
+    if method.requested == "none":
+        return "To switch the speed-up on, type /set method auto."
+    if is_demo:
+        return "The demo model is too small to gain much; `edgespec recommend` suggests a real model."
+    if method.gain is not None and method.gain >= _GOOD_GAIN:
+        return "There is nothing to change; type /race to see this reply beside plain decoding."
+    if not has_draft_model:
+        return "Try a draft model: `edgespec models show MODEL` names one that fits yours."
+    if is_random and (stats.acceptance_rate or 0.0) < _LOW_ACCEPTANCE:
+        return "Try a lower temperature, for example /set temperature 0, which makes text easier to guess."
+    return "Run `edgespec tune` to find out which draft length and method suit your models best."

@@ -1,0 +1,163 @@
+"""Attaching files: what is read, how it reads for the model, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import edgespec
+from edgespec.attachments import read_files
+from edgespec.chat.attached_file import AttachedFile, with_files
+from edgespec.errors import AttachmentError
+from tests.attachments import pdfs
+
+
+@pytest.fixture(autouse=True)
+def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def _names(path: str) -> list[str]:
+    return [file.name for file in read_files(path).files]
+
+
+def test_files_come_before_the_prompt_in_code_blocks() -> None:
+    Path("a.py").write_text("print(1)\n")
+    Path("my notes.md").write_text("See:\n\n````\ncode\n````")
+    assert edgespec.attach("Explain.", "a.py", Path("my notes.md")) == (
+        "a.py:\n```py\nprint(1)\n```\n\nmy notes.md:\n`````md\nSee:\n\n````\ncode\n````\n`````\n\nExplain."
+    )
+    assert with_files("Hello", ()) == "Hello"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
+def test_encodings(encoding: str) -> None:
+    Path("text").write_bytes("Grüße, 日本\r\n".encode(encoding))
+    assert read_files("text").files == (AttachedFile("text", "Grüße, 日本\r\n"),)
+
+
+def test_folders_and_patterns() -> None:
+    for name in ("src/a.py", "src/deep/er/b.py", "src/c.txt", "src/[x].py", "src/.hidden/d.py", "top.py"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text("x")
+    Path("src/data.bin").write_bytes(b"\0\1")
+    assert _names("src/*.py") == ["src/[x].py", "src/a.py"]
+    assert _names("src/**/*.py") == ["src/[x].py", "src/a.py", "src/deep/er/b.py"]
+    assert _names("src/[x].py") == ["src/[x].py"]
+    assert _names("**/?.py") == ["src/a.py", "src/deep/er/b.py"]
+    assert _names("src/deep") == _names("src/deep/**") == ["src/deep/er/b.py"]
+    assert read_files("src/").skipped == 1
+    assert len(read_files("src").files) == 4
+
+
+def test_files_that_git_ignores_are_left_out() -> None:
+    for name in ("kept.py", "build/made.py", ".github/ci.yml", "gone.py"):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text("x")
+    Path(".gitignore").write_text("build/\n")
+    subprocess.run(["git", "init", "-q", "."], check=True)
+    subprocess.run(["git", "add", "gone.py"], check=True)
+    Path("gone.py").unlink()
+    assert _names("**/*") == [".github/ci.yml", ".gitignore", "kept.py"]
+    assert _names("build/made.py") == ["build/made.py"]
+
+
+def test_git_starts_no_program_named_in_the_settings_of_a_repository() -> None:
+    Path("a.txt").write_text("x")
+    subprocess.run(["git", "init", "-q", "."], check=True)
+    subprocess.run(["git", "config", "core.fsmonitor", "touch started; false"], check=True)
+    assert _names(".") == ["a.txt"]
+    assert not Path("started").exists()
+
+
+def test_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir("work")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a\nb.txt").write_text("x")
+    assert _names("~/a\nb.txt") == ["~/a?b.txt"]
+
+
+def test_text_of_pdf_files() -> None:
+    Path("paper.pdf").write_bytes(pdfs.text_pdf("Speculative decoding"))
+    assert read_files("paper.pdf").files == (AttachedFile("paper.pdf", "Speculative decoding"),)
+
+
+def _sparse() -> None:
+    with Path("file").open("wb") as file:
+        file.truncate(1 << 30)
+
+
+def _pdf(data: bytes) -> Callable[[], object]:
+    return lambda: Path("file").write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: None, "there is no file file; check the path"),
+        (lambda: Path("file").write_bytes(os.urandom(100) + b"\0\xff"), "not a text file in UTF-8 or UTF-16"),
+        (lambda: Path("file").write_bytes(b"a\xe9b"), "not a text file in UTF-8"),
+        (lambda: Path("file").write_bytes(b"\x89PNG\r\n"), "is an image"),
+        (lambda: Path("file").write_bytes(b"RIFF1234WEBPVP8 "), "is an image"),
+        (_sparse, "file has 1.0 GiB, but files of at most 16.0 MiB can be attached"),
+        (lambda: os.mkfifo("file"), "the path is not a regular file"),
+        (lambda: Path("file").symlink_to("file"), "too many levels of symbolic links"),
+        (lambda: Path("file").symlink_to("/dev/zero"), "the path is not a regular file"),
+        (lambda: Path("file").mkdir(), "there are no files in file"),
+        (_pdf(b"%PDF-1.7\nrubbish"), "file cannot be attached: it is damaged"),
+        (_pdf(pdfs.text_pdf(" ")), "it contains no text, perhaps because its pages are scanned images"),
+        (_pdf(pdfs.circular_pdf()), "file cannot be attached"),
+        (_pdf(pdfs.expanding_pdf()), "file cannot be attached"),
+    ],
+)
+def test_hostile_files_are_refused_in_one_sentence(make: Callable[[], object], reason: str) -> None:
+    make()
+    with pytest.raises(AttachmentError) as raised:
+        read_files("file")
+    assert reason in str(raised.value)
+    assert len(str(raised.value)) < 200
+
+
+def test_a_pdf_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgespec.attachments.pdf._MAX_SECONDS", 1.0)
+    Path("file").write_bytes(pdfs.slow_pdf())
+    with pytest.raises(AttachmentError, match="extracting its text takes more than 1 seconds"):
+        read_files("file")
+
+
+def test_a_folder_without_text_says_why() -> None:
+    Path("shots").mkdir()
+    for name in ("a.png", "b.png"):
+        Path("shots", name).write_bytes(b"\x89PNG")
+    with pytest.raises(AttachmentError, match="none of the 2 files in shots can be attached"):
+        read_files("shots")
+
+
+def test_too_many_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("many").mkdir()
+    for number in range(501):
+        Path("many", f"{number}.txt").touch()
+    with pytest.raises(AttachmentError, match="many has 501 files, but at most 500 can be attached"):
+        read_files("many")
+    monkeypatch.setattr("edgespec.attachments.listing._MAX_FILES", 100)
+    with pytest.raises(AttachmentError, match="the folder many has too many files to search"):
+        read_files("many/7.*")
+
+
+def test_a_loop_of_links_in_a_folder_ends() -> None:
+    Path("loop").mkdir()
+    Path("loop/again").symlink_to(".")
+    Path("loop/a.txt").write_text("x")
+    assert read_files("loop/**/*.txt").files == (AttachedFile("loop/a.txt", "x"),)
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="the superuser can read every folder")
+def test_a_folder_without_permission() -> None:
+    Path("closed").mkdir(mode=0)
+    with pytest.raises(AttachmentError, match="the folder closed cannot be read: permission denied"):
+        read_files("closed")

@@ -1,0 +1,203 @@
+"""Several and quantised MTP layers, as in the files that MTPLX publishes beside MLX models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from edgespec.backends import mlx
+from edgespec.backends.base import LoadOptions
+from edgespec.backends.mlx import mtp
+from edgespec.backends.mlx.eagle import EagleHead
+from edgespec.backends.mlx.mtp_head import ChainedMtpHead
+from edgespec.backends.mlx_metadata import read_mlx_info
+from edgespec.backends.self_draft_methods import Head
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import ModelFileError
+from tests.backends.head_histories import ROUNDS, Round, check_history
+from tests.backends.mlx.mtp_layers import (
+    dequantise_mtp,
+    quantise_mtp,
+    repeat_layer,
+    write_mtp_layer,
+    write_numbered_mtp_layer,
+)
+from tests.backends.mlx.test_mtp import check_plan, check_replies
+from tests.backends.mlx.tiny_checkpoints import configuration, write_checkpoint
+
+# A mode of MLX's quantisation, the bits per weight and the group size.
+QUANTISATIONS = [("affine", 4, 32), ("affine", 8, 64), ("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)]
+TOKENS = (60, 70, 80, 90, 61, 71, 81)
+# The parents of these tokens in a tree, whose nodes are at depths 0 to 4.
+PARENTS = (-1, 0, 0, 1, 2, 3, 5)
+
+
+def load(folder: Path) -> Any:
+    return mlx.load(str(folder), "target", LoadOptions(context_tokens=512))
+
+
+def head_of(target: Any) -> EagleHead:
+    head = target.self_draft(Head("mtp"))
+    assert isinstance(head, EagleHead)
+    return head
+
+
+def drafts(folder: Path) -> NDArray[np.float64]:
+    """The logits of a head for all nodes of a draft, which is run one level at a time, after five tokens.
+
+    The draft is a chain if the target cannot verify trees.
+    """
+    target = load(folder)
+    head = head_of(target)
+    parents = PARENTS if target.facts.capabilities.tree else tuple(range(-1, len(TOKENS) - 1))
+    tree = TokenTree(TOKENS, parents, (None,) * len(TOKENS))
+    target.prefill([5, 6, 7, 8, 9])
+    head.start_at(1)
+    head.prefill([6, 7, 8, 9])
+    rows, vocab, first = [], np.arange(target.facts.vocab_size), 0
+    for depth in range(max(tree.depths) + 1):
+        width = sum(one <= depth for one in tree.depths)
+        logits = head.verify(tree.subtree(range(width)), first)
+        rows += [logits.at(row, vocab) for row in range(width - first)]
+        first = width
+    target.close()
+    return np.array(rows)
+
+
+def qwen(folder: Path) -> Path:
+    return write_mtp_layer(write_checkpoint(folder, "qwen3_next"))
+
+
+def qwen35(folder: Path) -> Path:
+    """A model of the family for which most files of this kind are published."""
+    inner = {**configuration("qwen3_next"), "model_type": "qwen3_5_moe_text"}
+    return write_mtp_layer(
+        write_checkpoint(folder, "qwen3_next", config={"model_type": "qwen3_5_moe", "text_config": inner})
+    )
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("quantisation", QUANTISATIONS)
+def test_a_quantised_layer_drafts_like_its_rounded_weights(
+    tmp_path: Path, quantisation: tuple[str, int, int], stacked: bool
+) -> None:
+    folder = quantise_mtp(qwen(tmp_path / "model"), *quantisation, stacked=stacked)
+    assert read_mlx_info(folder).heads == ("MTP",)
+    check_plan(folder)
+    quantised = drafts(folder)
+    np.testing.assert_allclose(quantised, drafts(dequantise_mtp(folder, *quantisation)), atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    "name", ["mtp/weights.safetensors", "model-mtp.safetensors", "optiq/mtp.safetensors"]
+)
+def test_a_quantised_layer_in_any_file_changes_no_reply(tmp_path: Path, name: str) -> None:
+    folder = quantise_mtp(qwen35(tmp_path / "model"), "affine", 4, 32, stacked=True)
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / "mtp.safetensors").rename(folder / name)
+    assert read_mlx_info(folder).heads == ("MTP",)
+    check_replies(folder)
+
+
+def test_a_quantised_layer_of_another_family_drafts_like_its_rounded_weights(tmp_path: Path) -> None:
+    folder = write_numbered_mtp_layer(tmp_path / "model", "mimo")
+    folder = quantise_mtp(folder, "affine", 8, 32, stacked=False)
+    quantised = drafts(folder)
+    np.testing.assert_allclose(quantised, drafts(dequantise_mtp(folder, "affine", 8, 32)), atol=2e-3)
+
+
+def test_an_unknown_quantisation_is_refused(tmp_path: Path) -> None:
+    folder = quantise_mtp(qwen(tmp_path / "model"), "affine", 4, 64, stacked=True)
+    from safetensors.numpy import load_file, save_file
+
+    stored = load_file(folder / "mtp.safetensors")
+    save_file({name: one for name, one in stored.items() if "biases" not in name}, folder / "mtp.safetensors")
+    target = load(folder)
+    with pytest.raises(ModelFileError, match="do not fit the model"):
+        head_of(target)
+    target.close()
+
+
+def test_layers_of_one_module_run_one_after_another(tmp_path: Path) -> None:
+    folder = qwen(tmp_path / "model")
+    alone = drafts(folder)
+    repeat_layer(folder, "mtp.layers.", 2, neutral=True)
+    np.testing.assert_allclose(drafts(folder), alone, atol=1e-4)
+    check_plan(folder)
+
+
+def test_layers_of_one_module_can_each_predict_one_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = qwen(tmp_path / "model")
+    alone = drafts(folder)
+    repeat_layer(folder, "mtp.layers.", 2)
+
+    def choose_chain(_target: Any, choices: Iterable[EagleHead], _folder: Path) -> EagleHead:
+        heads = list(choices)
+        chosen = next(head for head in heads if isinstance(head, ChainedMtpHead))
+        for head in heads:
+            if head is not chosen:
+                head.close()
+        return chosen
+
+    monkeypatch.setattr(mtp, "load_most_accurate", choose_chain)
+    np.testing.assert_allclose(drafts(folder), alone, atol=1e-4)
+    check_plan(folder)
+
+
+@pytest.fixture(scope="module", params=["deepseek_v3", "mimo"])
+def modules(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with three different MTP modules."""
+    folder = write_numbered_mtp_layer(tmp_path_factory.mktemp("modules") / "model", request.param)
+    prefix = "model.mtp_layers." if request.param == "mimo" else "model.layers."
+    repeat_layer(folder, prefix, 2)
+    from safetensors.numpy import load_file, save_file
+
+    random, stored = np.random.default_rng(7), load_file(folder / "mtp.safetensors")
+    changed = {
+        name: tensor + 0.05 * random.normal(size=tensor.shape).astype(np.float32)
+        for name, tensor in stored.items()
+    }
+    save_file(changed, folder / "mtp.safetensors")
+    return folder
+
+
+def test_equal_modules_draft_like_one(tmp_path: Path) -> None:
+    folder = write_numbered_mtp_layer(tmp_path / "model", "mimo")
+    alone = drafts(folder)
+    repeat_layer(folder, "model.mtp_layers.", 2)
+    np.testing.assert_allclose(drafts(folder), alone, atol=1e-4)
+
+
+def test_different_modules_draft_differently_from_the_second_token_on(modules: Path, tmp_path: Path) -> None:
+    from shutil import copytree
+
+    from safetensors.numpy import load_file, save_file
+
+    alone = copytree(modules, tmp_path / "one")
+    stored = load_file(modules / "mtp.safetensors")
+    names = sorted({name.split(".")[2] for name in stored})
+    first = {name: one for name, one in stored.items() if name.split(".")[2] == names[0]}
+    save_file(first, alone / "mtp.safetensors")
+    chained, single = drafts(modules), drafts(alone)
+    np.testing.assert_allclose(chained[0], single[0], atol=1e-4)
+    assert np.abs(chained[1:] - single[1:]).max(axis=1).min() > 1e-3
+
+
+@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rounds=st.lists(ROUNDS, min_size=1, max_size=6), seed=st.integers(0, 1 << 16))
+def test_modules_follow_their_target(modules: Path, rounds: list[Round], seed: int) -> None:
+    check_history(lambda: load(modules), head_of, rounds, seed, depth=4)
+
+
+def test_modules_change_no_reply_and_their_memory_is_planned(modules: Path) -> None:
+    check_replies(modules)
+    check_plan(modules)

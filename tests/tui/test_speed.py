@@ -1,0 +1,159 @@
+"""Speed made visible: the sparkline, `/why`, the legend, the status line and the race."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from edgespec import MethodReport, Stats
+from edgespec.tui.screens.race import RaceScreen
+from edgespec.tui.speed_history import SpeedHistory, sparkline
+from edgespec.tui.texts import speed_up_short
+from edgespec.tui.why import why
+from edgespec.tui.worker import Load
+from tests.tui.driving import driving, until
+from tests.tui.scripted import LIVE, Script, ScriptedRuntime, loading, made_up_stats
+
+QUESTION = "How do I count the lines of a file?"
+
+
+def test_the_sparkline_is_relative_to_the_highest_rate() -> None:
+    assert sparkline([], 10) == ""
+    assert sparkline([0.0, 5.0, 10.0], 10) == "▁▅█"
+    assert sparkline([0.0, 0.0], 10) == "▁▁"
+    assert sparkline([1.0, 1.0, 4.0, 4.0], 2) == "▃█"
+    assert len(sparkline([1.0] * 64, 35)) == 35
+
+
+def test_the_history_counts_tokens_per_interval_and_stays_small() -> None:
+    history = SpeedHistory()
+    assert history.rates() == []
+    for place in range(8):
+        history.add(5, place * 0.25)
+    assert history.rates() == [20.0] * 7
+    for place in range(8, 4000):
+        history.add(5, place * 0.25)
+    assert len(history.rates()) <= 64
+    assert all(rate == 20.0 for rate in history.rates())
+
+
+def test_a_pause_is_seen() -> None:
+    history = SpeedHistory()
+    history.add(10, 0.0)
+    history.add(10, 2.0)
+    assert history.rates() == [40.0, *[0.0] * 7]
+
+
+async def test_the_details_show_the_sparkline_of_a_reply(tmp_path: Path) -> None:
+    runtime = ScriptedRuntime([Script("word " * 60, pause_seconds=0.04)])
+    async with driving(loading(runtime), tmp_path, size=(120, 40)) as d:
+        await d.press("f3")
+        await d.say("a question")
+        assert any("█" in line and "▏" not in line for line in d.screen_text() if "tok/s" not in line)
+        assert d.chat.speeds.rates()
+        await d.press("ctrl+n")
+        await d.settled()
+        assert d.chat.speeds.rates() == []
+
+
+OFF = MethodReport("auto", "none", "drafting does not save time: the last drafts lost 0.3 tokens' time each")
+NONE = MethodReport("none", "none", "asked for")
+
+
+@pytest.mark.parametrize(
+    ("method", "stats", "said"),
+    [
+        (LIVE, made_up_stats(30), ("1.62× as fast (± 0.08)", "29 of 40 guesses", "/race")),
+        (
+            replace(LIVE, gain=0.01),
+            made_up_stats(30),
+            ("too little to measure", "29 of 40", "/set temperature"),
+        ),
+        (
+            replace(LIVE, gain=None),
+            Stats(),
+            ("too short to measure", "No text to guess from", "temperature 0"),
+        ),
+        (OFF, made_up_stats(30), ("off for now", "lost 0.3 tokens' time", "")),
+        (replace(OFF, gain=-0.2), made_up_stats(30), ("20% ± 1% slower", "lost 0.3", "")),
+        (NONE, made_up_stats(30), ("one token at a time", "method to none", "/set method auto")),
+    ],
+)
+def test_why_is_three_sentences(method: MethodReport, stats: Stats, said: tuple[str, str, str]) -> None:
+    stats.accepted_tokens = 29 if stats.drafted_tokens else 0
+    told = why(method, stats, has_draft_model=True, is_demo=False, is_random=True)
+    assert len(told) == 3
+    for sentence, part in zip(told, said, strict=True):
+        assert sentence.endswith(".")
+        if part != "/set temperature":
+            assert part in sentence
+
+
+def test_why_suggests_a_draft_model_and_a_real_model() -> None:
+    slow = replace(LIVE, gain=0.05)
+    told = why(slow, made_up_stats(30), has_draft_model=False, is_demo=False, is_random=False)
+    assert "draft model" in told[2]
+    assert "demo" in why(slow, made_up_stats(30), has_draft_model=True, is_demo=True, is_random=False)[2]
+
+
+def test_the_status_line_names_only_measured_speed_ups() -> None:
+    assert speed_up_short(LIVE, None) == "speed-up 1.6×"
+    assert speed_up_short(replace(LIVE, gain_uncertainty=0.3), None) == "speed-up about 1.6×"
+    assert speed_up_short(replace(LIVE, gain=None), Stats()) == "speed-up on"
+    assert speed_up_short(replace(LIVE, gain=None), made_up_stats(30)).startswith("speed-up about ")
+    assert speed_up_short(OFF, made_up_stats(30)) == "speed-up off"
+
+
+async def test_the_legend_names_the_drafters(tmp_path: Path) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path, size=(120, 40)) as d:
+        await d.press("f4")
+        await d.say("a question")
+        await d.said("guessed correctly (draft model + repeated text)")
+        await d.said("from the model itself")
+
+
+@pytest.mark.parametrize("size", [(40, 20), (80, 24), (200, 60)])
+async def test_a_race_on_the_screen(demo: Load, tmp_path: Path, size: tuple[int, int]) -> None:
+    async with driving(demo, tmp_path, size=size, settings={"max_tokens": 24}) as d:
+        await d.say(QUESTION)
+        await d.say("/why")
+        await d.said("Why this speed")
+        before = d.chat.current_chat.messages
+        await d.send("/race")
+        await until(d.pilot, lambda: isinstance(d.app.screen, RaceScreen), "the race")
+        await until(d.pilot, lambda: "✓" in "\n".join(d.screen_text()), "the end of the race", 30)
+        await d.pilot.pause(0.2)
+        shown = d.screen_text()
+        assert all(len(line) <= size[0] for line in shown)
+        assert "plain decoding" in "\n".join(shown)
+        assert "auto" in "\n".join(shown)
+        await d.press("r")
+        await until(d.pilot, lambda: "\n".join(d.screen_text()).count("✓") == 2, "the end of the replay", 30)
+        await d.press("escape")
+        await d.settled()
+        assert d.chat.current_chat.messages == before
+        await d.say("And the words?")
+        assert len(d.chat.current_chat.messages) == 4
+
+
+async def test_a_race_can_be_cancelled_and_the_chat_goes_on(demo: Load, tmp_path: Path) -> None:
+    async with driving(demo, tmp_path, settings={"max_tokens": 200}) as d:
+        await d.send(f"/race {QUESTION}")
+        await until(d.pilot, lambda: isinstance(d.app.screen, RaceScreen), "the race")
+        await d.press("escape")
+        await until(d.pilot, lambda: not isinstance(d.app.screen, RaceScreen), "the chat")
+        assert d.chat.current_chat.messages == ()
+        await d.say(QUESTION)
+        assert len(d.chat.current_chat.messages) == 2
+
+
+async def test_a_race_without_a_message_and_one_that_fails(demo: Load, tmp_path: Path) -> None:
+    async with driving(demo, tmp_path, settings={"acceptance": "rejection"}) as d:
+        await d.say("/race")
+        await d.said("There is no message to race yet")
+        await d.send(f"/race {QUESTION}")
+        await d.sees("rejection")
+        await d.press("escape")
+        await until(d.pilot, lambda: not isinstance(d.app.screen, RaceScreen), "the chat")
