@@ -20,6 +20,7 @@ from edgespec.tui.screens.help import HelpScreen
 from edgespec.tui.screens.settings import SettingsScreen
 from edgespec.tui.settings import SCHEMA, accepted
 from edgespec.tui.texts import sentences
+from edgespec.tui.tool_use import unanswered_calls
 from edgespec.tui.turns import TurnScreen
 from edgespec.tui.widgets.prompt import PromptInput
 from edgespec.tui.widgets.sidebar import ChatOption, Sidebar
@@ -79,6 +80,7 @@ class ChatScreen(TurnScreen):
             return
         message, place, self.editing = Message("user", text.strip()), self.editing, None
         chat = self.current_chat
+        await self.tool_use.answer_pending(chat)
         await self.take_turn(chat.send(message) if place is None else chat.edit(place, message))
 
     def _give_back(self, text: str) -> bool:
@@ -156,6 +158,9 @@ class ChatScreen(TurnScreen):
                 self.say("There is no unfinished reply to continue.")
                 return
             await self.open_chat(unfinished)
+        if (calls := unanswered_calls(self.current_chat)) and not self.writing:
+            self.tool_use.begin(calls)
+            return
         place = self.current_chat.last_place("user", "tool", "assistant")
         if place is not None and not self.writing:
             await self.take_turn(self.current_chat.continue_reply(place))

@@ -67,6 +67,7 @@ class ChatView(Screen[None]):
         self.archive = archive
         self.history = History()
         self.editing: int | None = None
+        self.calling_tools = False
         self.transcript = Transcript(self._welcome(), id="transcript")
         self.prompt = PromptInput(self.history, id="prompt")
         self.sidebar = Sidebar(id="sidebar", compact=True)
@@ -119,8 +120,8 @@ class ChatView(Screen[None]):
 
     @property
     def writing(self) -> bool:
-        """True while a reply is being generated."""
-        return self.current_chat.turn is not None
+        """True while a reply is being generated, or the tools that it calls are running."""
+        return self.current_chat.turn is not None or self.calling_tools
 
     def _measure_memory(self) -> None:
         self._memory_bytes = self.runtime.memory_bytes()

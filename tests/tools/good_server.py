@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from typing import Literal
 
 from mcp.server import MCPServer
 from mcp.server.mcpserver import Image
@@ -16,6 +17,19 @@ server = MCPServer("test tools")
 def add(a: int, b: int) -> int:
     """Add two numbers."""
     return a + b
+
+
+@server.tool()
+def colour(name: Literal["red", "blue"]) -> str:
+    """Describe a colour."""
+    return f"{name} is warm" if name == "red" else f"{name} is cold"
+
+
+@server.tool()
+def nap(seconds: Literal[20]) -> str:
+    """Wait for a long time."""
+    time.sleep(seconds)
+    return "slept"
 
 
 @server.tool()

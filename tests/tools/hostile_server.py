@@ -63,6 +63,8 @@ def call(number: Any) -> None:
         os.write(1, b'{"jsonrpc": "2.0"}\n\xff\xfe\x00not json\n[1, 2\n{"id": 99, "result": 3}\n')
     if MODE == "wrong":
         send({"id": number, "result": {"content": "not a list"}})
+    if MODE == "long":
+        send({"id": number, "result": {"content": [{"type": "text", "text": "x" * 100_000}]}})
     if MODE == "evil":
         send({"id": number, "result": {"content": [{"type": "text", "text": EVIL}]}})
     send({"id": number, "result": {"content": [{"type": "text", "text": "done"}]}})

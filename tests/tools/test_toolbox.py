@@ -82,7 +82,7 @@ def test_a_real_server_over_stdio(boxes: list[Toolbox], monkeypatch: pytest.Monk
     monkeypatch.setenv("HF_TOKEN", "private")
     box = started(boxes, good(env={"SECRET": "42"}, timeout=5.0))
     assert box.servers["good"].problem == ""
-    assert [tool.call_name for tool in box.tools][:2] == ["good_add", "good_fail"]
+    assert [tool.call_name for tool in box.tools][:2] == ["good_add", "good_colour"]
     add = box.tools[0]
     assert (add.description, add.schema["required"]) == ("Add two numbers.", ["a", "b"])
     assert add.definition["function"]["name"] == "good_add"
@@ -149,7 +149,7 @@ def test_servers_that_do_not_start(
     ],
 )
 def test_servers_that_misbehave_during_a_call(boxes: list[Toolbox], mode: str, problem: str) -> None:
-    box = started(boxes, hostile(mode, timeout=2.0))
+    box = started(boxes, hostile(mode, timeout=2.0 if mode in ("hangs", "pings") else 30.0))
     began = time.monotonic()
     result = call(box, "act")
     assert time.monotonic() - began < 20

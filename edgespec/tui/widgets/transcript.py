@@ -14,6 +14,7 @@ from edgespec.tui.numbers import count
 from edgespec.tui.open_chat import ChatEntry
 from edgespec.tui.widgets.long_texts import drawing_seconds
 from edgespec.tui.widgets.messages import Panel, ReplyMessage, UserMessage
+from edgespec.tui.widgets.tool_call import ToolCallMessage
 
 __all__ = ["Transcript"]
 
@@ -23,6 +24,7 @@ _PAGE_MESSAGES = 40
 _PAGE_SECONDS = 10.0
 # Maximum number of messages shown as widgets. Hundreds of Markdown widgets slow the screen down.
 _MAX_MESSAGES = 120
+_MESSAGES = (UserMessage, ReplyMessage, ToolCallMessage)
 
 
 class Transcript(VerticalScroll):
@@ -136,7 +138,7 @@ class Transcript(VerticalScroll):
 
     @property
     def _messages(self) -> list[Widget]:
-        return [child for child in self._column.children if isinstance(child, UserMessage | ReplyMessage)]
+        return [child for child in self._column.children if isinstance(child, _MESSAGES)]
 
     def _page_start(self, end: int) -> int:
         """Return the index of the first message on the page that ends before message `end`."""
@@ -151,6 +153,10 @@ class Transcript(VerticalScroll):
     def _widget(self, entry: ChatEntry) -> Widget:
         if entry.role == "user":
             return UserMessage(entry.content)
+        if entry.role == "tool":
+            calls = (call for each in self._entries for call in each.message.tool_calls)
+            call = next((call for call in calls if call.id == entry.message.tool_call_id), None)
+            return ToolCallMessage(call, entry.content)
         if entry.role == "system":
             return Panel("System", entry.content)
         return ReplyMessage(
@@ -159,6 +165,7 @@ class Transcript(VerticalScroll):
             thought_seconds=entry.thought_seconds,
             chunks=entry.chunks,
             reply=entry.reply,
+            calls_tools=bool(entry.message.tool_calls),
             origin=self._origin,
         )
 
