@@ -59,8 +59,9 @@ class ToolUse:
         self._screen = screen
         self._stop = asyncio.Event()
         self._dialog: ApprovalScreen | None = None
-        # The tools that may run in this chat, and the chat.
+        # The tools that may run in one chat, the tools that may always run, and that chat.
         self._approved: set[str] = set()
+        self._always: set[str] = set()
         self._approved_in: OpenChat | None = None
 
     @property
@@ -131,6 +132,7 @@ class ToolUse:
             )
 
     async def _stop_servers(self) -> None:
+        self.stop()
         toolbox, self.toolbox = self.toolbox, Toolbox(())
         await asyncio.to_thread(toolbox.close)
 
@@ -198,8 +200,11 @@ class ToolUse:
         if arguments is None:
             return ToolResult.failure("The arguments are not a JSON object.")
         decision = await self._decide(tool, call)
-        if decision != "once":
-            return _STOPPED if decision == "stop" else _REFUSED
+        if decision == "stop":
+            self._stop.set()
+            return _STOPPED
+        if decision == "refuse":
+            return _REFUSED
         return await self._until_stopped(self.toolbox.call(tool, arguments))
 
     async def _until_stopped(self, future: Future[ToolResult]) -> ToolResult:
@@ -218,14 +223,15 @@ class ToolUse:
         if self._approved_in is not chat:
             self._approved, self._approved_in = set(), chat
         config = self.toolbox.servers[tool.server].config
-        if tool.name in config.allow or tool.call_name in self._approved:
+        if tool.name in config.allow or tool.call_name in self._approved | self._always:
             return "once"
         self._dialog = ApprovalScreen(tool, call.arguments)
         decision = await self._screen.app.push_screen_wait(self._dialog)
         self._dialog = None
-        if decision in ("chat", "always"):
+        if decision == "chat":
             self._approved.add(tool.call_name)
-        if decision == "always":
+        elif decision == "always":
+            self._always.add(tool.call_name)
             try:
                 await asyncio.to_thread(allow_always, tool.server, tool.name)
             except (ConfigurationError, OptionError) as error:

@@ -26,13 +26,6 @@ def colour(name: Literal["red", "blue"]) -> str:
 
 
 @server.tool()
-def nap(seconds: Literal[20]) -> str:
-    """Wait for a long time."""
-    time.sleep(seconds)
-    return "slept"
-
-
-@server.tool()
 def fail() -> str:
     """Fail, whatever happens."""
     raise ValueError("no luck today")

@@ -1,4 +1,7 @@
-"""An MCP server that misbehaves as its first argument says. It speaks the protocol without the SDK."""
+"""An MCP server that misbehaves as its first argument says. It speaks the protocol without the SDK.
+
+With `polite`, it behaves well. It starts much faster than a server that is written with the SDK.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,8 @@ def tools(params: dict[str, Any]) -> dict[str, Any]:
         return {
             "tools": [*(tool(name, EVIL) for name in names), tool("huge", "", huge), tool("deep", "", deep)]
         }
-    return {"tools": [tool("act", EVIL)]}
+    colours = {"type": "object", "properties": {"name": {"enum": ["red", "blue"]}}, "required": ["name"]}
+    return {"tools": [tool("act", "Act." if MODE == "polite" else EVIL, colours)]}
 
 
 def flood() -> None:

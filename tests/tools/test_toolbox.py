@@ -224,3 +224,8 @@ def test_long_results_are_limited() -> None:
     assert limited("short", 10) == "short"
     text = limited("x" * 3000, 1000)
     assert text.startswith("x" * 1000 + "\n[This result has 3,000 characters. The last 2,000 are left out")
+
+
+def test_the_chat_does_not_import_the_sdk_before_its_first_use() -> None:
+    code = "import sys, edgespec.tui.app; sys.exit(bool({'mcp', 'httpx2', 'anyio'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

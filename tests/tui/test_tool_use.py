@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import edgespec.tui.screens.approval
 import edgespec.tui.tool_use
 from edgespec.settings_file import quoted
 from edgespec.tools.server_config import read_servers, servers_path
@@ -46,8 +47,9 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def options(self: ToolUse) -> dict[str, Any]:
         given = offered(self)
-        choice = {"type": "function", "function": {"name": names.pop(0)}} if names else "none"
-        return {**given, "tool_choice": choice} if given else {}
+        if not names:
+            return {**given, "tool_choice": "none", "max_tokens": 4} if given else {}
+        return {**given, "tool_choice": {"type": "function", "function": {"name": names.pop(0)}}}
 
     monkeypatch.setattr(ToolUse, "options", property(options))
     return names
@@ -65,6 +67,12 @@ async def asked(driver: Driver) -> ApprovalScreen:
     assert isinstance(screen, ApprovalScreen)
     await until(driver.pilot, lambda: screen.focused is not None, "the buttons")
     return screen
+
+
+async def finished(driver: Driver) -> None:
+    """Wait until the model has written its answer, which takes longer than other replies."""
+    await until(driver.pilot, lambda: driver.chat.idle, "the answer", 60)
+    await driver.settled()
 
 
 def roles(driver: Driver) -> list[str]:
@@ -94,7 +102,7 @@ async def test_a_call_is_shown_approved_made_and_answered(
         await d.sees('"name": ')
         assert results(d) == []
         await d.press("enter")
-        await d.settled()
+        await finished(d)
         assert roles(d) == ["user", "assistant", "tool", "assistant"]
         call = d.chat.current_chat.messages[1].tool_calls[0]
         colour = json.loads(call.arguments)["name"]
@@ -111,89 +119,90 @@ async def test_a_call_is_shown_approved_made_and_answered(
     async with driving(demo, tmp_path, size=(100, 40), resume="last") as d:
         await d.sees("Tool good_colour")
         assert results(d) == [saved[2]["content"]]
-        await d.say("Thanks")
+        await d.send("Thanks")
+        await finished(d)
         assert roles(d)[-2:] == ["user", "assistant"]
     assert "unfinished" not in json.loads(path.read_text("utf-8"))
 
 
 async def test_what_the_user_decides(demo: Load, tmp_path: Path, forced: list[str]) -> None:
-    configure("good", "good_server.py", "stdio")
+    configure("good", "hostile_server.py", "polite")
     settings = {"temperature": 0.0, "max_tokens": 40}
     async with driving(demo, tmp_path, size=(100, 40), settings=settings) as d:
         await tools_on(d)
         # Refuse, and the model goes on.
-        forced.append("good_colour")
+        forced.append("good_act")
         await d.send("Is red warm?")
         await asked(d)
         await d.press("up", "enter")
-        await d.settled()
+        await finished(d)
         assert results(d) == ["Error: The user does not allow this call."]
         assert roles(d)[-1] == "assistant"
         # Allow in this chat: asked once for two calls.
-        forced += ["good_colour", "good_colour"]
+        forced += ["good_act", "good_act"]
         await d.send("Is blue warm?")
         await asked(d)
         await d.press("down", "enter")
-        await d.settled()
+        await finished(d)
         assert len(results(d)) == 3
         assert read_servers()[0].allow == ()
         # Another chat asks again. Esc stops there.
         await d.press("ctrl+n")
-        forced.append("good_colour")
+        forced.append("good_act")
         await d.send("And now?")
         await asked(d)
         await d.press("escape")
-        await d.settled()
+        await finished(d)
         assert roles(d) == ["user", "assistant", "tool"]
         assert "stopped" in results(d)[0]
         # Always: saved for the tool of this server, and not asked again.
-        forced += ["good_colour"]
+        forced += ["good_act"]
         await d.send("Once more?")
         await asked(d)
         await d.press("down", "down", "enter")
-        await d.settled()
-        assert read_servers()[0].allow == ("colour",)
+        await finished(d)
+        assert read_servers()[0].allow == ("act",)
         await d.say("/tools off")
         await tools_on(d)
         await d.press("ctrl+n")
-        forced.append("good_colour")
-        await d.say("Again?")
+        forced.append("good_act")
+        await d.send("Again?")
+        await finished(d)
         assert roles(d) == ["user", "assistant", "tool", "assistant"]
 
 
 async def test_keys_typed_while_the_question_opens_decide_nothing(
-    demo: Load, tmp_path: Path, forced: list[str]
+    demo: Load, tmp_path: Path, forced: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    configure("good", "good_server.py", "stdio")
+    # Longer than usual, so that the test passes on a busy machine.
+    monkeypatch.setattr(edgespec.tui.screens.approval, "_QUIET_SECONDS", 5.0)
+    configure("good", "hostile_server.py", "polite")
     async with driving(demo, tmp_path, settings={"max_tokens": 40}) as d:
         await tools_on(d)
-        forced.append("good_colour")
+        forced.append("good_act")
         await d.send("Is red warm?")
-        for _ in range(600):
-            await d.press("y", "enter")
-            if isinstance(d.app.screen, ApprovalScreen):
-                break
-        for _ in range(30):
+        await until(d.pilot, lambda: isinstance(d.app.screen, ApprovalScreen), "the question", 60)
+        for _ in range(5):
             await d.press("y", "enter", "1")
         assert isinstance(d.app.screen, ApprovalScreen)
         assert results(d) == []
         await asked(d)
         await d.press("enter")
-        await d.settled()
+        await finished(d)
         assert len(results(d)) == 1
 
 
 async def test_esc_stops_a_call_that_hangs(demo: Load, tmp_path: Path, forced: list[str]) -> None:
-    configure("good", "good_server.py", "stdio")
+    configure("good", "hostile_server.py", "hangs")
     async with driving(demo, tmp_path, settings={"max_tokens": 40}) as d:
         await tools_on(d)
-        forced.append("good_nap")
+        forced.append("good_act")
         await d.send("Sleep")
         await asked(d)
         await d.press("enter")
         await d.sees("calling…")
         await d.press("escape")
-        await d.settled()
+        await finished(d)
         assert results(d) == ["Error: The user stopped this call."]
         # The conversation goes on.
         await d.say("/continue")
@@ -220,7 +229,7 @@ async def test_a_hostile_server_cannot_draw_on_the_screen_or_end_the_chat(
             await d.send("Act")
             await asked(d)
             await d.press("enter")
-            await d.settled()
+            await finished(d)
             assert roles(d)[:3] == ["user", "assistant", "tool"]
         assert "its program ended with status 3" in results(d)[0]
         await d.sees("failed")
@@ -234,7 +243,7 @@ async def test_long_results_are_limited(demo: Load, tmp_path: Path, forced: list
         await d.send("Act")
         await asked(d)
         await d.press("enter")
-        await d.settled()
+        await finished(d)
         assert "[This result has 100,000 characters. The last" in results(d)[0]
         assert len(results(d)[0]) < 1500
 
@@ -243,12 +252,13 @@ async def test_the_number_of_rounds_is_limited(
     demo: Load, tmp_path: Path, forced: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(edgespec.tui.tool_use, "_MAX_ROUNDS", 2)
-    configure("good", "good_server.py", "stdio")
-    servers_path().write_text(servers_path().read_text() + 'allow = ["colour"]\n')
+    configure("good", "hostile_server.py", "polite")
+    servers_path().write_text(servers_path().read_text() + 'allow = ["act"]\n')
     async with driving(demo, tmp_path, settings={"max_tokens": 40}) as d:
         await tools_on(d)
-        forced += ["good_colour"] * 5
-        await d.say("Is red warm?")
+        forced += ["good_act"] * 5
+        await d.send("Is red warm?")
+        await finished(d)
         assert len(results(d)) == 3
         assert "Not called" in results(d)[2]
         await d.said("Stopped after 2 rounds of tool calls.")
