@@ -18,6 +18,7 @@ __all__ = [
     "MemoryBudgetError",
     "ModelFileError",
     "ModelNotFoundError",
+    "NotDownloadedError",
     "OptionError",
     "OutOfMemoryError",
     "TemplateError",
@@ -56,6 +57,10 @@ class ConfigurationError(EdgespecError):
 
 class ModelNotFoundError(EdgespecError):
     """Raised when a model reference matches no model. `edgespec models` lists the installed models."""
+
+
+class NotDownloadedError(ModelNotFoundError):
+    """Raised for a model that is not on this machine. Download it with `edgespec.download_model`."""
 
 
 class ModelFileError(EdgespecError):

@@ -30,6 +30,7 @@ __all__ = [
     "check_load_arguments",
     "check_names",
     "documentation",
+    "load_arguments_for_another_model",
     "options_table",
     "setting_value",
     "unread_options",
@@ -100,6 +101,26 @@ def check_load_arguments(given: Mapping[str, Any]) -> LoadArguments:
                 f"remove it, or add {option.read_by[0]} to the method",
             )
     return arguments
+
+
+def load_arguments_for_another_model(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `load` that also apply to other models, without those of this pair of models.
+
+    Args:
+        arguments: The arguments that one model was loaded with, including `draft`.
+
+    Returns:
+        The arguments, without `target`. Drafting stays off if it was off, and is automatic otherwise.
+    """
+    named = arguments.get("method", "auto") not in ("auto", "none")
+    own = {
+        name: value
+        for name, value in arguments.items()
+        if (option := LOAD_OPTIONS.get(name))
+        and not (option.per_run or name == "head")
+        and not (named and (option.read_by or name == "method"))
+    }
+    return {**own, "draft": "none" if arguments.get("draft") in (None, "none") else "auto"}
 
 
 def as_bytes(size: str | int | None) -> int | None:

@@ -12,11 +12,15 @@ from edgespec.attachments.listing import list_files
 from edgespec.errors import AttachmentError
 from edgespec.files import error_reason
 
-__all__ = ["find_files", "shown_path"]
+__all__ = ["NoSuchFileError", "find_files", "shown_path"]
 
 # Maximum number of files that a folder or a pattern can add to a message.
 _MAX_FILES = 500
 _WILDCARDS = re.compile(r"[*?\[]")
+
+
+class NoSuchFileError(AttachmentError):
+    """Raised when a path does not exist, or no file matches a pattern."""
 
 
 def find_files(path: str) -> tuple[Path, ...]:
@@ -26,7 +30,8 @@ def find_files(path: str) -> tuple[Path, ...]:
     exists is not a pattern, even if it contains these characters.
 
     Raises:
-        AttachmentError: There is no such file, there are too many, or a folder cannot be read.
+        NoSuchFileError: There is no such file.
+        AttachmentError: There are too many files, or a folder cannot be read.
     """
     found = Path(os.path.expanduser(path))
     try:
@@ -37,7 +42,7 @@ def find_files(path: str) -> tuple[Path, ...]:
     parts = found.parts
     first = next((place for place, part in enumerate(parts) if _WILDCARDS.search(part)), None)
     if first is None:
-        raise AttachmentError(f"there is no file {path}", "check the path")
+        raise NoSuchFileError(f"there is no file {path}", "check the path")
     return _matching(path, Path(*parts[:first]), *parts[first:])
 
 
@@ -64,7 +69,7 @@ def _matching(path: str, folder: Path, *pattern: str) -> tuple[Path, ...]:
     if not listing.complete:
         raise AttachmentError(f"the folder {shown_path(folder)} has too many files to search", smaller)
     if not found:
-        raise AttachmentError(f"there are no files in {path}", "check the path")
+        raise NoSuchFileError(f"there are no files in {path}", "check the path")
     return tuple(folder / each for each in found)
 
 

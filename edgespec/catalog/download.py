@@ -29,7 +29,13 @@ from edgespec.catalog.hub_files import (
     hub_name,
     is_gguf_model,
 )
-from edgespec.errors import CancelledError, DownloadError, EdgespecError, ModelNotFoundError
+from edgespec.errors import (
+    CancelledError,
+    DownloadError,
+    EdgespecError,
+    ModelNotFoundError,
+    NotDownloadedError,
+)
 from edgespec.files import error_reason, format_bytes, replace_when_written, write_advice
 
 __all__ = [
@@ -88,6 +94,7 @@ def fetch(
 
     Raises:
         ModelNotFoundError: The repository or quantisation does not exist.
+        NotDownloadedError: The model is not in the cache, and `allow_download` is False.
         BackendMissingError: The model is an MLX model, and MLX cannot run on this machine.
         DownloadError: The download failed, for example because of the network or a full disk.
         CancelledError: `progress` returned False.
@@ -97,7 +104,7 @@ def fetch(
         return cached
     if not allow_download:
         name = hub_name(repository, quantisation)
-        raise ModelNotFoundError(
+        raise NotDownloadedError(
             f"{name} is not on this machine", f"download it with `edgespec models pull {name}`"
         )
     with translate_errors(repository):

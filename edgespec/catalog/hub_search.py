@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from edgespec.catalog.catalogue import ModelEntry, load_catalogue
-from edgespec.catalog.download import translate_errors
 from edgespec.errors import DownloadError
 
 __all__ = ["search_hub"]
 
 # Quantisation that is downloaded from a repository by default, and its average number of bits per weight.
 _QUANTISATION, _BITS = "Q4_K_M", 4.85
+# How long to wait for the hub's answer in seconds, because the user waits for it.
+_TIMEOUT_SECONDS = 10.0
 
 
 def search_hub(text: str, limit: int = 20) -> list[ModelEntry]:
@@ -28,23 +29,41 @@ def search_hub(text: str, limit: int = 20) -> list[ModelEntry]:
     Raises:
         DownloadError: The hub cannot be reached, or refuses the search.
     """
-    from huggingface_hub import HfApi
+    import httpx2
+    from huggingface_hub import constants, get_session
     from huggingface_hub.errors import OfflineModeIsEnabled
 
-    with translate_errors(f"the search for {text!r}"):
-        try:
-            found = HfApi().list_models(
-                search=text,
-                filter="gguf",
-                sort="downloads",
-                limit=limit,
-                expand=["gguf", "gated"],
-            )
-            return [_entry(each.id, each.gguf or {}, bool(each.gated)) for each in found]
-        except OfflineModeIsEnabled as error:
-            raise DownloadError(
-                "Hugging Face cannot be searched, because offline mode is on", "unset HF_HUB_OFFLINE"
-            ) from error
+    params: dict[str, str | int | list[str]] = {
+        "search": text,
+        "filter": "gguf",
+        "sort": "downloads",
+        "limit": limit,
+        "expand": ["gguf", "gated"],
+    }
+    try:
+        # `HfApi.list_models` would retry for half a minute if the hub cannot be reached.
+        response = get_session().get(
+            f"{constants.ENDPOINT}/api/models", params=params, timeout=_TIMEOUT_SECONDS
+        )
+        response.raise_for_status()
+        return [
+            _entry(each["id"], each.get("gguf") or {}, bool(each.get("gated"))) for each in response.json()
+        ]
+    except OfflineModeIsEnabled as error:
+        raise _failed("offline mode is on", "unset HF_HUB_OFFLINE") from error
+    except httpx2.HTTPStatusError as error:
+        raise _failed(f"it answered with status {error.response.status_code}", "try again later") from error
+    except httpx2.HTTPError as error:
+        raise _failed(f"{constants.ENDPOINT} cannot be reached", "check the network and try again") from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise _failed(
+            f"{constants.ENDPOINT} did not respond like a Hugging Face server",
+            "check HF_ENDPOINT and the proxy settings",
+        ) from error
+
+
+def _failed(reason: str, next_step: str) -> DownloadError:
+    return DownloadError(f"Hugging Face cannot be searched: {reason}", next_step)
 
 
 def _entry(repository: str, facts: dict[str, Any], is_gated: bool) -> ModelEntry:

@@ -20,6 +20,7 @@ from edgespec.errors import OptionError
 if TYPE_CHECKING:
     from edgespec import Runtime
     from edgespec.catalog import Progress
+    from edgespec.tui.worker import Load
 
 __all__ = ["command"]
 
@@ -77,12 +78,23 @@ def command(
         )
 
     from edgespec.installation import chat_command
+    from edgespec.options import load_arguments_for_another_model
     from edgespec.tui.app import run_chat
 
     def load(progress: Progress) -> Runtime:
         import edgespec
 
         return edgespec.load(**pick(options, LOAD_NAMES), progress=progress)
+
+    def load_other(reference: str) -> Load:
+        arguments = load_arguments_for_another_model(pick(options, LOAD_NAMES))
+
+        def load(progress: Progress) -> Runtime:
+            import edgespec
+
+            return edgespec.load(reference, **arguments, progress=progress)
+
+        return load
 
     settings = {
         name: list(options[name]) if isinstance(options[name], tuple) else options[name]
@@ -91,6 +103,7 @@ def command(
     }
     ended = run_chat(
         load,
+        load_other=load_other,
         model_name=options["target"],
         system=system,
         settings=settings,
@@ -101,12 +114,16 @@ def command(
     if ended.signalled:
         return INTERRUPTED
     if ended.resume:
-        models = [
-            word
-            for name in ("target", "draft")
-            if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
-            for word in (f"--{name}", options[name])
-        ]
+        models = (
+            ["--target", ended.switched_to]
+            if ended.switched_to
+            else [
+                word
+                for name in ("target", "draft")
+                if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+                for word in (f"--{name}", options[name])
+            ]
+        )
         if (preset := preset_of(ctx)) is not None:
             models += ["--preset", preset]
         resume_words = ["--resume", *([ended.resume] if ended.resume != "last" else [])]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from textual.app import App
 from textual.filter import LineFilter
@@ -24,8 +25,14 @@ from edgespec.tui.screens.loading import LoadingScreen
 from edgespec.tui.themes import DARK, THEMES
 from edgespec.tui.worker import Load, ModelThread
 
-__all__ = ["ChatApp", "ChatEnd", "run_chat"]
+if TYPE_CHECKING:
+    from edgespec import Runtime
+    from edgespec.catalog import Progress
 
+__all__ = ["ChatApp", "ChatEnd", "LoadOther", "load_named", "run_chat"]
+
+LoadOther: TypeAlias = Callable[[str], Load]
+_T = TypeVar("_T")
 _TICK_SECONDS = 1 / 25
 _QUIT_SECONDS = 5.0
 # Python's thread switch interval during the chat, in seconds. The default of 5 ms can slow down small models.
@@ -33,11 +40,23 @@ _SWITCH_SECONDS = 5e-5
 _NO_CONTROLS = NoControls()
 
 
+def load_named(reference: str) -> Load:
+    """Return a function that loads a model with the default options."""
+
+    def load(progress: Progress) -> Runtime:
+        import edgespec
+
+        return edgespec.load(reference, progress=progress)
+
+    return load
+
+
 class ChatApp(App[None]):
     """The Textual app of the terminal chat.
 
     Args:
         load: Function that loads the model. Called in the model thread.
+        load_other: Returns a function that loads another model, given a reference to it.
         model_name: The model reference, such as `8b-q4`, which the loading screen and presets show.
         system: System prompt for new chats.
         settings: Settings for new chats.
@@ -49,6 +68,7 @@ class ChatApp(App[None]):
     Attributes:
         load_error: The error if loading failed, or None.
         chat: The chat screen, or None until the model is loaded.
+        switched_to: A reference to the model that is loaded now. Empty if it is the first one.
         archive: The saved chats.
     """
 
@@ -65,6 +85,7 @@ class ChatApp(App[None]):
         self,
         load: Load,
         *,
+        load_other: LoadOther = load_named,
         model_name: str = "",
         system: str | None = None,
         settings: Mapping[str, Setting] | None = None,
@@ -76,6 +97,8 @@ class ChatApp(App[None]):
         super().__init__()
         self.load_error: Exception | None = None
         self.model_thread = ModelThread(load)
+        self.switched_to = ""
+        self._load_other = load_other
         self.store = store if store is not None else ChatStore()
         self.archive = Archive(self.store)
         self.chat: ChatScreen | None = None
@@ -122,15 +145,8 @@ class ChatApp(App[None]):
 
     async def _load_model(self) -> None:
         await self.push_screen(self._loading)
-        loading = self.model_thread.start()
-        while not loading.done():
-            self._loading.show(*self.model_thread.loading)
-            await asyncio.sleep(_TICK_SECONDS)
-        try:
-            runtime = loading.result()
-        except Exception as error:
-            self.load_error = error
-            self.exit()
+        runtime = await self._loaded(self.model_thread.start())
+        if runtime is None:
             return
         self.chat = chat = ChatScreen(
             self.model_thread,
@@ -150,6 +166,47 @@ class ChatApp(App[None]):
             chat.call_later(chat.resume, self._resume)
         if self._tools:
             chat.run_worker(chat.tool_use.start_servers())
+
+    async def _loaded(self, loading: Future[_T]) -> _T | None:
+        """Show the progress of loading and return its result. On failure, quit and return None."""
+        while not loading.done():
+            self._loading.show(*self.model_thread.loading)
+            await asyncio.sleep(_TICK_SECONDS)
+        try:
+            return loading.result()
+        except Exception as error:
+            self.load_error = error
+            self.exit()
+            return None
+
+    def on_chat_view_model_chosen(self, event: ChatScreen.ModelChosen) -> None:
+        if self.screen is not self._loading:
+            self.run_worker(self._switch_model(event.reference))
+
+    async def _switch_model(self, reference: str) -> None:
+        """Continue the chat with another model. If it cannot be loaded, show why and keep the old one."""
+        chat = self.chat
+        assert chat is not None
+        self._loading = LoadingScreen(reference)
+        await self.push_screen(self._loading)
+        while chat.writing:
+            chat.stop_reply()
+            await asyncio.sleep(_TICK_SECONDS)
+        switched = await self._loaded(self.model_thread.switch(self._load_other(reference)))
+        if switched is None:
+            return
+        self._leaving = False
+        await self.pop_screen()
+        await chat.use_runtime(switched.runtime)
+        if self._loading.typed:
+            chat.prompt.insert(self._loading.typed.rstrip("\n"))
+        name = switched.runtime.target.name
+        if switched.failure is None:
+            self.switched_to = chat.model_name = reference
+            await chat.transcript.note(f"This chat now uses {name}.")
+        else:
+            await chat.show_error(switched.failure)
+            await chat.transcript.note(f"This chat still uses {name}.")
 
     def action_cancel_load(self) -> None:
         """Stop loading the model. If called again, quit immediately."""
@@ -207,10 +264,12 @@ class ChatEnd(NamedTuple):
         signalled: Whether a signal ended it.
         resume: The value of `--resume` that opens the same chat: `last` or its ID. Empty if the chat was
             empty.
+        switched_to: A reference to the model used last, if the user has switched to it. Otherwise empty.
     """
 
     signalled: bool = False
     resume: str = ""
+    switched_to: str = ""
 
 
 def run_chat(load: Load, **options: Any) -> ChatEnd:
@@ -248,7 +307,7 @@ def run_chat(load: Load, **options: Any) -> ChatEnd:
             "the chat was closed by an internal error; your messages are saved",
             "report the traceback above, and run `edgespec chat --resume` to continue",
         )
-    return ChatEnd(watch.signalled, _resume_value(app))
+    return ChatEnd(watch.signalled, _resume_value(app), app.switched_to)
 
 
 def _resume_value(app: ChatApp) -> str:

@@ -14,6 +14,7 @@ from edgespec.chat.store import Setting, StoredChat
 from edgespec.errors import ChatFileError, OptionError
 from edgespec.tui import commands
 from edgespec.tui.clipboard import copy_with_desktop_tool
+from edgespec.tui.files import sending
 from edgespec.tui.open_chat import OpenChat, code_blocks
 from edgespec.tui.screens.dialogs import ConfirmScreen, SystemScreen
 from edgespec.tui.screens.help import HelpScreen
@@ -76,17 +77,31 @@ class ChatScreen(TurnScreen):
         self.history.add(text)
         if self.writing:
             self.say_while_writing("The reply is not finished yet. Press Esc to stop it.")
-            self._give_back(text)
+            self.give_back(text, self.editing)
             return
-        message, place, self.editing = Message("user", text.strip()), self.editing, None
+        if self.chips.reading:
+            self.say("The files of your last message are still being read.")
+            self.give_back(text, self.editing)
+            return
+        place, self.editing = self.editing, None
+        await sending.send(self, text, place)
+
+    async def send_message(self, message: Message, place: int | None) -> None:
+        """Send a message, or send it as a new version of the message at `place`, and start the reply."""
         chat = self.current_chat
         await self.tool_use.answer_pending(chat)
         await self.take_turn(chat.send(message) if place is None else chat.edit(place, message))
 
-    def _give_back(self, text: str) -> bool:
-        """Put rejected text back into the input box, unless the user has typed something meanwhile."""
+    def give_back(self, text: str, editing: int | None = None) -> bool:
+        """Put rejected text back into the input box, unless the user has typed something meanwhile.
+
+        Args:
+            text: The text.
+            editing: The place of the message of which the text is a new version.
+        """
         if self.prompt.text:
             return False
+        self.editing = editing
         self.prompt.replace_text(text)
         return True
 
@@ -95,14 +110,16 @@ class ChatScreen(TurnScreen):
             await commands.run(self, typed)
         except OptionError as error:
             await self.transcript.note(sentences(error.what, error.next_step))
-            if self._give_back(text) and typed.command is None:
+            if self.give_back(text) and typed.command is None:
                 self.prompt.select_all()
             return
         self.history.add(text)
 
     async def action_back(self) -> None:
-        """Stop the running reply. If there is none, cancel editing or close a side column."""
-        if self.writing:
+        """Hide the list of paths, stop the reply, cancel editing or close a side column."""
+        if self.paths.display:
+            self.paths.hide()
+        elif self.writing:
             self.stop_reply()
         elif self.editing is not None:
             self.leave_edit()
@@ -240,7 +257,7 @@ class ChatScreen(TurnScreen):
         if not await self._open_found(title):
             raise OptionError(
                 f"No saved chat has {title!r} in its title",
-                "Press F2 for the list of chats. To change the model, quit and start edgespec with --target",
+                "Press F2 for the list of chats. To change the model, type /model",
             )
 
     async def resume(self, wanted: str) -> None:
@@ -287,8 +304,7 @@ class ChatScreen(TurnScreen):
                 await self.transcript.note(sentences("One setting in this chat was ignored", problem))
             if (other := saved.target) and other != self.runtime.target.name:
                 await self.transcript.note(
-                    f"This chat used {other}, and now uses {self.runtime.target.name}. To use {other} again,"
-                    " quit and start edgespec with the same --target as before."
+                    f"This chat used {other}, and now uses {self.runtime.target.name}. Type /model to switch."
                 )
 
         await self.when_free(opened)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,12 +19,14 @@ from edgespec.chat.store import Setting
 from edgespec.errors import ChatFileError
 from edgespec.tui import commands
 from edgespec.tui.archive import Archive
+from edgespec.tui.files.file_thread import FileThread
 from edgespec.tui.history import History
 from edgespec.tui.open_chat import OpenChat
 from edgespec.tui.preferences import Preferences
 from edgespec.tui.speed_history import SpeedHistory
 from edgespec.tui.texts import error_text, notices, speed_up_short, welcome_rows
 from edgespec.tui.widgets.details import Details, details_content
+from edgespec.tui.widgets.files import FileChips, PathList
 from edgespec.tui.widgets.messages import Panel, Welcome
 from edgespec.tui.widgets.prompt import PromptInput
 from edgespec.tui.widgets.sidebar import Sidebar
@@ -44,6 +47,12 @@ class ChatView(Screen[None]):
 
     class PreferencesChanged(Event):
         """Posted when the user changes the theme or the visible columns."""
+
+    @dataclass
+    class ModelChosen(Event):
+        """Posted when the user chooses a model on this machine."""
+
+        reference: str
 
     def __init__(
         self,
@@ -69,8 +78,12 @@ class ChatView(Screen[None]):
         self.editing: int | None = None
         self.calling_tools = False
         self.transcript = Transcript(self._welcome(), id="transcript")
-        self.prompt = PromptInput(self.history, id="prompt")
+        files = FileThread()
+        self.paths = PathList(files, id="paths", compact=True)
+        self.chips = FileChips(files, runtime, id="chips")
+        self.prompt = PromptInput(self.history, self.paths, self.chips, id="prompt")
         self.sidebar = Sidebar(id="sidebar", compact=True)
+        self._models = Static(id="models")
         self._title = Static(id="title")
         self._details = Details(id="details")
         self._status = StatusLine(id="status")
@@ -84,15 +97,15 @@ class ChatView(Screen[None]):
         self._width_class = ""
 
     def compose(self) -> ComposeResult:
-        draft = self.runtime.draft
-        models = self.runtime.target.name + (f" with draft model {draft.name}" if draft is not None else "")
         with Horizontal(id="header"):
-            yield Static(Content.assemble(("edgespec", "bold"), "  ", (models, "$muted")), id="models")
+            yield self._models
             yield self._title
         with Horizontal(id="middle"):
             yield self.sidebar
             yield self.transcript
             yield self._details
+        yield self.paths
+        yield self.chips
         yield self.prompt
         yield self._status
 
@@ -145,7 +158,10 @@ class ChatView(Screen[None]):
             stream = self._thread.stream
             return self.runtime.method if stream is None else stream.method
         entry = self.current_chat.last_reply
-        return self.runtime.method if entry is None or entry.reply is None else entry.reply.method
+        # Without statistics, the last reply is from another model or another run.
+        if self._last_stats is None or entry is None or entry.reply is None:
+            return self.runtime.method
+        return entry.reply.method
 
     def refresh_facts(self, *, details: bool = True) -> None:
         """Refresh the header, the status line, the hints and the details panel."""
@@ -163,6 +179,9 @@ class ChatView(Screen[None]):
             memory_bytes=self._memory_bytes,
             dropped_messages=self._state.dropped_messages,
         )
+        draft = self.runtime.draft
+        models = self.runtime.target.name + (f" with draft model {draft.name}" if draft is not None else "")
+        self._models.update(Content.assemble(("edgespec", "bold"), "  ", (models, "$muted")))
         self._title.update(Content(self.current_chat.shown_title))
         self._refresh_hints()
         if details and "details" in self._panels:
@@ -200,6 +219,15 @@ class ChatView(Screen[None]):
     @on(PromptInput.Changed)
     def _prompt_changed(self) -> None:
         self._refresh_hints()
+        self.prompt.follow_references()
+
+    @on(PromptInput.SelectionChanged)
+    def _cursor_moved(self) -> None:
+        self.prompt.follow_references()
+
+    @on(PathList.Chosen)
+    def _path_chosen(self, event: PathList.Chosen) -> None:
+        self.prompt.choose_path(event.path)
 
     def say(self, text: str) -> None:
         """Show a short message that disappears after a few seconds."""

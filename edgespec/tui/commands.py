@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from edgespec import spelling
 from edgespec.errors import OptionError
+from edgespec.tui.model_choice import choose_model
 from edgespec.tui.presets import preset
 from edgespec.tui.race import open_race
 from edgespec.tui.settings import (
@@ -118,6 +119,13 @@ async def _load(screen: ChatScreen, argument: str) -> None:
         await screen.show_chats()
 
 
+async def _model(screen: ChatScreen, argument: str) -> None:
+    if argument:
+        await choose_model(screen, _unquoted(argument))
+    else:
+        await screen.transcript.note(f"This chat uses {screen.runtime.target.name}.")
+
+
 async def _theme(screen: ChatScreen, argument: str) -> None:
     theme = argument.lower()
     if theme not in ("", "light", "dark"):
@@ -159,6 +167,7 @@ class Command:
 COMMANDS = (
     Command("help", "", "show all keyboard shortcuts and commands", "help", ("?", "h")),
     Command("show", "", "show the models, the speed-up and the settings", _show, ("info",)),
+    Command("model", "[name]", "show the model, or switch to another one", _model, ("models",)),
     Command("set", "[name value]", "show all settings, or change one of them", _set, ("settings",)),
     Command("think", "[on|off|auto]", "choose whether the model reasons before it answers", think),
     Command("schema", "[file|none]", "make replies satisfy the JSON schema in a file", _schema),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from edgespec.errors import ConfigurationError, OptionError
 from edgespec.presets import Preset, preset_names, preset_path, read_preset, write_preset
+from edgespec.tui.model_choice import choose_model
 from edgespec.tui.screens.dialogs import ConfirmScreen
 from edgespec.tui.screens.presets import PresetScreen
 from edgespec.tui.settings import SCHEMA, SETTINGS, accepted
@@ -77,14 +78,15 @@ async def _apply(screen: ChatScreen, name: str) -> None:
     await screen.set_settings(settings, f"The preset {name} takes effect with your next message.")
     screen.current_chat.system = system or None
     await screen.save()
-    if given.get("target") == screen.model_name:
-        del given["target"]
+    target = str(given.pop("target", screen.model_name))
     if given:
         keys = " and ".join(given)
         await screen.transcript.note(
             f"The preset also sets {keys}, which cannot change while a model is loaded. To use that too, quit"
             f" and run: edgespec chat --preset {name}"
         )
+    if target != screen.model_name:
+        await choose_model(screen, target)
 
 
 def _as_chat_value(value: object) -> str | int | float | bool | list[str]:

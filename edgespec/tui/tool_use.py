@@ -210,7 +210,7 @@ class ToolUse:
     async def _until_stopped(self, future: Future[ToolResult]) -> ToolResult:
         waiting = asyncio.ensure_future(asyncio.wrap_future(future))
         stopped = asyncio.ensure_future(self._stop.wait())
-        await asyncio.wait((waiting, stopped), return_when=asyncio.FIRST_COMPLETED)  # type: ignore[type-var]
+        await asyncio.wait((waiting, stopped), return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         if waiting.done():
             return waiting.result()

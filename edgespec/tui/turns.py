@@ -7,16 +7,19 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from time import monotonic, thread_time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from edgespec.errors import ChatFileError
+from edgespec.errors import ChatFileError, OptionError
 from edgespec.tui.chat_view import ChatView
 from edgespec.tui.open_chat import OpenChat, RunningTurn
 from edgespec.tui.speed_history import SpeedHistory
-from edgespec.tui.texts import was_cpu_busy
+from edgespec.tui.texts import sentences, was_cpu_busy
 from edgespec.tui.tool_use import ToolUse
 from edgespec.tui.widgets.messages import ReplyMessage, UserMessage
 from edgespec.tui.worker import Ask, ChatState
+
+if TYPE_CHECKING:
+    from edgespec import Runtime
 
 __all__ = ["TurnScreen"]
 
@@ -54,11 +57,30 @@ class TurnScreen(ChatView):
     async def show_chat(self, chat: OpenChat) -> None:
         """Show `chat` instead of the current chat."""
         self.current_chat = chat
+        self.history.seed(entry.content for entry in chat.entries if entry.role == "user")
+        await self._show_current_chat()
+
+    async def use_runtime(self, runtime: Runtime) -> None:
+        """Continue the current chat with another model. Settings that it does not support are removed."""
+        self.runtime = runtime
+        problem = ""
+        try:
+            if "method" in self.current_chat.settings:
+                runtime.method_for(str(self.current_chat.settings["method"]))
+        except OptionError as error:
+            problem = sentences("The setting method was removed", error.what)
+            del self.current_chat.settings["method"]
+        await self._show_current_chat()
+        if problem:
+            await self.transcript.note(problem)
+        await self.save()
+
+    async def _show_current_chat(self) -> None:
+        chat = self.current_chat
         self.speeds = SpeedHistory()
         self._last_stats = None
         self._failure_shown = False
         self.leave_edit()
-        self.history.seed(entry.content for entry in chat.entries if entry.role == "user")
         self._start(self._thread.open_chat(chat.system, chat.messages))
         await self.transcript.show_chat(chat.entries, welcome=self._welcome())
         await self.refresh_sidebar()
@@ -145,7 +167,7 @@ class TurnScreen(ChatView):
         await transcript.remove_notes()
         await transcript.keep(len(turn.prompt) - bool(turn.sent))
         if turn.sent:
-            await transcript.add(UserMessage(turn.sent))
+            await transcript.add(UserMessage(turn.sent, turn.prompt[-1].files))
         self._reply = await transcript.start_reply(resume=turn.continued is not None)
         await self._report_save()
         options = {**chat.settings, **self.tool_use.options}

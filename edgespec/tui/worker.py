@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from edgespec import Chat, Message, Reply, ReplyStream, Runtime, TextChunk
     from edgespec.catalog import Progress
 
-__all__ = ["Ask", "ChatState", "Load", "ModelThread"]
+__all__ = ["Ask", "ChatState", "Load", "ModelThread", "Switched"]
 
 Load = Callable[["Progress"], "Runtime"]
 _T = TypeVar("_T")
@@ -48,6 +48,13 @@ class ChatState(NamedTuple):
     reply: Reply | None = None
 
 
+class Switched(NamedTuple):
+    """The result of switching models: the model that is loaded now, and why it is not the requested one."""
+
+    runtime: Runtime
+    failure: Exception | None = None
+
+
 class ModelThread:
     """Loads and runs the model in its own thread, one job after another. Call all methods from one thread.
 
@@ -68,7 +75,8 @@ class ModelThread:
         self.read_fraction = 0.0
         self._load = load
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._stop = threading.Event()
+        self._closing = threading.Event()
+        self._load_cancelled = threading.Event()
         self._cancelled = threading.Event()
         self._runtime: Runtime | None = None
         self._thread = threading.Thread(target=self._run, name="edgespec-model", daemon=True)
@@ -76,9 +84,14 @@ class ModelThread:
     def start(self) -> Future[Runtime]:
         """Start the model thread and load the model in it."""
         limit_malloc_arenas()
-        loaded = self._submit(self._load_model)
+        loaded = self._submit(lambda: self._load_model(self._load))
         self._thread.start()
         return loaded
+
+    def switch(self, load: Load) -> Future[Switched]:
+        """Unload the model and load another one. If that fails, load the old model again."""
+        self._load_cancelled.clear()
+        return self._submit(lambda: self._switch(load))
 
     def open_chat(self, system: str | None, messages: Sequence[Message]) -> Future[ChatState]:
         """Let the model thread continue another conversation, such as a saved chat."""
@@ -105,11 +118,11 @@ class ModelThread:
 
     def cancel_load(self) -> None:
         """Cancel loading. It stops at the next progress report."""
-        self._stop.set()
+        self._load_cancelled.set()
 
     def close(self) -> None:
         """Tell the thread to stop the running reply, close the model and exit. Does not wait for it."""
-        self._stop.set()
+        self._closing.set()
         self.cancel()
         self._jobs.put(None)
 
@@ -141,15 +154,31 @@ class ModelThread:
         if self._runtime is not None:
             self._runtime.close()
 
-    def _load_model(self) -> Runtime:
+    def _load_model(self, load: Load) -> Runtime:
+        def is_cancelled() -> bool:
+            return self._closing.is_set() or self._load_cancelled.is_set()
+
         def progress(description: str, fraction: float) -> bool:
             self.loading = (description, fraction)
-            return not self._stop.is_set()
+            return not is_cancelled()
 
-        self._runtime = self._load(progress)
-        if self._stop.is_set():
+        self.loading = ("Starting", 0.0)
+        runtime = load(progress)
+        if is_cancelled():
+            runtime.close()
             raise CancelledError("loading the model was cancelled")
-        return self._runtime
+        self._runtime, self._load = runtime, load
+        return runtime
+
+    def _switch(self, load: Load) -> Switched:
+        # Unload first, so that the memory of both models together never exceeds the budget.
+        self._loaded().close()
+        self._runtime = None
+        try:
+            return Switched(self._load_model(load))
+        except Exception as error:
+            self._load_cancelled.clear()
+            return Switched(self._load_model(self._load), error)
 
     def _loaded(self) -> Runtime:
         assert self._runtime is not None

@@ -14,7 +14,7 @@ from textual.widgets import Static
 from textual.widgets.markdown import MarkdownBlock
 
 from edgespec.chat.store import ChatStore, Setting
-from edgespec.tui.app import ChatApp
+from edgespec.tui.app import ChatApp, LoadOther, load_named
 from edgespec.tui.chat_screen import ChatScreen
 from edgespec.tui.worker import Load
 
@@ -114,11 +114,13 @@ async def driving(
     settings: Mapping[str, Setting] | None = None,
     resume: str | None = None,
     light: bool | None = None,
+    load_other: LoadOther = load_named,
     wait: bool = True,
 ) -> AsyncIterator[Driver]:
     """Run the app without a terminal."""
     app = ChatApp(
         load,
+        load_other=load_other,
         model_name="demo",
         system=system,
         settings=settings,

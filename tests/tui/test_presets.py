@@ -55,7 +55,7 @@ async def test_choose_with_the_keyboard(tmp_path: Path) -> None:
         await until(d.pilot, lambda: isinstance(d.app.screen, PresetScreen), "the presets")
         await d.sees("there is no setting 'temprature'")
         await d.press("down", "enter")
-        await d.said("The preset also sets target and context")
+        await d.said("The preset also sets context")
         assert "edgespec chat --preset beta" in words(d)
         assert d.chat.current_chat.system == "Second."
         await d.say("/preset")

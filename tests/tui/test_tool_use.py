@@ -11,6 +11,7 @@ import pytest
 
 import edgespec.tui.screens.approval
 import edgespec.tui.tool_use
+from edgespec.chat.store import Setting
 from edgespec.settings_file import quoted
 from edgespec.tools.server_config import read_servers, servers_path
 from edgespec.tui.screens.approval import ApprovalScreen
@@ -42,8 +43,7 @@ def configure(name: str, script: str, *words: str) -> None:
 def forced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of tools that the model must call, one in each reply. After them, it must call none."""
     names: list[str] = []
-    offered = ToolUse.options.fget
-    assert offered is not None
+    offered = vars(ToolUse)["options"].fget
 
     def options(self: ToolUse) -> dict[str, Any]:
         given = offered(self)
@@ -92,7 +92,7 @@ async def test_a_call_is_shown_approved_made_and_answered(
     demo: Load, tmp_path: Path, forced: list[str], method: str
 ) -> None:
     configure("good", "good_server.py", "stdio")
-    settings = {"temperature": 0.0, "max_tokens": 60, "method": method}
+    settings: dict[str, Setting] = {"temperature": 0.0, "max_tokens": 60, "method": method}
     async with driving(demo, tmp_path, size=(100, 40), settings=settings) as d:
         await tools_on(d)
         forced.append("good_colour")
@@ -127,7 +127,7 @@ async def test_a_call_is_shown_approved_made_and_answered(
 
 async def test_what_the_user_decides(demo: Load, tmp_path: Path, forced: list[str]) -> None:
     configure("good", "hostile_server.py", "polite")
-    settings = {"temperature": 0.0, "max_tokens": 40}
+    settings = {"temperature": 0.0, "max_tokens": 120}
     async with driving(demo, tmp_path, size=(100, 40), settings=settings) as d:
         await tools_on(d)
         # Refuse, and the model goes on.
@@ -177,7 +177,7 @@ async def test_keys_typed_while_the_question_opens_decide_nothing(
     # Longer than usual, so that the test passes on a busy machine.
     monkeypatch.setattr(edgespec.tui.screens.approval, "_QUIET_SECONDS", 5.0)
     configure("good", "hostile_server.py", "polite")
-    async with driving(demo, tmp_path, settings={"max_tokens": 40}) as d:
+    async with driving(demo, tmp_path, settings={"max_tokens": 120, "temperature": 0.0}) as d:
         await tools_on(d)
         forced.append("good_act")
         await d.send("Is red warm?")
@@ -194,7 +194,7 @@ async def test_keys_typed_while_the_question_opens_decide_nothing(
 
 async def test_esc_stops_a_call_that_hangs(demo: Load, tmp_path: Path, forced: list[str]) -> None:
     configure("good", "hostile_server.py", "hangs")
-    async with driving(demo, tmp_path, settings={"max_tokens": 40}) as d:
+    async with driving(demo, tmp_path, settings={"max_tokens": 120, "temperature": 0.0}) as d:
         await tools_on(d)
         forced.append("good_act")
         await d.send("Sleep")
@@ -254,7 +254,7 @@ async def test_the_number_of_rounds_is_limited(
     monkeypatch.setattr(edgespec.tui.tool_use, "_MAX_ROUNDS", 2)
     configure("good", "hostile_server.py", "polite")
     servers_path().write_text(servers_path().read_text() + 'allow = ["act"]\n')
-    async with driving(demo, tmp_path, settings={"max_tokens": 40}) as d:
+    async with driving(demo, tmp_path, settings={"max_tokens": 120, "temperature": 0.0}) as d:
         await tools_on(d)
         forced += ["good_act"] * 5
         await d.send("Is red warm?")
@@ -274,7 +274,7 @@ async def test_tools_are_off_until_the_user_turns_them_on(tmp_path: Path) -> Non
         await d.say("Hello")
         await d.say("/tools")
         await until(d.pilot, lambda: isinstance(d.app.screen, ToolsScreen), "the list")
-        await d.sees("good off")
+        await d.sees("good  off")
         assert not d.chat.tool_use.toolbox.servers["good"].running
         await d.press("enter")
         await until(d.pilot, lambda: len(d.chat.tool_use.tools) > 3, "the tools", 30)
@@ -295,7 +295,7 @@ async def test_without_servers_it_says_how_to_add_one(tmp_path: Path, config: Pa
         await d.said("There are no tools yet.")
         config.write_text("[good]\ncomand = 1\n")
         await d.say("/tools on")
-        await d.said("did you mean command?")
+        await d.said("Did you mean command?")
         d.chat.prompt.clear()
         await d.say("/tools maybe")
         await d.said("Type /tools, /tools on or /tools off")

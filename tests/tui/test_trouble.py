@@ -268,7 +268,7 @@ async def test_chat_with_invalid_settings_still_opens(tmp_path: Path) -> None:
         assert d.chat.current_chat.id == chat.id
         assert d.chat.current_chat.settings == {"top_k": 20}
         assert "temperature must be a number from 0 to 100, not 'hot'" in d.transcript()
-        assert "This chat used 8b-q4, and now uses demo. To use 8b-q4 again" in d.transcript()
+        assert "This chat used 8b-q4, and now uses demo. Type /model to switch" in d.transcript()
 
 
 def _odd_chat(store: ChatStore) -> SavedChat:

@@ -17,10 +17,14 @@ from edgespec.tui.widgets.pairs import Pairs
 __all__ = ["HelpScreen"]
 
 _LABEL_WIDTH = 21
-_MAIN = (("Enter", "send"), ("Ctrl+J, Shift+Enter", "new line"))
+_MAIN = (
+    ("Enter", "send"),
+    ("Ctrl+J, Shift+Enter", "new line"),
+    ("@", "attach a file, a folder or a pattern"),
+)
 _OTHER = (
     ("Up, Down", "browse sent messages"),
-    ("Tab", "complete a command"),
+    ("Tab", "complete a command or a path"),
     ("Page Up, Page Down", "scroll the chat"),
 )
 

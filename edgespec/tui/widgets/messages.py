@@ -14,6 +14,7 @@ from textual.widget import Widget
 from textual.widgets import Markdown, Static
 from textual.widgets.markdown import MarkdownStream
 
+from edgespec.tui.files.chips import file_chips
 from edgespec.tui.numbers import count, percent
 from edgespec.tui.texts import sources_text
 from edgespec.tui.widgets.long_texts import hidden_note, limited_chunks, limited_markdown, limited_text
@@ -21,7 +22,7 @@ from edgespec.tui.widgets.pairs import Pairs
 from edgespec.tui.widgets.thoughts import Thoughts
 
 if TYPE_CHECKING:
-    from edgespec import Reply, TextChunk
+    from edgespec import AttachedFile, Reply, TextChunk
 
 __all__ = ["Panel", "ReplyMessage", "UserMessage", "Welcome"]
 
@@ -49,10 +50,15 @@ def _origin_content(chunks: Sequence[TextChunk]) -> Content:
 
 
 class UserMessage(Static):
-    """A user message, shown exactly as typed. The end of a very long message is hidden."""
+    """A user message, shown exactly as typed, and the names and sizes of its files.
 
-    def __init__(self, text: str) -> None:
-        super().__init__(Content(limited_text(text, _COPY_CHAT)), classes="user")
+    The end of a very long message is hidden.
+    """
+
+    def __init__(self, text: str, files: Sequence[AttachedFile] = ()) -> None:
+        shown = Content(limited_text(text, _COPY_CHAT))
+        chips = file_chips(files)
+        super().__init__(Content("\n").join([shown, chips]) if chips else shown, classes="user")
 
 
 class Panel(Vertical):

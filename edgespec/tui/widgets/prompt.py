@@ -1,4 +1,4 @@
-"""The text input. Enter sends the text; Up and Down browse sent messages."""
+"""The text input. Enter sends the text; Up and Down browse sent messages; @ refers to files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from textual.strip import Strip
 from textual.widgets import TextArea
 
 from edgespec.tui.commands import completion
+from edgespec.tui.files.references import ending_reference, open_reference, reference
 from edgespec.tui.history import History
+from edgespec.tui.widgets.files import FileChips, PathList
 
 __all__ = ["PromptInput"]
 
@@ -35,9 +37,18 @@ class PromptInput(TextArea):
 
         text: str
 
-    def __init__(self, sent: History, *, id: str) -> None:  # noqa: A002 - textual's own name
+    def __init__(
+        self,
+        sent: History,
+        paths: PathList,
+        chips: FileChips,
+        *,
+        id: str,  # noqa: A002 - textual's own name
+    ) -> None:
         super().__init__(id=id, tab_behavior="focus", highlight_cursor_line=False, placeholder="Message")
         self._sent = sent
+        self._paths = paths
+        self._chips = chips
 
     def render_line(self, y: int) -> Strip:
         if self.content_size.width < 1:
@@ -53,8 +64,43 @@ class PromptInput(TextArea):
     def update_suggestion(self) -> None:
         self.suggestion = completion(self.text) if self.cursor_location == self.document.end else ""
 
+    def follow_references(self) -> None:
+        """Update the list of paths and the chips after a change of the text or the cursor."""
+        typed = open_reference(self._line_before_cursor) if self.selection.is_empty else None
+        self._paths.follow(typed)
+        self._chips.follow(self.text, typed)
+
+    @property
+    def _line_before_cursor(self) -> str:
+        row, column = self.cursor_location
+        return self.document.get_line(row)[:column]
+
+    def choose_path(self, path: str) -> None:
+        """Complete the reference at the cursor."""
+        line = self._line_before_cursor
+        # An open quote keeps the completion going within a folder whose name contains spaces.
+        written = reference(path)
+        text = written.removesuffix('"') if path.endswith("/") else f"{written} "
+        row, column = self.cursor_location
+        self.replace(text, (row, line.rindex("@")), (row, column))
+
+    def _remove_reference(self) -> bool:
+        """Remove the reference before the cursor, if it has a chip."""
+        found = ending_reference(self._line_before_cursor) if self.selection.is_empty else None
+        if found is None or not self._chips.shows(found[0]):
+            return False
+        row, column = self.cursor_location
+        self.delete((row, column - found[1]), (row, column))
+        return True
+
     async def _on_key(self, event: events.Key) -> None:
-        if event.key == "enter":
+        if self._paths.display and event.key in ("up", "down"):
+            (self._paths.action_cursor_up if event.key == "up" else self._paths.action_cursor_down)()
+        elif event.key in ("enter", "tab") and (path := self._paths.chosen):
+            self.choose_path(path)
+        elif event.key == "backspace" and self._remove_reference():
+            pass
+        elif event.key == "enter":
             # Clear the input before sending, so that keys pressed meanwhile start a new message.
             text = self.text
             self.clear()
@@ -80,6 +126,10 @@ class PromptInput(TextArea):
                 f" {_MAX_PASTED_CHARACTERS:,}. Save it to a file and pipe that to `edgespec generate`.",
                 markup=False,
             )
+            event.stop()
+            event.prevent_default()
+        elif paths := await self._paths.dropped(event.text):
+            self.insert("".join(f"{reference(path)} " for path in paths))
             event.stop()
             event.prevent_default()
 

@@ -152,7 +152,7 @@ class Transcript(VerticalScroll):
 
     def _widget(self, entry: ChatEntry) -> Widget:
         if entry.role == "user":
-            return UserMessage(entry.content)
+            return UserMessage(entry.content, entry.message.files)
         if entry.role == "tool":
             calls = (call for each in self._entries for call in each.message.tool_calls)
             call = next((call for call in calls if call.id == entry.message.tool_call_id), None)

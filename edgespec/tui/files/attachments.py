@@ -1,0 +1,121 @@
+"""Read the files to which a message refers, and count their tokens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from edgespec.attachments.finding import NoSuchFileError, find_files
+from edgespec.attachments.reading import ReadFiles, read_files
+from edgespec.errors import AttachmentError
+from edgespec.files import error_reason, file_state
+from edgespec.tui.files.references import without_punctuation
+
+if TYPE_CHECKING:
+    from edgespec import AttachedFile, Runtime
+
+__all__ = ["Attachment", "AttachmentReader"]
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """What a reference in a message refers to.
+
+    Attributes:
+        path: The path of the reference.
+        files: The files, with their sizes in tokens. Empty if they cannot be attached.
+        skipped: Number of files in the folder that contain no text.
+        problem: Why the files cannot be attached.
+    """
+
+    path: str
+    files: tuple[AttachedFile, ...] = ()
+    skipped: int = 0
+    problem: AttachmentError | None = None
+
+    @property
+    def token_count(self) -> int:
+        return sum(file.token_count for file in self.files)
+
+
+class AttachmentReader:
+    """Reads attachments, and keeps the last ones until their files change. Use it from one thread."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._known: dict[str, tuple[object, Attachment]] = {}
+
+    def read(self, references: Sequence[str]) -> tuple[Attachment, ...]:
+        """Return the attachments of a message. References without a file are left out.
+
+        An attachment that does not fit in the context together with those before it gets a `problem`.
+        """
+        known, attachments, token_count = {}, [], 0
+        for reference in references:
+            path = next(filter(_exists, (reference, without_punctuation(reference))), None)
+            if path is None:
+                continue
+            state = _state(path)
+            before = self._known.get(path)
+            attachment = before[1] if before and before[0] == state else self._read(path)
+            known[path] = (state, attachment)
+            token_count += attachment.token_count
+            if token_count > self._runtime.context_tokens:
+                attachment = Attachment(
+                    path, problem=self._too_large("the attached files have", f"{token_count:,}")
+                )
+            attachments.append(attachment)
+        self._known = known
+        return tuple(attachments)
+
+    def _read(self, path: str) -> Attachment:
+        try:
+            read = read_files(path)
+            return Attachment(path, self._counted(path, read), read.skipped)
+        except AttachmentError as error:
+            return Attachment(path, problem=error)
+
+    def _counted(self, path: str, read: ReadFiles) -> tuple[AttachedFile, ...]:
+        """Return the files with their sizes in tokens. Raises AttachmentError if they do not fit."""
+        vocabulary, limit_tokens = self._runtime.vocabulary, self._runtime.context_tokens
+        # Do not tokenize files that are certainly too large, because that can take minutes.
+        least = sum(vocabulary.min_tokens(file.text) for file in read.files)
+        if least > limit_tokens:
+            raise self._too_large(f"{path} has", f"at least {least:,}")
+        counts = [len(vocabulary.tokenize(file.block, special=False, start=False)) for file in read.files]
+        if sum(counts) > limit_tokens:
+            raise self._too_large(f"{path} has", f"{sum(counts):,}")
+        return tuple(
+            replace(file, token_count=number) for file, number in zip(read.files, counts, strict=True)
+        )
+
+    def _too_large(self, subject: str, tokens: str) -> AttachmentError:
+        return AttachmentError(
+            f"{subject} {tokens} tokens, but the context holds only {self._runtime.context_tokens:,}",
+            "attach less, or start edgespec with a larger --context",
+        )
+
+
+def _exists(path: str) -> bool:
+    if os.path.lexists(os.path.expanduser(path)):
+        return True
+    # Do not search for code such as `@cache[str]`.
+    if "*" not in path:
+        return False
+    try:
+        find_files(path)
+    except NoSuchFileError:
+        return False
+    except AttachmentError:
+        pass  # `read` reports it.
+    return True
+
+
+def _state(path: str) -> object:
+    """Return a value that changes when the files change."""
+    try:
+        return [(str(each), file_state(each)) for each in find_files(path)]
+    except (AttachmentError, OSError) as error:
+        return error_reason(error)

@@ -1,0 +1,87 @@
+"""Search paths for completion: below the working folder by some of their letters, elsewhere by folder."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from heapq import nsmallest
+from itertools import islice
+from pathlib import Path, PurePosixPath
+from time import monotonic
+
+from edgespec.attachments.listing import list_files
+
+__all__ = ["PathSearch"]
+
+_MAX_FOUND = 50
+# Seconds for which a listing of the working folder is used before it is updated.
+_LISTING_SECONDS = 10.0
+# Maximum number of entries to read of a folder outside the working folder.
+_MAX_ENTRIES = 2_000
+
+
+class PathSearch:
+    """Finds paths for completion. Folders end with `/`. Its calls can take seconds in large folders."""
+
+    def __init__(self) -> None:
+        self._paths: Sequence[str] = ()
+        self._listed_at = -_LISTING_SECONDS
+        self._folder = ""
+
+    def find(self, typed: str) -> list[str]:
+        """Return the paths that match the start of a path, or some of its letters in order, best first."""
+        if re.search(r"[*?]", typed):
+            return []
+        if os.path.isabs(typed) or typed.startswith(("~", "./", "..")):
+            return _entries(typed)
+        return _ranked(self._listed(), typed)
+
+    def _listed(self) -> Sequence[str]:
+        """Return all files and folders below the working folder."""
+        folder = os.getcwd()
+        if folder != self._folder or monotonic() - self._listed_at > _LISTING_SECONDS:
+            files: Sequence[str] = ()
+            with suppress(OSError):
+                files = list_files(Path(folder)).paths
+            folders = {f"{parent}/" for path in files for parent in PurePosixPath(path).parents}
+            self._paths = [*sorted(folders - {"./"}), *files]
+            self._folder, self._listed_at = folder, monotonic()
+        return self._paths
+
+
+def _entries(typed: str) -> list[str]:
+    """Return the entries of a folder whose names match what was typed after the last `/`."""
+    parent, slash, name = typed.rpartition("/")
+    if not slash:
+        return [f"{typed}/"] if typed in ("~", "..") else []
+    with suppress(OSError), os.scandir(os.path.expanduser(f"{parent}/")) as entries:
+        names = [
+            f"{entry.name}/" if entry.is_dir() else entry.name for entry in islice(entries, _MAX_ENTRIES)
+        ]
+        shown = (each for each in names if name.startswith(".") or not each.startswith("."))
+        return [f"{parent}/{each}" for each in _ranked(shown, name)]
+    return []
+
+
+def _ranked(paths: Iterable[str], typed: str) -> list[str]:
+    letters = re.compile(".*?".join(map(re.escape, typed)), re.IGNORECASE)
+    sought = typed.casefold()
+
+    def rank(path: str) -> tuple[object, ...]:
+        folded = path.casefold()
+        name = folded.rstrip("/").rpartition("/")[2]
+        match = letters.search(path)
+        length = len(match[0]) if match else 0
+        return (
+            not folded.startswith(sought),
+            not name.startswith(sought),
+            sought not in name,
+            length,
+            path.rstrip("/").count("/"),
+            len(path),
+            path,
+        )
+
+    return nsmallest(_MAX_FOUND, filter(letters.search, paths), rank)

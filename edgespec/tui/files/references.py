@@ -1,0 +1,88 @@
+"""References to files in a message, such as `@src/main.py` or `@"my notes.md"`."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Sequence
+from urllib.parse import unquote, urlsplit
+
+__all__ = [
+    "dropped_paths",
+    "ending_reference",
+    "find_references",
+    "missing_files",
+    "open_reference",
+    "reference",
+    "without_punctuation",
+]
+
+_REFERENCE = re.compile(r'(?<!\S)@(?:"([^"\n]+)"|([^\s"]\S*))')
+_OPEN = re.compile(r'(?:^|(?<=\s))@("[^"\n]*|[^\s"]*)$')
+_PUNCTUATION = ".,;:!?)]}'"
+# Matches paths, but not code such as `@app.get("/")`.
+_LIKELY_PATH = re.compile(r"(?:[\w.~-]*/[\w./~ *-]*|[\w-][\w. -]*\.[a-z]\w{0,4})", re.IGNORECASE)
+# Pasted text of this length or more is not searched for paths.
+_MAX_DROPPED_CHARACTERS = 10_000
+
+
+def reference(path: str) -> str:
+    """Return a reference to a path, in quotes if it contains spaces."""
+    return f'@"{path}"' if re.search(r"\s", path) else f"@{path}"
+
+
+def find_references(text: str) -> list[str]:
+    """Return the paths that a message refers to, without duplicates. They may not exist."""
+    paths = (match[1] or match[2] for match in _REFERENCE.finditer(text))
+    return list(dict.fromkeys(paths))
+
+
+def without_punctuation(path: str) -> str:
+    """Return a path without the punctuation after it, as in `Compare @a.py and @b.py.`."""
+    return path.rstrip(_PUNCTUATION)
+
+
+def missing_files(references: Sequence[str]) -> list[str]:
+    """Return the references without a file that look like paths, not like code or names of people."""
+    return [path for path in map(without_punctuation, references) if _LIKELY_PATH.fullmatch(path)]
+
+
+def open_reference(line: str) -> str | None:
+    """Return the path that is being typed at the end of a line, or None if it ends with something else."""
+    match = _OPEN.search(line)
+    return match[1].removeprefix('"') if match else None
+
+
+def ending_reference(line: str) -> tuple[str, int] | None:
+    """Return the path of a reference at the end of a line, before a space, and its length with that space."""
+    matches = [*_REFERENCE.finditer(line)]
+    if not matches or line[matches[-1].end() :] != " ":
+        return None
+    return matches[-1][1] or matches[-1][2], len(line) - matches[-1].start()
+
+
+def dropped_paths(text: str) -> list[str]:
+    """Return the paths that a terminal pastes when files are dropped on it, or an empty list.
+
+    Terminals paste absolute paths, with quotes or backslashes around special characters, or `file:` URLs.
+    """
+    text = text.strip()
+    if not text or len(text) > _MAX_DROPPED_CHARACTERS:
+        return []
+    if _exists(text):
+        return [text]
+    try:
+        paths = [_local_path(word) for word in shlex.split(text)]
+    except ValueError:
+        return []
+    return paths if all(map(_exists, paths)) else []
+
+
+def _local_path(word: str) -> str:
+    return unquote(urlsplit(word).path) if word.startswith("file://") else word
+
+
+def _exists(path: str) -> bool:
+    # References cannot contain quotes and line breaks.
+    return os.path.isabs(path) and not re.search(r'["\n]', path) and os.path.exists(path)

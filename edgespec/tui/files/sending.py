@@ -1,0 +1,53 @@
+"""Send messages with the files to which they refer."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from edgespec.chat.message import Message
+from edgespec.errors import AttachmentError
+from edgespec.tui.files.references import find_references, missing_files
+from edgespec.tui.texts import sentences
+
+if TYPE_CHECKING:
+    from edgespec.tui.chat_screen import ChatScreen
+
+__all__ = ["send"]
+
+# Seconds after which the screen says that files are being read.
+_NOTICE_SECONDS = 0.5
+
+
+async def send(screen: ChatScreen, text: str, place: int | None) -> None:
+    """Send a message with its files, or as a new version of the message at `place`.
+
+    If a file cannot be attached, nothing is sent, and the text returns to the input.
+    """
+    if references := find_references(text):
+        # Reading can take seconds, in which the screen must handle other keys.
+        screen.run_worker(_send_with_files(screen, text, place, references))
+    else:
+        await screen.send_message(Message("user", text.strip()), place)
+
+
+async def _send_with_files(screen: ChatScreen, text: str, place: int | None, references: list[str]) -> None:
+    chat = screen.current_chat
+    reading = asyncio.ensure_future(screen.chips.attachments(references))
+    if not (await asyncio.wait([reading], timeout=_NOTICE_SECONDS))[0]:
+        screen.say("Reading the files…")
+    try:
+        attachments = await reading
+    except AttachmentError as error:
+        await screen.transcript.note(sentences(f"The message was not sent: {error.what}", error.next_step))
+        screen.give_back(text, place)
+        return
+    if screen.writing or chat is not screen.current_chat:
+        screen.give_back(text)
+        return
+    files = tuple(file for attachment in attachments for file in attachment.files)
+    await screen.send_message(Message("user", text.strip(), files=files), place)
+    found = {attachment.path for attachment in attachments}
+    if missing := [path for path in missing_files(references) if path not in found]:
+        names = ", ".join(f"@{path}" for path in missing[:5])
+        await screen.transcript.note(f"There is no file for {names}, so this was sent as text.")

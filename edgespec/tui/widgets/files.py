@@ -1,0 +1,154 @@
+"""The widgets above the input: the paths that complete a reference to a file, and the attached files."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from textual import work
+from textual.content import Content
+from textual.message import Message as Event
+from textual.widgets import OptionList, Static
+from textual.widgets.option_list import Option
+
+from edgespec.errors import AttachmentError
+from edgespec.tui.files.attachments import Attachment, AttachmentReader
+from edgespec.tui.files.chips import attachment_chips
+from edgespec.tui.files.file_thread import FileThread
+from edgespec.tui.files.path_search import PathSearch
+from edgespec.tui.files.references import dropped_paths, find_references
+
+if TYPE_CHECKING:
+    from edgespec import Runtime
+
+__all__ = ["FileChips", "PathList"]
+
+# Seconds after the last key before the files in the input are read.
+_PAUSE_SECONDS = 0.15
+# Maximum time in seconds for finding out whether a pasted text is a path.
+_MAX_DROP_SECONDS = 1.0
+# Maximum time in seconds for reading the files of a message before it is sent.
+_MAX_READ_SECONDS = 120.0
+
+
+class PathList(OptionList, can_focus=False):
+    """The paths that complete the reference at the cursor. The input handles its keys."""
+
+    def __init__(self, thread: FileThread, **options: Any) -> None:
+        super().__init__(**options)
+        self._thread = thread
+        self._search = PathSearch()
+        self._typed: str | None = None
+
+    @dataclass
+    class Chosen(Event):
+        """Posted when the user clicks a path."""
+
+        path: str
+
+    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
+        event.stop()
+        assert event.option.id is not None
+        self.post_message(self.Chosen(event.option.id))
+
+    def follow(self, typed: str | None) -> None:
+        """Show paths that complete `typed`. None hides the list."""
+        if typed == self._typed:
+            return
+        self._typed = typed
+        if typed is None:
+            self.hide()
+        else:
+            self._find(typed)
+
+    def hide(self) -> None:
+        """Hide the list until another path is typed."""
+        self.workers.cancel_node(self)
+        self.display = False
+
+    @work(exclusive=True)
+    async def _find(self, typed: str) -> None:
+        paths = await self._thread.run(partial(self._search.find, typed))
+        self.set_options(Option(Content(path), id=path) for path in paths)
+        # A path that is complete needs no list, in which Enter would choose instead of send.
+        self.display = bool(paths) and paths != [typed]
+        self.highlighted = 0 if paths else None
+
+    async def dropped(self, text: str) -> Sequence[str]:
+        """Return the paths in a pasted text, if it contains nothing else. See `dropped_paths`."""
+        with suppress(TimeoutError):
+            return await asyncio.wait_for(self._thread.run(partial(dropped_paths, text)), _MAX_DROP_SECONDS)
+        return ()
+
+    @property
+    def chosen(self) -> str:
+        """The highlighted path. Empty if the list is hidden, or if that path is already typed."""
+        option = self.highlighted_option if self.display else None
+        return "" if option is None or option.id is None or option.id == self._typed else option.id
+
+
+class FileChips(Static):
+    """The files attached to the message in the input. Deleting a reference in the input removes its chip.
+
+    Attributes:
+        reading: Whether the files of a message are being read, so that it can be sent.
+    """
+
+    reading = False
+
+    def __init__(self, thread: FileThread, runtime: Runtime, **options: Any) -> None:
+        super().__init__(**options)
+        self._thread = thread
+        self._reader = AttachmentReader(runtime)
+        self._references: Sequence[str] = ()
+        self._shown: Sequence[str] = ()
+
+    def shows(self, path: str) -> bool:
+        """Return whether there is a chip for a path."""
+        return path in self._shown
+
+    def follow(self, text: str, typed: str | None) -> None:
+        """Show the files to which a text refers, except the reference that is still being typed."""
+        references = [path for path in find_references(text) if path != typed]
+        if references != self._references:
+            self._references = references
+            self._refresh_chips()
+
+    @work(exclusive=True)
+    async def _refresh_chips(self) -> None:
+        references = self._references
+        if references:
+            await asyncio.sleep(_PAUSE_SECONDS)
+        attachments = await self._read(references) if references else ()
+        self._shown = [attachment.path for attachment in attachments]
+        chips = attachment_chips(attachments)
+        self.update(chips)
+        self.display = bool(chips)
+
+    async def _read(self, references: Sequence[str]) -> Sequence[Attachment]:
+        return await self._thread.run(partial(self._reader.read, references))
+
+    async def attachments(self, references: Sequence[str]) -> Sequence[Attachment]:
+        """Return the attachments of a message that is about to be sent.
+
+        Raises:
+            AttachmentError: A file cannot be attached, or reading the files takes too long.
+        """
+        self.reading = True
+        try:
+            attachments = await asyncio.wait_for(self._read(references), _MAX_READ_SECONDS)
+        except TimeoutError:
+            raise AttachmentError(
+                f"reading the attached files takes more than {_MAX_READ_SECONDS:.0f} seconds",
+                "remove the largest ones, or those on a network drive",
+            ) from None
+        finally:
+            self.reading = False
+        for attachment in attachments:
+            if attachment.problem:
+                raise attachment.problem
+        return attachments

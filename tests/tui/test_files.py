@@ -1,0 +1,234 @@
+"""Files in the chat: completing and dropping paths, chips, and what is sent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from textual import events
+
+from edgespec.tui.files.path_search import PathSearch
+from edgespec.tui.files.references import (
+    dropped_paths,
+    find_references,
+    missing_files,
+    open_reference,
+    reference,
+)
+from edgespec.tui.widgets.messages import UserMessage
+from edgespec.tui.worker import Load
+from tests.tui.driving import Driver, driving, until
+
+CODE = "def area(width, height):\n    return width * height\n"
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "work"
+    (folder / "src" / "deep").mkdir(parents=True)
+    (folder / "src" / "main.py").write_text(CODE)
+    (folder / "src" / "deep" / "shapes.py").write_text("PI = 3\n")
+    (folder / "my notes.txt").write_text("Remember the milk.\n")
+    (folder / "photo.png").write_bytes(b"\x89PNG\r\n")
+    (folder / "big.txt").write_text("word " * 20_000)
+    monkeypatch.chdir(folder)
+
+
+def chips(d: Driver) -> str:
+    return str(d.chat.chips.visual).replace("\N{NO-BREAK SPACE}", " ") if d.chat.chips.display else ""
+
+
+async def shows_chip(d: Driver, text: str) -> None:
+    await until(d.pilot, lambda: text in chips(d), f"{text!r} in {chips(d)!r}")
+
+
+class TestReferences:
+    def test_in_a_message(self) -> None:
+        text = 'See @a.py, @"my notes.txt" and me@example.org\n@src/**/*.py @a.py,'
+        assert find_references(text) == ["a.py,", "my notes.txt", "src/**/*.py"]
+        assert [reference(path) for path in ("a.py", "my notes.txt")] == ["@a.py", '@"my notes.txt"']
+
+    @pytest.mark.parametrize(
+        ("line", "path"),
+        [
+            ("@", ""),
+            ("see @sr", "sr"),
+            ('@"my no', "my no"),
+            ("me@sr", None),
+            ("@a b", None),
+            ('@"a b"', None),
+        ],
+    )
+    def test_at_the_cursor(self, line: str, path: str | None) -> None:
+        assert open_reference(line) == path
+
+    def test_that_look_like_files(self) -> None:
+        code = ["alice", "property", 'app.get("/")', "pytest.fixture", "cache[str]"]
+        assert missing_files(["src/mian.py,", "notes.txt", *code]) == ["src/mian.py", "notes.txt"]
+
+    def test_dropped_files(self) -> None:
+        here = os.getcwd()
+        for dropped in (
+            f"{here}/my notes.txt",
+            f"{here}/my\\ notes.txt ",
+            f"'{here}/my notes.txt'\n",
+            f"file://{here}/my%20notes.txt",
+        ):
+            assert dropped_paths(dropped) == [f"{here}/my notes.txt"]
+        assert dropped_paths(f"{here}/src/main.py {here}/big.txt") == [
+            f"{here}/src/main.py",
+            f"{here}/big.txt",
+        ]
+        assert dropped_paths("src/main.py") == dropped_paths("it's") == dropped_paths("/missing") == []
+
+
+class TestPathSearch:
+    def test_below_the_working_folder(self) -> None:
+        search = PathSearch()
+        assert search.find("") == [
+            "src/", "big.txt", "photo.png", "my notes.txt", "src/deep/", "src/main.py", "src/deep/shapes.py",
+        ]  # fmt: skip
+        assert search.find("main")[0] == "src/main.py"
+        assert search.find("sdsh")[0] == "src/deep/shapes.py"
+        assert search.find("src/")[0] == "src/"
+        assert search.find("zzz") == search.find("*.py") == []
+
+    def test_elsewhere(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HOME", str(tmp_path / "work"))
+        search = PathSearch()
+        assert search.find("~/sr") == ["~/src/"]
+        assert search.find("~") == ["~/"]
+        assert search.find("../wo") == ["../work/"]
+        assert search.find(f"{tmp_path}/work/src/ma") == [f"{tmp_path}/work/src/main.py"]
+        assert search.find("/missing/") == []
+
+
+async def test_a_completed_path_is_sent_as_a_file(tmp_path: Path, demo: Load) -> None:
+    async with driving(demo, tmp_path) as d:
+        await d.write("explain @mainp")
+        await until(d.pilot, lambda: d.chat.paths.chosen == "src/main.py", "the path")
+        await d.press("enter")
+        assert d.chat.prompt.text == "explain @src/main.py "
+        await shows_chip(d, "src/main.py")
+        await d.press("enter")
+        await until(d.pilot, lambda: bool(d.chat.current_chat.entries), "the message")
+        await d.settled()
+        message = d.chat.current_chat.messages[0]
+        assert message.content == "explain @src/main.py"
+        assert [(file.name, file.text) for file in message.files] == [("src/main.py", CODE)]
+        size = f"{message.files[0].token_count} tokens"
+        shown = d.transcript().replace("\N{NO-BREAK SPACE}", " ")
+        assert f"src/main.py {size}" in shown
+        # The reply can repeat the file, but the message does not print it.
+        assert "return width" not in str(d.chat.transcript.query_one(UserMessage).visual)
+        # The model has read the file.
+        stats = d.chat.stats
+        assert stats is not None
+        assert stats.prompt_tokens > message.files[0].token_count
+        saved = json.loads(d.saved()[0].read_text())
+        assert saved["messages"][0]["files"][0]["name"] == "src/main.py"
+    async with driving(demo, tmp_path, resume="last") as d:
+        await d.sees("explain @src/main.py")
+        assert d.chat.current_chat.messages[0] == message
+        assert f"src/main.py {size}" in d.transcript().replace("\N{NO-BREAK SPACE}", " ")
+
+
+async def test_keys_of_the_list_of_paths(tmp_path: Path, demo: Load) -> None:
+    async with driving(demo, tmp_path) as d:
+        await d.write("@s")
+        await until(d.pilot, lambda: d.chat.paths.display, "the list")
+        await d.press("escape")
+        assert not d.chat.paths.display
+        await d.write("rc/d")
+        await until(d.pilot, lambda: d.chat.paths.chosen == "src/deep/", "the folder")
+        await d.press("tab")
+        assert d.chat.prompt.text == "@src/deep/"
+        await until(d.pilot, lambda: d.chat.paths.display, "the files in the folder")
+        await d.press("down")
+        assert d.chat.paths.chosen == "src/deep/shapes.py"
+        await d.press("up", "down", "enter")
+        assert d.chat.prompt.text == "@src/deep/shapes.py "
+        await d.write("@my")
+        await until(d.pilot, lambda: d.chat.paths.chosen == "my notes.txt", "the notes")
+        await d.press("tab")
+        assert d.chat.prompt.text == '@src/deep/shapes.py @"my notes.txt" '
+        await shows_chip(d, "my notes.txt")
+        await d.press("backspace")
+        assert d.chat.prompt.text == "@src/deep/shapes.py "
+        await until(d.pilot, lambda: "my notes" not in chips(d), "the chip to go")
+        await shows_chip(d, "src/deep/shapes.py")
+
+
+async def test_folders_and_patterns(tmp_path: Path, demo: Load) -> None:
+    async with driving(demo, tmp_path) as d:
+        d.chat.prompt.replace_text("@src/**/*.py compare")
+        await shows_chip(d, "src/**/*.py (2 files)")
+        await d.press("enter")
+        await until(d.pilot, lambda: bool(d.chat.current_chat.entries), "the message")
+        await d.settled()
+        names = [file.name for file in d.chat.current_chat.messages[0].files]
+        assert names == ["src/deep/shapes.py", "src/main.py"]
+
+
+async def test_dropped_files_become_references(tmp_path: Path, demo: Load) -> None:
+    async with driving(demo, tmp_path) as d:
+        await d.write("see ")
+        d.app.post_message(events.Paste(f"{os.getcwd()}/my\\ notes.txt"))
+        await shows_chip(d, "my notes.txt")
+        assert d.chat.prompt.text == f'see @"{os.getcwd()}/my notes.txt" '
+
+
+async def test_what_cannot_be_attached_is_refused(tmp_path: Path, demo: Load) -> None:
+    os.mkfifo("pipe")
+    Path("loop").symlink_to("loop")
+    with Path("huge.bin").open("wb") as file:
+        file.truncate(1 << 30)
+    problems = {
+        "photo.png": "photo.png is an image",
+        "big.txt": "big.txt has at least ",
+        "pipe": "pipe cannot be read: the path is not a regular file",
+        "loop": "loop cannot be read: too many levels of symbolic links",
+        "huge.bin": "huge.bin has 1.0 GiB, but files of at most 16.0 MiB can be attached",
+    }
+    async with driving(demo, tmp_path) as d:
+        for path, problem in problems.items():
+            text = f"@{path} what is this?"
+            d.chat.prompt.replace_text(text)
+            await shows_chip(d, problem)
+            await d.press("enter")
+            await d.said(f"The message was not sent: {problem}")
+            await until(d.pilot, lambda text=text: d.chat.prompt.text == text, "the text")  # type: ignore[misc]
+        assert not d.chat.current_chat.entries
+
+
+async def test_files_that_do_not_fit_together_are_refused_with_both_sizes(tmp_path: Path, demo: Load) -> None:
+    for name in ("a.txt", "b.txt"):
+        Path(name).write_text("word " * 700)
+    async with driving(demo, tmp_path) as d:
+        await d.send("@a.txt @b.txt compare")
+        await d.said("the attached files have 1,4")
+        await d.said("tokens, but the context holds only 1,024")
+
+
+async def test_a_missing_file_is_sent_as_text(tmp_path: Path, demo: Load) -> None:
+    async with driving(demo, tmp_path) as d:
+        await d.send("ask @alice about @src/mian.py")
+        await d.said("There is no file for @src/mian.py, so this was sent as text.")
+        await d.settled()
+        assert d.chat.current_chat.messages[0].files == ()
+
+
+async def test_a_slow_disk_does_not_block_typing(
+    tmp_path: Path, demo: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = threading.Event()
+    monkeypatch.setattr(PathSearch, "find", lambda *_: [str(release.wait(20))])
+    async with driving(demo, tmp_path) as d:
+        async with asyncio.timeout(3):
+            await d.write("hi @sr more text")
+        assert d.chat.prompt.text == "hi @sr more text"
+        release.set()

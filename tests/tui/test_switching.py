@@ -1,0 +1,187 @@
+"""Switching to another model keeps the chat, and its next reply is that of a fresh chat with that model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import edgespec
+from edgespec.catalog import Progress
+from edgespec.chat.store import Setting
+from edgespec.errors import BackendError, CancelledError
+from edgespec.tui.screens.loading import LoadingScreen
+from edgespec.tui.worker import Load
+from tests.tui.driving import driving, until
+from tests.tui.scripted import Script, ScriptedRuntime, as_runtime, facts, loading
+
+ASK = "How do I list files by size?"
+SAMPLED: dict[str, Setting] = {"seed": 3, "temperature": 0.8, "max_tokens": 40}
+
+
+def load_here(reference: str) -> Load:
+    def load(progress: Progress) -> edgespec.Runtime:
+        return edgespec.load(reference, measure_costs=False, progress=progress)
+
+    return load
+
+
+def fresh_reply(name: str, messages: Sequence[edgespec.Message]) -> str:
+    with load_here(name)(lambda *_: True) as runtime:
+        return runtime.chat(messages=messages).stream("And by date?", **SAMPLED).wait().text
+
+
+async def test_the_next_reply_equals_that_of_a_fresh_chat(tmp_path: Path) -> None:
+    async with driving(load_here("demo"), tmp_path, settings=SAMPLED, load_other=load_here) as d:
+        await d.say(ASK)
+        messages = d.chat.current_chat.messages
+        await d.send("/model demo-mlx")
+        await d.said("This chat now uses demo-mlx.")
+        await d.settled()
+        assert d.chat.current_chat.messages == messages
+        await d.sees("edgespec  demo-mlx with draft model demo-mlx-draft")
+        assert json.loads(d.saved()[0].read_text())["target"] == "demo-mlx"
+        assert d.app.switched_to == "demo-mlx"
+        await d.say("And by date?")
+        reply = d.chat.current_chat.entries[-1].content
+        await d.send("/model demo")
+        await d.said("This chat now uses demo.")
+        await d.settled()
+        await d.say("/regen")
+        regenerated = d.chat.current_chat.entries[-1].content
+    # MLX can crash when the program ends if the main thread has run it, so run both models in another thread.
+    assert await asyncio.to_thread(fresh_reply, "demo-mlx", messages) == reply
+    assert await asyncio.to_thread(fresh_reply, "demo", messages) == regenerated
+
+
+async def test_a_model_that_cannot_be_loaded_leaves_the_chat_as_it_was(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF but no model")
+    async with driving(load_here("demo"), tmp_path, settings=SAMPLED, load_other=load_here) as d:
+        await d.say(ASK)
+        before = d.chat.current_chat.messages
+        await d.send(f"/model {broken}")
+        await d.said("This chat still uses demo.")
+        await d.settled()
+        assert "broken.gguf" in d.transcript()
+        assert d.chat.current_chat.messages == before
+        assert d.app.switched_to == ""
+        await d.say("/regen")
+        assert d.chat.current_chat.messages == before
+
+
+async def test_a_name_that_is_unknown_or_in_use_unloads_nothing(demo: Load, tmp_path: Path) -> None:
+    async with driving(demo, tmp_path) as d:
+        runtime = d.chat.runtime
+        await d.send("/model dmeo")
+        await d.said("Did you mean demo")
+        assert d.chat.prompt.text == "/model dmeo"
+        await d.send("/model demo")
+        await d.said("This chat already uses demo.")
+        assert d.chat.runtime is runtime
+
+
+async def test_the_running_reply_is_stopped_and_the_old_model_unloaded_first(tmp_path: Path) -> None:
+    old = ScriptedRuntime([Script(text="word " * 2000, pause_seconds=0.005)])
+    new = ScriptedRuntime(target=facts("demo-mlx"))
+    closed_before: list[bool] = []
+
+    def load_other(_reference: str) -> Load:
+        def load(_progress: Progress) -> edgespec.Runtime:
+            closed_before.append(old.closed)
+            return as_runtime(new)
+
+        return load
+
+    async with driving(loading(old), tmp_path, load_other=load_other) as d:
+        await d.send(ASK)
+        await d.said("word word")
+        await d.send("/model demo-mlx")
+        await d.said("This chat now uses demo-mlx.")
+        await d.settled()
+        assert closed_before == [True]
+        assert d.chat.current_chat.entries[-1].content.startswith("word word")
+        await d.say("And by date?")
+        assert [asked[1] for asked in new.asked] == ["And by date?"]
+
+
+async def test_a_cancelled_switch_loads_the_old_model_again(tmp_path: Path) -> None:
+    times_loaded = 0
+    typed = threading.Event()
+
+    def load(_progress: Progress) -> edgespec.Runtime:
+        nonlocal times_loaded
+        times_loaded += 1
+        return as_runtime(ScriptedRuntime())
+
+    def load_other(_reference: str) -> Load:
+        def load_slowly(progress: Progress) -> edgespec.Runtime:
+            while progress("loading demo-mlx", 0.5):
+                typed.wait(0.01)
+            raise CancelledError("loading demo-mlx was cancelled")
+
+        return load_slowly
+
+    async with driving(load, tmp_path, load_other=load_other) as d:
+        await d.send("/model demo-mlx")
+        await until(d.pilot, lambda: isinstance(d.app.screen, LoadingScreen))
+        await d.write("next")
+        await d.press("escape")
+        await d.said("This chat still uses demo.")
+        await d.settled()
+        assert times_loaded == 2
+        assert d.chat.prompt.text == "next"
+        await d.say(ASK)
+        assert len(d.chat.current_chat.entries) == 2
+
+
+async def test_quitting_during_a_switch_keeps_the_chat(tmp_path: Path) -> None:
+    def load_other(_reference: str) -> Load:
+        def load(progress: Progress) -> edgespec.Runtime:
+            while progress("loading demo-mlx", 0.5):
+                threading.Event().wait(0.01)
+            raise CancelledError("loading demo-mlx was cancelled")
+
+        return load
+
+    async with driving(loading(ScriptedRuntime()), tmp_path, load_other=load_other) as d:
+        await d.say(ASK)
+        await d.send("/model demo-mlx")
+        await until(d.pilot, lambda: isinstance(d.app.screen, LoadingScreen))
+        d.app.leave_soon()
+        await until(d.pilot, lambda: not d.app.is_running, "the end", seconds=5)
+    assert len(json.loads(d.saved()[0].read_text())["messages"]) == 2
+
+
+async def test_a_setting_that_the_new_model_lacks_is_removed(tmp_path: Path) -> None:
+    new = ScriptedRuntime(target=facts("demo-mlx"))
+    old = ScriptedRuntime()
+    settings: dict[str, Setting] = {"method": "lowbit", "seed": 1}
+    async with driving(loading(old), tmp_path, settings=settings, load_other=lambda _: loading(new)) as d:
+        await d.send("/model demo-mlx")
+        await d.said("The setting method was removed.")
+        assert d.chat.current_chat.settings == {"seed": 1}
+
+
+async def test_a_model_that_can_be_loaded_no_more_ends_the_chat_with_its_error(tmp_path: Path) -> None:
+    times_loaded = 0
+
+    def load(_progress: Progress) -> edgespec.Runtime:
+        nonlocal times_loaded
+        times_loaded += 1
+        if times_loaded > 1:
+            raise BackendError("demo was deleted", "choose another one")
+        return as_runtime(ScriptedRuntime())
+
+    def load_other(_reference: str) -> Load:
+        def fail(_progress: Progress) -> edgespec.Runtime:
+            raise BackendError("demo-mlx is damaged", "choose another one")
+
+        return fail
+
+    async with driving(load, tmp_path, load_other=load_other) as d:
+        await d.send("/model demo-mlx")
+        await until(d.pilot, lambda: not d.app.is_running, "the end", seconds=5)
+    assert str(d.app.load_error) == "demo was deleted; choose another one"
