@@ -166,12 +166,13 @@ class ToolUse:
                 await screen.save()
             chat.unfinished = False
             await screen.save()
+            if too_many:
+                await screen.transcript.note(
+                    f"Stopped after {_MAX_ROUNDS} rounds of tool calls. Type /continue to ask for an answer."
+                )
         finally:
+            # There must be no moment in which the chat seems to be free, so the next reply starts at once.
             screen.calling_tools = False
-        if too_many:
-            await screen.transcript.note(
-                f"Stopped after {_MAX_ROUNDS} rounds of tool calls. Type /continue to ask for an answer."
-            )
         await screen.after_calls(stopped=self._stop.is_set() or too_many)
 
     async def answer_pending(self, chat: OpenChat) -> None:

@@ -71,7 +71,7 @@ async def asked(driver: Driver) -> ApprovalScreen:
 
 async def finished(driver: Driver) -> None:
     """Wait until the model has written its answer, which takes longer than other replies."""
-    await until(driver.pilot, lambda: driver.chat.idle, "the answer", 60)
+    await until(driver.pilot, lambda: driver.chat.idle and not driver.chat.writing, "the answer", 60)
     await driver.settled()
 
 
