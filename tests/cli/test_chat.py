@@ -77,6 +77,7 @@ def test_only_the_settings_that_were_written_are_set(run: Run, opened: Opened) -
         "settings": {},
         "resume": None,
         "light": None,
+        "tools": False,
     }
     run(
         "chat",
