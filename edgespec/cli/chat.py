@@ -110,6 +110,7 @@ def command(
         resume=resume,
         light=light,
         tools=tools,
+        remember=options["remember"],
     )
     if ended.signalled:
         return INTERRUPTED

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 from textual.app import App
 from textual.filter import LineFilter
 
+from edgespec.chat.prompt_history import PromptHistory
 from edgespec.chat.store import ChatStore, Setting
 from edgespec.errors import CancelledError, ChatFileError, EdgespecError
 from edgespec.tui.archive import Archive
@@ -20,6 +21,7 @@ from edgespec.tui.chat_screen import ChatScreen
 from edgespec.tui.controls import NoControls
 from edgespec.tui.ending import EndWatch
 from edgespec.tui.environment import check_textual_variables
+from edgespec.tui.history import History
 from edgespec.tui.preferences import Preferences
 from edgespec.tui.screens.loading import LoadingScreen
 from edgespec.tui.themes import DARK, THEMES
@@ -64,6 +66,7 @@ class ChatApp(App[None]):
         store: The saved chats. Defaults to those in the user's data folder.
         light: Whether to use the light theme. Defaults to the theme used last.
         tools: Whether to start the MCP servers at once.
+        remember: Whether to save the history of prompts.
 
     Attributes:
         load_error: The error if loading failed, or None.
@@ -93,6 +96,7 @@ class ChatApp(App[None]):
         store: ChatStore | None = None,
         light: bool | None = None,
         tools: bool = False,
+        remember: bool = True,
     ) -> None:
         super().__init__()
         self.load_error: Exception | None = None
@@ -110,6 +114,7 @@ class ChatApp(App[None]):
         self._settings = dict(settings or {})
         self._resume = resume
         self._tools = tools
+        self._remember = remember
         self._loading = LoadingScreen(model_name)
         self._leaving = False
         for theme in THEMES.values():
@@ -153,6 +158,7 @@ class ChatApp(App[None]):
             runtime,
             self.archive,
             self.preferences,
+            History(PromptHistory(self.store.folder.parent) if self._remember else None),
             model_name=self._model_name,
             system=self._system,
             settings=self._settings,

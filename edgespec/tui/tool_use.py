@@ -178,9 +178,9 @@ class ToolUse:
     async def answer_pending(self, chat: OpenChat) -> None:
         """Give calls that were never made a result, because the conversation goes on without them."""
         for call in unanswered_calls(chat):
-            self._add_result(chat, call, _STOPPED)
             widget = ToolCallMessage(call)
             await self._screen.transcript.add(widget)
+            self._add_result(chat, call, _STOPPED)
             widget.finish(_STOPPED.text, 0.0)
 
     def _add_result(self, chat: OpenChat, call: ToolCall, result: ToolResult) -> None:
@@ -188,6 +188,7 @@ class ToolUse:
         text = limited(result.text, most)
         message = Message("tool", text, tool_call_id=call.id, name=call.name)
         chat.tree = chat.tree.add(ChatEntry(message), chat.tree.tip)
+        self._screen.transcript.follow()
 
     async def _make_call(self, call: ToolCall) -> ToolResult:
         """Return the result of a call, after asking the user."""

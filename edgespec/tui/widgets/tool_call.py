@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from textual.app import ComposeResult
 from textual.content import Content
 from textual.widgets import Collapsible, Static
+from textual.widgets._collapsible import CollapsibleTitle
 
 from edgespec.chat.tool_calls.calls import ToolCall
 from edgespec.tools.tool import visible
 from edgespec.tui.numbers import count, seconds_text
 from edgespec.tui.screens.approval import readable_arguments
 from edgespec.tui.widgets.long_texts import limited_text
+from edgespec.tui.widgets.message_widget import MessageWidget
 
 __all__ = ["ToolCallMessage"]
 
 _MAX_ARGUMENTS = 60
 
 
-class ToolCallMessage(Collapsible):
+class ToolCallMessage(MessageWidget):
     """A tool call and its result, below a line that unfolds them with Enter or a click.
 
     Args:
@@ -25,10 +28,14 @@ class ToolCallMessage(Collapsible):
     """
 
     def __init__(self, call: ToolCall | None, result: str | None = None) -> None:
+        super().__init__(classes="tool-call")
         self._call = call or ToolCall("", "unknown tool", "")
-        self._body = Static(classes="tool-text")
-        super().__init__(self._body, title="", classes="tool-call")
+        self._body = Static()
+        self._fold = Collapsible(self._body, title="")
         self._result, self._seconds = result, 0.0
+
+    def compose(self) -> ComposeResult:
+        yield self._fold
 
     def on_mount(self) -> None:
         self._refresh()
@@ -51,7 +58,9 @@ class ToolCallMessage(Collapsible):
         else:
             state = f" · {count(len(result), 'character')}{took}"
         # `Content` keeps the names and arguments from being read as markup.
-        self._title.label = Content.assemble("Tool ", (visible(call.name), "bold"), " ", arguments, state)
+        self._fold.query_one(CollapsibleTitle).label = Content.assemble(
+            "Tool ", (visible(call.name), "bold"), " ", arguments, state
+        )
         text = visible(result) if result is not None else ""
         self._body.update(
             Content.assemble(
