@@ -116,6 +116,7 @@ class ChatView(Screen[None]):
         self.transcript.set_origin(self.preferences.origin)
         # Remove line breaks at the end of text that the user typed while the model was loading.
         self.prompt.replace_text(self._typed.rstrip("\n"))
+        self.prompt.use_vi_keys(self.preferences.vi)
         self.prompt.focus()
 
     def _welcome(self) -> Welcome:
@@ -205,7 +206,7 @@ class ChatView(Screen[None]):
         prompt = self.prompt
         narrow = self._width_class == "-narrow"
         editing = self.editing is not None
-        prompt.border_title = "Editing your message" if editing else ""
+        prompt.border_title = "Editing your message" if editing else prompt.vi_mode.upper()
         if editing:
             hint = "Esc cancels" if narrow else "Enter resends · Esc cancels"
         elif typed := commands.hint(prompt.text, prompt.size.width - 2):
@@ -222,6 +223,10 @@ class ChatView(Screen[None]):
     def _prompt_changed(self) -> None:
         self._refresh_hints()
         self.prompt.follow_references()
+
+    @on(PromptInput.ModeChanged)
+    def _mode_changed(self) -> None:
+        self._refresh_hints()
 
     @on(PromptInput.SelectionChanged)
     def _cursor_moved(self) -> None:
