@@ -12,7 +12,7 @@ from textual.binding import Binding, BindingType
 from edgespec.chat.message import Message
 from edgespec.chat.store import Setting, StoredChat
 from edgespec.errors import ChatFileError, OptionError
-from edgespec.tui import commands
+from edgespec.tui import commands, selection
 from edgespec.tui.clipboard import copy_with_desktop_tool
 from edgespec.tui.editor import write_prompt
 from edgespec.tui.files import sending
@@ -92,8 +92,10 @@ class ChatScreen(TurnScreen):
 
     async def send_message(self, message: Message, place: int | None) -> None:
         """Send a message, or send it as a new version of the message at `place`, and start the reply."""
-        chat = self.current_chat
-        await self.take_turn(chat.send(message) if place is None else chat.edit(place, message))
+        if place is None:
+            await self.take_turn(self.current_chat.send(message))
+        else:
+            await selection.finish_edit(self, place, message)
 
     def give_back(self, text: str, editing: int | None = None) -> bool:
         """Put rejected text back into the input box, unless the user has typed something meanwhile.
@@ -433,16 +435,23 @@ class ChatScreen(TurnScreen):
     async def action_show_earlier(self) -> None:
         await self.transcript.show_earlier()
 
-    def action_to_end(self) -> None:
-        self.transcript.anchor()
+    async def action_to_end(self) -> None:
+        await self.transcript.show_end()
 
-    def action_page(self, pages: int) -> None:
+    async def action_page(self, pages: int) -> None:
         """Scroll the conversation by `pages` pages, up if negative."""
-        scroll = self.transcript.scroll_page_up if pages < 0 else self.transcript.scroll_page_down
-        scroll(animate=False)
+        await self.transcript.page(pages)
+
+    async def action_select_message(self, step: int) -> None:
+        await selection.select(self, step)
+
+    async def action_message_key(self, key: str) -> None:
+        await selection.run(self, key)
 
     def on_key(self, event: events.Key) -> None:
         """If a character is typed while another widget has the focus, add it to the text input."""
+        if (active := self.active_bindings.get(event.key)) is not None and active.node is self.focused:
+            return
         if event.is_printable and event.character is not None and not self.prompt.has_focus:
             event.stop()
             self.prompt.focus()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from edgespec import spelling
 from edgespec.errors import OptionError
+from edgespec.tui import selection
 from edgespec.tui.editor import show_message
 from edgespec.tui.model_choice import choose_model
 from edgespec.tui.presets import preset
@@ -129,6 +130,24 @@ async def _load(screen: ChatScreen, argument: str) -> None:
         await screen.show_chats()
 
 
+async def _fork(screen: ChatScreen, _argument: str) -> None:
+    if (place := screen.current_chat.tree.tip) is not None:
+        await selection.fork(screen, place)
+    else:
+        screen.say("There is nothing to fork: the chat is empty.")
+
+
+async def _delete(screen: ChatScreen, _argument: str) -> None:
+    if (place := screen.current_chat.last_place("user")) is not None:
+        await selection.delete(screen, place)
+    else:
+        screen.say("There is no message to delete.")
+
+
+async def _undo(screen: ChatScreen, _argument: str) -> None:
+    await selection.undo(screen)
+
+
 async def _model(screen: ChatScreen, argument: str) -> None:
     if argument:
         await choose_model(screen, _unquoted(argument))
@@ -192,6 +211,9 @@ COMMANDS = (
     Command("regen", "", "regenerate the last reply", "regenerate", ("regenerate", "retry", "again")),
     Command("continue", "", "finish an interrupted reply in this chat or the previous one", "continue_reply"),
     Command("edit", "", "edit and resend your last message", "edit_last"),
+    Command("fork", "", "start a new chat with the messages of this one", _fork, ("branch",)),
+    Command("delete", "", "delete your last message and the reply to it", _delete),
+    Command("undo", "", "restore what was deleted last", _undo),
     Command("copy", "[code [n]|chat]", "copy the last reply, a code block of it, or the whole chat", _copy),
     Command("editor", "", "open the last reply in your text editor", _editor, ("view",)),
     Command("quit", "", "quit; the chat is saved", "app.quit", ("exit", "bye", "q")),

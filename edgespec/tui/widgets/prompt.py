@@ -26,6 +26,8 @@ class PromptInput(TextArea):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("shift+enter,ctrl+j,alt+enter", "new_line", show=False),
+        # Not every terminal tells Shift+Up from Up.
+        Binding("shift+up,shift+tab", "screen.select_message(-1)", show=False),
         Binding("pageup", "screen.page(-1)", show=False),
         Binding("pagedown", "screen.page(1)", show=False),
     ]
