@@ -177,7 +177,7 @@ async def test_folders_and_patterns(tmp_path: Path, demo: Load) -> None:
 
 async def test_dropped_files_become_references(tmp_path: Path, demo: Load) -> None:
     async with driving(demo, tmp_path) as d:
-        await d.write("see ")
+        await d.write("see")
         d.app.post_message(events.Paste(f"{os.getcwd()}/my\\ notes.txt"))
         await shows_chip(d, "my notes.txt")
         assert d.chat.prompt.text == f'see @"{os.getcwd()}/my notes.txt" '

@@ -158,7 +158,9 @@ class PromptInput(TextArea):
             event.stop()
             event.prevent_default()
         elif paths := await self._paths.dropped(event.text):
-            self.insert("".join(f"{reference(path)} " for path in paths))
+            # A reference begins after a space.
+            space = " " if self._line_before_cursor[-1:].strip() else ""
+            self.insert(space + "".join(f"{reference(path)} " for path in paths))
             event.stop()
             event.prevent_default()
 
