@@ -21,6 +21,7 @@ class Preferences:
         theme: Name of the colour theme.
         details: Whether to show the details column.
         origin: Whether to colour tokens by their origin (draft or target).
+        vi: Whether the input has vi keys.
         sidebar: Whether to show the list of chats.
     """
 
@@ -28,6 +29,7 @@ class Preferences:
     details: bool = False
     origin: bool = False
     sidebar: bool = False
+    vi: bool = False
 
     @classmethod
     def read(cls, path: Path) -> Preferences:
