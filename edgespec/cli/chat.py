@@ -50,7 +50,6 @@ _REPLY_NAMES = tuple(name for name in REPLY_NAMES if name not in _UNUSED)
     "--resume", metavar="[ID|TITLE]", is_flag=False, flag_value="last",
     help="Continue the last chat, or the one with this id or title.",
 )  # fmt: skip
-<<<<<<< HEAD
 @click.option(
     "--plain", is_flag=True,
     help="Chat line by line, without colours and cursor movement, for screen readers. This is also the"
@@ -59,9 +58,7 @@ _REPLY_NAMES = tuple(name for name in REPLY_NAMES if name not in _UNUSED)
 @click.option(
     "--no-mouse", is_flag=True, help="Do not react to the mouse, so that the terminal selects text."
 )
-=======
 @click.option("--tools", is_flag=True, help="Start the MCP servers, whose tools the model can then call.")
->>>>>>> main
 @click.option("--light/--dark", default=None, help="Use light or dark colours. [default: same as last time]")
 @click.pass_context
 def command(
@@ -69,12 +66,9 @@ def command(
     /,
     system: str | None,
     resume: str | None,
-<<<<<<< HEAD
     plain: bool,
     no_mouse: bool,
-=======
     tools: bool,
->>>>>>> main
     light: bool | None,
     **options: Any,
 ) -> int:
@@ -113,7 +107,6 @@ def command(
         for name in _REPLY_NAMES
         if name not in LOAD_NAMES and ctx.get_parameter_source(name) is not ParameterSource.DEFAULT
     }
-<<<<<<< HEAD
     asked: dict[str, Any] = {
         "model_name": options["target"],
         "system": system,
@@ -123,21 +116,8 @@ def command(
     if is_plain:
         ended = run_plain_chat(load, **asked)
     else:
-        looks = {"light": light, "mouse": not no_mouse, "remember": options["remember"]}
+        looks = {"light": light, "mouse": not no_mouse, "remember": options["remember"], "tools": tools}
         ended = run_chat(load, load_other=load_other, **asked, **looks)
-=======
-    ended = run_chat(
-        load,
-        load_other=load_other,
-        model_name=options["target"],
-        system=system,
-        settings=settings,
-        resume=resume,
-        light=light,
-        tools=tools,
-        remember=options["remember"],
-    )
->>>>>>> main
     if ended.signalled:
         return INTERRUPTED
     if ended.resume:

@@ -117,12 +117,8 @@ class ChatView(Screen[None]):
         self.set_interval(_MEMORY_SECONDS, self._measure_memory)
         self.transcript.set_origin(self.preferences.origin)
         # Remove line breaks at the end of text that the user typed while the model was loading.
-<<<<<<< HEAD
         self.prompt.replace_text(self._take_typed().rstrip("\n"))
-=======
-        self.prompt.replace_text(self._typed.rstrip("\n"))
         self.prompt.use_vi_keys(self.preferences.vi)
->>>>>>> main
         self.prompt.focus()
 
     def _welcome(self) -> Welcome:

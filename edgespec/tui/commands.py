@@ -134,8 +134,6 @@ async def _model(screen: ChatScreen, argument: str) -> None:
         await screen.transcript.note(f"This chat uses {screen.runtime.target.name}.")
 
 
-<<<<<<< HEAD
-=======
 async def _vi(screen: ChatScreen, argument: str) -> None:
     if argument.lower() not in ("", "on", "off"):
         raise OptionError(f"Unknown argument {argument!r} for /vi", "Choose on or off")
@@ -144,26 +142,10 @@ async def _vi(screen: ChatScreen, argument: str) -> None:
     screen.say(f"vi keys are {'on: press Esc for normal mode' if use else 'off'}.")
 
 
-async def _theme(screen: ChatScreen, argument: str) -> None:
-    theme = argument.lower()
-    if theme not in ("", "light", "dark"):
-        raise OptionError(f"Unknown theme {argument!r}", "Choose light or dark")
-    if not theme or (theme == "light") != screen.preferences.light:
-        screen.action_theme()
-
-
 async def _tools(screen: ChatScreen, argument: str) -> None:
     await screen.tool_use.command(argument)
 
 
-def _unquoted(text: str) -> str:
-    for quotes in ('"""', '"', "'"):
-        if len(text) >= 2 * len(quotes) and text.startswith(quotes) and text.endswith(quotes):
-            return text[len(quotes) : -len(quotes)].strip()
-    return text
-
-
->>>>>>> main
 @dataclass(frozen=True, slots=True)
 class Command:
     """A slash command.
@@ -211,12 +193,8 @@ COMMANDS = (
     Command("race", "[message]", "compare a reply with and without the speed-up", _race),
     Command("memory", "", "show memory use", _memory),
     Command("colours", "", "colour words that came from accepted guesses", "origin", ("colors", "origin")),
-<<<<<<< HEAD
-    Command("theme", "[name]", "list the colour themes, or choose one", choose_theme),
-=======
     Command("vi", "[on|off]", "switch vi keys in the input on or off", _vi),
-    Command("theme", "[light|dark]", "switch between light and dark", _theme),
->>>>>>> main
+    Command("theme", "[name]", "list the colour themes, or choose one", choose_theme),
 )  # fmt: skip
 
 _BY_NAME = {name: command for command in COMMANDS for name in (command.name, *command.aliases)}

@@ -254,9 +254,10 @@ class TurnScreen(ChatView):
         entry.thought_seconds = reply.thoughts.seconds
         if ended is not None:
             await transcript.prune()
-<<<<<<< HEAD
             await self._report_ending(ended, turn)
         await self.save()
+        if ended is not None and entry.message.tool_calls and self._after_reply is None and not self._leaving:
+            self.tool_use.begin(entry.message.tool_calls)
 
     async def _report_ending(self, ended: Reply, turn: RunningTurn) -> None:
         """Tell the user if a reply was complete before, was slowed down, or can be continued."""
@@ -269,39 +270,6 @@ class TurnScreen(ChatView):
         elif ended.finish_reason == "cancelled" and not self._leaving and self._after_reply is None:
             self.say("Stopped. Type /continue to finish the reply.")
         self._is_cpu_busy = was_cpu_busy(ended.stats)
-=======
-            if turn.continued is not None and not ended.text:
-                self.say("The reply was already complete.")
-            elif was_cpu_busy(ended.stats) and not self._is_cpu_busy:
-                await self.transcript.note(
-                    "This reply was slower than usual, because other programs use the processor."
-                )
-            elif ended.finish_reason == "cancelled" and not self._leaving and self._after_reply is None:
-                self.say("Stopped. Type /continue to finish the reply.")
-            self._is_cpu_busy = was_cpu_busy(ended.stats)
-            await self.save()
-            if entry.message.tool_calls and self._after_reply is None and not self._leaving:
-                self.tool_use.begin(entry.message.tool_calls)
-            return
-        if state is None and turn.written:
-            chat.tree = turn.with_text()
-            chat.unfinished = True
-            chat.end_turn()
-            transcript.follow()
-            entry, versions = chat.entries[-1], version_label(chat.tree, chat.tree.path[-1])
-            await reply.finish(entry.content, entry.reasoning, None, versions)
-            entry.chunks = tuple(reply.chunks)
-            entry.thought_seconds = reply.thoughts.seconds
-            await self.save()
-            return
-        # No text was generated, so show the previous conversation again.
-        chat.end_turn()
-        await reply.finish(reply.text, reply.reasoning, None)
-        self._give_back_text(turn)
-        await self.transcript.show_chat(chat, welcome=self._welcome())
-        if (turn.edited is not None or not turn.sent) and not self._leaving:
-            await self.save()
->>>>>>> main
 
     async def after_calls(self, *, stopped: bool) -> None:
         """Let the model go on after its tool calls, unless the user stopped them."""

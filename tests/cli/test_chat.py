@@ -93,11 +93,8 @@ def test_only_the_settings_that_were_written_are_set(run: Run, opened: Opened) -
         "settings": {},
         "resume": None,
         "light": None,
-<<<<<<< HEAD
         "mouse": True,
-=======
         "tools": False,
->>>>>>> main
         "remember": True,
     }
     run(

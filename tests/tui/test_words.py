@@ -63,10 +63,6 @@ def test_other_text_is_a_message(text: str) -> None:
         ("exti", "quit"),
         ("color", "colours"),
         ("xyzzy", "help"),
-<<<<<<< HEAD
-=======
-        ("xyz", "help"),
->>>>>>> main
     ],
 )
 def test_the_nearest_command(typed: str, name: str) -> None:
