@@ -19,6 +19,7 @@ from edgespec.chat.store import Setting
 from edgespec.errors import ChatFileError
 from edgespec.tui import commands
 from edgespec.tui.archive import Archive
+from edgespec.tui.downloads import Downloads
 from edgespec.tui.files.file_thread import FileThread
 from edgespec.tui.history import History
 from edgespec.tui.open_chat import OpenChat
@@ -75,6 +76,7 @@ class ChatView(Screen[None]):
         self.current_chat = OpenChat(system, dict(settings))
         self.archive = archive
         self.history = History()
+        self.downloads = Downloads()
         self.editing: int | None = None
         self.transcript = Transcript(self._welcome(), id="transcript")
         files = FileThread()
@@ -177,6 +179,7 @@ class ChatView(Screen[None]):
             context_tokens=self.runtime.context_tokens,
             memory_bytes=self._memory_bytes,
             dropped_messages=self._state.dropped_messages,
+            downloads=self.downloads.status,
         )
         draft = self.runtime.draft
         models = self.runtime.target.name + (f" with draft model {draft.name}" if draft is not None else "")
