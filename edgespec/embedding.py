@@ -92,7 +92,7 @@ def tokenize_texts(
             check_vocabulary(f"text {number}", tokens, facts)
         if len(tokens) > limit and not truncate:
             raise ContextFullError(
-                f"text {number} has {len(tokens)} tokens, but the context has room for only {limit}",
+                f"text {number} has {len(tokens):,} tokens, but the context has room for only {limit:,}",
                 "shorten it, or load a model with a larger --context",
                 prompt_tokens=len(tokens),
                 context_tokens=context_tokens,

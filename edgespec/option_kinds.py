@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from edgespec.checks import check_boolean, check_integer, check_number, check_path, check_text, parse_size
 from edgespec.engine.sampling_params import SETTING_RANGES, SamplingParams
 from edgespec.errors import OptionError
+from edgespec.json_schemas import without_other_properties
 from edgespec.method_names import parse_method
 
 __all__ = [
@@ -406,7 +407,8 @@ def _pydantic_schema(name: str, model: type, hint: str) -> Any:
     if not issubclass(model, BaseModel):
         raise OptionError(f"{name} must be a JSON schema, not the class {model.__name__}", hint)
     try:
-        return model.model_json_schema()
+        # Pydantic ignores other properties by default, and OpenAI's library forbids them in its requests.
+        return without_other_properties(model.model_json_schema())
     except PydanticUserError as error:
         raise OptionError(f"{name}: {model.__name__} has no JSON schema: {error.message}", hint) from None
 

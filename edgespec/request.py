@@ -106,7 +106,7 @@ def build_request(
         raise OptionError("the prompt is empty", "enter at least one word")
     if len(tokens) > context_tokens:
         raise ContextFullError(
-            f"the prompt has {len(tokens)} tokens, but the context holds only {context_tokens}",
+            f"the prompt has {len(tokens):,} tokens, but the context holds only {context_tokens:,}",
             f"shorten it or use --context {len(tokens) // 256 * 256 + 512}",
             prompt_tokens=len(tokens),
             context_tokens=context_tokens,

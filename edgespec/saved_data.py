@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+from edgespec.chat.prompt_history import delete_prompt_history
 from edgespec.corpus import delete_saved_replies
 from edgespec.errors import EdgespecError
 from edgespec.files import data_folder, error_reason, write_advice
@@ -14,15 +15,16 @@ from edgespec.saved_arrays import delete_saved_arrays
 
 __all__ = ["KINDS", "delete_data"]
 
-KINDS = ("replies", "learned", "prefix-cache")
+KINDS = ("replies", "learned", "prefix-cache", "history")
 _DELETE: dict[str, Callable[[], int]] = {
     "replies": delete_saved_replies,
     "learned": delete_saved_arrays,
     "prefix-cache": delete_cached_prefixes,
+    "history": delete_prompt_history,
 }
 
 
-def delete_data(kind: Literal["all", "replies", "learned", "prefix-cache"] = "all") -> int:
+def delete_data(kind: Literal["all", "replies", "learned", "prefix-cache", "history"] = "all") -> int:
     """Delete saved data, except chats and files created by `edgespec prepare`.
 
     An open runtime keeps its copy in memory and may save it again.
@@ -30,7 +32,8 @@ def delete_data(kind: Literal["all", "replies", "learned", "prefix-cache"] = "al
     Args:
         kind: `replies` are earlier replies and prompts, which the suffix method searches. `learned` is
             everything trained or measured: draft models, SWIFT layers, pass costs and acceptance rates.
-            `prefix-cache` contains the KV caches of earlier prompts. `all` is all three.
+            `prefix-cache` contains the KV caches of earlier prompts. `history` are the prompts that the
+            terminal chat offers again. `all` is all four.
 
     Returns:
         Number of bytes freed.

@@ -146,7 +146,7 @@ class BaseModel(ABC):
         self._check(0)
         if context_tokens < max(1, self.length):
             raise ContextFullError(
-                f"{self.length} cached tokens do not fit in a context of {context_tokens} tokens",
+                f"{self.length:,} cached tokens do not fit in a context of {context_tokens:,} tokens",
                 "truncate the cache first",
             )
 

@@ -11,7 +11,7 @@ from edgespec.backends.self_draft_methods import Head
 from edgespec.errors import ModelFileError, shorten
 from edgespec.heads.residual_layout import residual_head_method
 
-__all__ = ["drafts_in_one_pass", "head_at", "head_info", "method_of", "why_not_made_for"]
+__all__ = ["drafts_in_one_pass", "head_at", "head_info", "method_of", "unknown_head", "why_not_made_for"]
 
 # Maps the first word of a head's kind in `ModelInfo.heads` to the drafting method.
 _METHODS = {"MTP": "mtp", "EAGLE": "eagle", "DFlash": "dflash", "Medusa": "medusa", "Hydra": "hydra"}
@@ -49,9 +49,18 @@ def head_at(path: Path) -> Head:
     for name in info.heads:
         if method := method_of(name):
             return Head(method, path)
+    if info.heads:
+        raise unknown_head(str(path), info)
     raise ModelFileError(
         f"{path} contains no head, but a model with the architecture {shorten(info.architecture)!r}",
         "pass a head with --head, and draft models with --draft",
+    )
+
+
+def unknown_head(name: str, info: ModelInfo) -> ModelFileError:
+    """Return the error to raise for a head of a kind that no method drafts with."""
+    return ModelFileError(
+        f"{name} is a {info.heads[0]} head, which edgespec cannot run", "choose another head"
     )
 
 

@@ -68,8 +68,8 @@ def check_tokens_fit(model: BaseModel | SelfDraftView[Any], more: int) -> None:
     """Raise ContextFullError if the model's context has no room for `more` tokens."""
     if more > model.free_tokens:
         raise ContextFullError(
-            f"{model.length} cached tokens and {more} new tokens exceed the context of"
-            f" {model.facts.context_tokens} tokens",
+            f"{model.length:,} cached tokens and {more:,} new tokens exceed the context of"
+            f" {model.facts.context_tokens:,} tokens",
             "use a larger --context",
         )
 

@@ -37,6 +37,7 @@ _HEAD_NAMES = {
     "dspark": "DFlash",
     "medusa": "Medusa",
     "hydra": "Hydra",
+    "gemma4assistant": "Gemma 4 assistant",
 }
 # Settings in which a head lists the target layers whose hidden states it reads.
 _READ_LAYERS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids")

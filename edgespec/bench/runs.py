@@ -140,8 +140,8 @@ class _Bench:
         context = self.runtime.context_tokens
         if len(tokens) + self.plan.max_tokens > context:
             raise ContextFullError(
-                f"prompt {prompt.name} has {len(tokens)} tokens and its reply up to"
-                f" {self.plan.max_tokens} more, but the context holds only {context}",
+                f"prompt {prompt.name} has {len(tokens):,} tokens and its reply up to"
+                f" {self.plan.max_tokens:,} more, but the context holds only {context:,}",
                 "use a larger --context, a smaller -n, or other prompts",
             )
         return tokens

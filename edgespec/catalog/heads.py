@@ -14,7 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from edgespec.backends.head_files import drafts_in_one_pass, head_info, method_of, why_not_made_for
+from edgespec.backends.head_files import (
+    drafts_in_one_pass,
+    head_info,
+    method_of,
+    unknown_head,
+    why_not_made_for,
+)
 from edgespec.backends.model_info import ModelInfo
 from edgespec.backends.registry import FileFormat, format_at
 from edgespec.backends.self_draft_methods import Head
@@ -144,7 +150,7 @@ def named_head(
     info = head_info(found.path)
     kind = _kind(info)
     if not kind:
-        raise refused_model(found.name)
+        raise unknown_head(found.name, info) if info.heads else refused_model(found.name)
     path = None if found.path.resolve() == target.path.resolve() else found.path
     converted_from = None
     mismatch = why_not_made_for(info, read_model_info(target, metadata)) if path else ""

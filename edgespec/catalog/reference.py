@@ -171,7 +171,7 @@ def _resolve_name(typed: str, reference: NameReference, download: Download) -> R
     raise ModelNotFoundError(
         f"there is no model named {full_name}",
         (f"did you mean {' or '.join(nearest)}? " if nearest else "")
-        + "`edgespec models list` shows the models; a path or hf:user/repo:quant also works",
+        + "`edgespec models list` shows the models",
     )
 
 

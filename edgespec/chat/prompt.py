@@ -145,8 +145,8 @@ class PromptBuilder:
             prompt = self.build_fitting(messages, fitting_tokens, context_full, progress, settings)
         except ContextFullError as error:
             raise ContextFullError(
-                f"the reply cannot be continued: its {len(start_tokens)} tokens and the messages before"
-                f" it do not fit in the context of {context_tokens} tokens",
+                f"the reply cannot be continued: its {len(start_tokens):,} tokens and the messages before"
+                f" it do not fit in the context of {context_tokens:,} tokens",
                 "start a new chat, or load the model with a larger --context",
                 prompt_tokens=(error.prompt_tokens or 0) + len(start_tokens),
                 context_tokens=context_tokens,
@@ -225,8 +225,8 @@ class PromptBuilder:
             if context_full == "refuse" and len(prompt.tokens) > limit_tokens:
                 kept = f", of which {context_tokens - limit_tokens} are kept for the reply"
                 raise ContextFullError(
-                    f"the prompt has {len(prompt.tokens)} tokens, but the context holds only {context_tokens}"
-                    + (kept if len(prompt.tokens) <= context_tokens else ""),
+                    f"the prompt has {len(prompt.tokens):,} tokens, but the context holds only"
+                    f" {context_tokens:,}" + (kept if len(prompt.tokens) <= context_tokens else ""),
                     "shorten it, use context_full='slide' to drop the oldest messages, or load the model with"
                     " a larger --context",
                     prompt_tokens=len(prompt.tokens),
@@ -238,7 +238,8 @@ class PromptBuilder:
             prompt = _build_shorter(messages, estimates, limit_tokens, step_tokens, build)
         if len(prompt.tokens) >= context_tokens:
             raise ContextFullError(
-                f"the message has {len(prompt.tokens)} tokens, but the context holds only {context_tokens}",
+                f"the message has {len(prompt.tokens):,} tokens, but the context holds only"
+                f" {context_tokens:,}",
                 f"shorten it or use --context {(len(prompt.tokens) + _REPLY_TOKENS) // 256 * 256 + 256}",
                 prompt_tokens=len(prompt.tokens),
                 context_tokens=context_tokens,

@@ -102,6 +102,7 @@ def command(
         settings=settings,
         resume=resume,
         light=light,
+        remember=options["remember"],
     )
     if ended.signalled:
         return INTERRUPTED

@@ -15,10 +15,14 @@ from edgespec.files import format_bytes
 __all__ = ["command"]
 
 _DESCRIPTIONS = {
-    "all": "saved replies, what drafters learned from earlier replies, and the cache of earlier chats",
+    "all": (
+        "saved replies, what drafters learned from earlier replies, the cache of earlier chats, and the"
+        " history of prompts"
+    ),
     "replies": "saved replies",
     "learned": "what drafters learned from earlier replies",
     "prefix-cache": "the cache of earlier chats",
+    "history": "the history of prompts",
 }
 
 
@@ -39,6 +43,7 @@ def command(ctx: click.Context, /, kind: str, as_json: bool) -> int:
     learned       trained draft models, measured speeds and acceptance rates, and the layers that
                   the swift method skips
     prefix-cache  the cache of earlier chats; the next reply in each chat takes longer to start
+    history       prompts that you browse with Up and Down in the chat
     all           all of the above [default]
 
     Saved chats and the files made by `edgespec prepare` are kept. Without an argument, edgespec asks for

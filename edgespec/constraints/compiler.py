@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from edgespec.backends.base import Vocabulary
 from edgespec.constraints.answer_start import AnswerStart
+from edgespec.constraints.endless import requires_endless_value
 from edgespec.constraints.matcher import new_matcher, readable, text_of
 from edgespec.constraints.processor import ConstraintProcessor
 from edgespec.constraints.specification import Constraint
 from edgespec.constraints.tokenizer import ConstraintTokenizer
-from edgespec.constraints.trial import ConstraintTrial
+from edgespec.constraints.trial import ConstraintTrial, borrowed_trial
 from edgespec.errors import OptionError
 
 if TYPE_CHECKING:
@@ -31,8 +34,10 @@ _REGEX_ERROR = re.compile(r"^error: (.+)$", re.MULTILINE)
 _UNSUPPORTED_KEYWORDS = re.compile(r"Unimplemented keys: \[(.+)\]", re.DOTALL)
 # Matches the beginning of a rule in llama.cpp's grammars.
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
-# Number of compiled constraints to keep, because programs often use the same schema for every request.
-_MAX_COMPILED = 8
+# Maximum number and total size in bytes of the compiled constraints to keep, because programs often use the
+# same schema for every request. Some constraints of 10 characters use 50 MiB.
+_MAX_KEPT = 8
+_MAX_KEPT_BYTES = 48 << 20
 
 
 class _Kind(NamedTuple):
@@ -48,8 +53,16 @@ _KINDS = {
 }
 
 
+class _Compiled(NamedTuple):
+    matcher: LLMatcher
+    size_bytes: int
+
+
 class ConstraintCompiler:
     """Compiles constraints for one target. Can be called from any thread.
+
+    Keeps the compiled constraints that were used last. Replies with one of them never wait for another
+    constraint to be compiled.
 
     Args:
         vocabulary: The vocabulary of the target.
@@ -58,8 +71,8 @@ class ConstraintCompiler:
 
     def __init__(self, vocabulary: Vocabulary, vocab_size: int) -> None:
         self._vocabulary, self._vocab_size = vocabulary, vocab_size
-        self._compiled: dict[Constraint, LLMatcher] = {}
-        self._trial = ConstraintTrial()
+        self._kept: dict[Constraint, _Compiled] = {}
+        # The lock guards the kept constraints and the creation of the tokenizer.
         self._lock = threading.Lock()
 
     @cached_property
@@ -68,8 +81,7 @@ class ConstraintCompiler:
 
     def check(self, constraint: Constraint) -> None:
         """Raise OptionError if a constraint is invalid or no text satisfies it. See `processor`."""
-        with self._lock:
-            self._matcher(constraint)
+        self._matcher(constraint)
 
     def processor(
         self, constraint: Constraint, prompt: Sequence[int], reply_start: str = ""
@@ -87,8 +99,9 @@ class ConstraintCompiler:
             CapabilityError: No token of the vocabulary ends a reply.
             OptionError: The constraint is invalid, no text satisfies it, or `reply_start` violates it.
         """
+        matcher = self._matcher(constraint)
         with self._lock:
-            matcher, tokenizer = self._matcher(constraint).deep_copy(), self._tokenizer
+            tokenizer = self._tokenizer
             answer_tokens = tokenizer.unpacked(matcher.compute_bitmask())
             start = AnswerStart(tokenizer, self._vocabulary, prompt, reply_start, answer_tokens)
             given = tokenizer.for_llguidance.tokenize_str(start.text)
@@ -100,29 +113,75 @@ class ConstraintCompiler:
         return ConstraintProcessor(tokenizer, matcher, start)
 
     def _matcher(self, constraint: Constraint) -> LLMatcher:
-        matcher = self._compiled.pop(constraint, None) or self._compile(constraint)
-        self._compiled[constraint] = matcher
-        if len(self._compiled) > _MAX_COMPILED:
-            del self._compiled[next(iter(self._compiled))]
-        return matcher
+        """Return a new matcher at the start of the reply."""
+        if matcher := self._kept_matcher(constraint):
+            return matcher
+        text = _checked_text(constraint)
+        with borrowed_trial() as trial:
+            # Another thread may have compiled the constraint while this one waited.
+            if matcher := self._kept_matcher(constraint):
+                return matcher
+            compiled = self._compile(constraint.option, text, trial)
+            self._keep(constraint, compiled)
+        return compiled.matcher.deep_copy()
 
-    def _compile(self, constraint: Constraint) -> LLMatcher:
-        option, text, kind = constraint.option, text_of(constraint), _KINDS[constraint.option]
-        if len(text) > _MAX_CHARACTERS:
-            raise OptionError(
-                f"the {kind.name} has {len(text):,} characters, more than the limit of {_MAX_CHARACTERS:,}",
-                "use a shorter one",
-            )
-        if problem := self._trial.problem(option, text):
-            raise OptionError(f"the {kind.name} cannot be used: {problem}", "use a simpler one")
+    def _kept_matcher(self, constraint: Constraint) -> LLMatcher | None:
+        with self._lock:
+            compiled = self._kept.pop(constraint, None)
+            if compiled is None:
+                return None
+            self._kept[constraint] = compiled
+            return compiled.matcher.deep_copy()
+
+    def _keep(self, constraint: Constraint, compiled: _Compiled) -> None:
+        """Keep a compiled constraint, and drop those that were not used for the longest time."""
+        with self._lock:
+            self._kept[constraint] = compiled
+            while len(self._kept) > 1 and (
+                len(self._kept) > _MAX_KEPT
+                or sum(each.size_bytes for each in self._kept.values()) > _MAX_KEPT_BYTES
+            ):
+                del self._kept[next(iter(self._kept))]
+
+    def _compile(self, option: str, text: str, trial: ConstraintTrial) -> _Compiled:
+        result = trial.run(option, text)
+        if isinstance(result, str):
+            raise OptionError(f"the {_KINDS[option].name} cannot be used: {result}", "use a simpler one")
+        with self._lock:
+            tokenizer = self._tokenizer.for_llguidance
         try:
-            matcher = new_matcher(option, text, self._tokenizer.for_llguidance)
+            matcher = new_matcher(option, text, tokenizer)
             message = matcher.get_error()
         except ValueError as error:
             message = str(error)
         if message:
             raise _refused(option, text, message)
-        return matcher
+        if option == "schema" and _is_endless(text):
+            raise OptionError(
+                "the JSON schema cannot be used: no text satisfies it, because each value must contain"
+                " another one without end",
+                "make the property that refers to its own schema optional",
+            )
+        return _Compiled(matcher, result)
+
+
+def _checked_text(constraint: Constraint) -> str:
+    """Return the text of a constraint. Raises OptionError if it is too long."""
+    text = text_of(constraint)
+    if len(text) > _MAX_CHARACTERS:
+        raise OptionError(
+            f"the {_KINDS[constraint.option].name} has {len(text):,} characters, more than the limit of"
+            f" {_MAX_CHARACTERS:,}",
+            "use a shorter one",
+        )
+    return text
+
+
+def _is_endless(schema: str) -> bool:
+    # llguidance reports JSON that Python cannot read.
+    with suppress(ValueError, RecursionError):
+        return requires_endless_value(json.loads(schema))
+    return False
 
 
 def _refused(option: str, text: str, message: str) -> OptionError:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
-from threading import Thread
+from threading import BoundedSemaphore, Lock, Thread
 
 from edgespec.child_process import ChildProcess, module_arguments
 from edgespec.errors import CapabilityError, EdgespecError
 
-__all__ = ["ConstraintTrial"]
+__all__ = ["ConstraintTrial", "borrowed_trial"]
 
 # Maximum CPU time in seconds for compiling a constraint. A schema of 250,000 characters takes about 1 second.
 _CPU_SECONDS = 5.0
@@ -18,6 +19,8 @@ _CPU_SECONDS = 5.0
 _MAX_SECONDS = 30.0
 # Seconds that a crashed process can take to exit.
 _EXIT_SECONDS = 5.0
+# Number of constraints to compile at the same time, so that a slow one does not delay all others.
+_MAX_TRIALS = 2
 
 
 class ConstraintTrial:
@@ -29,14 +32,17 @@ class ConstraintTrial:
     def __init__(self) -> None:
         self._process: ChildProcess | None = None
 
-    def problem(self, option: str, text: str) -> str:
-        """Compile a constraint in the child process. Return why that failed, or an empty text.
+    def run(self, option: str, text: str) -> int | str:
+        """Compile a constraint in the child process.
 
         Whether the constraint is valid does not matter. llguidance says that without a trial.
 
         Args:
             option: The option of the constraint.
             text: The text from `text_of`.
+
+        Returns:
+            The approximate memory of the compiled constraint in bytes, or why compiling it failed.
 
         Raises:
             CapabilityError: The process cannot be started.
@@ -55,8 +61,8 @@ class ConstraintTrial:
 
         Thread(target=exchange, name="edgespec-constraint-trial", daemon=True).start()
         try:
-            if answers.get(timeout=_MAX_SECONDS):
-                return ""
+            if answer := answers.get(timeout=_MAX_SECONDS):
+                return int(answer)
         except Empty:
             process.close()
             return f"compiling it takes more than {_MAX_SECONDS:.0f} seconds"
@@ -66,6 +72,36 @@ class ConstraintTrial:
         if process.exceeded_cpu_limit:
             return f"compiling it takes more than {_CPU_SECONDS:g} seconds"
         return "it is nested too deeply, or needs too much memory"
+
+    def close(self) -> None:
+        """End the child process."""
+        if self._process:
+            self._process.close()
+
+
+_places = BoundedSemaphore(_MAX_TRIALS)
+# At most one child process is kept, because it uses about 40 MiB. All models share it.
+_idle: list[ConstraintTrial] = []
+_lock = Lock()
+
+
+@contextmanager
+def borrowed_trial() -> Iterator[ConstraintTrial]:
+    """Lend a trial, after waiting until fewer than two are in use."""
+    with _places:
+        try:
+            trial = _idle.pop()
+        except IndexError:
+            trial = ConstraintTrial()
+        try:
+            yield trial
+        finally:
+            with _lock:
+                is_surplus = bool(_idle)
+                if not is_surplus:
+                    _idle.append(trial)
+            if is_surplus:
+                trial.close()
 
 
 def _start() -> ChildProcess:

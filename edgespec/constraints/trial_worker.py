@@ -1,7 +1,8 @@
 """Script that compiles constraints in a child process, to find out which ones crash it or take too long.
 
 The script reads constraints from stdin until it is closed: one JSON array per line, with the option, the text
-and the maximum CPU time in seconds. It writes an empty line after each one that it survived.
+and the maximum CPU time in seconds. After each one that it survived, it writes a line: the approximate memory
+of the compiled constraint in bytes.
 """
 
 from __future__ import annotations
@@ -31,19 +32,24 @@ def main() -> None:
 
 
 def _compile_all() -> None:
+    import psutil
     from llguidance import LLTokenizer
 
     from edgespec.constraints.matcher import new_matcher
 
-    tokenizer = LLTokenizer("byte")
+    tokenizer, process = LLTokenizer("byte"), psutil.Process()
     for line in sys.stdin:
         option, text, cpu_seconds = json.loads(line)
+        before_bytes = process.memory_info().rss
         _limit_cpu_time(cpu_seconds)
+        matcher = None
         with suppress(ValueError):
-            new_matcher(option, text, tokenizer)
+            matcher = new_matcher(option, text, tokenizer)
         _limit_cpu_time(0)
-        sys.stdout.write("\n")
+        # Memory that an earlier constraint has freed is used again and does not count, which is good enough.
+        sys.stdout.write(f"{max(0, process.memory_info().rss - before_bytes)}\n")
         sys.stdout.flush()
+        del matcher
 
 
 def _limit_memory() -> None:

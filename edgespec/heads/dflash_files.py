@@ -22,6 +22,8 @@ __all__ = ["DFlashFiles", "read_dflash"]
 # Tensors to ignore: `t2d` repeats what `d2t` says, the rotary frequencies follow from the configuration, and
 # the confidence head is unused because edgespec chooses the draft length from measured acceptance.
 _IGNORED = re.compile(r"t2d|(.*\.)?rotary_emb\.inv_freq|confidence_head\..*")
+# Prefix of tensors that only DFlash 2 heads have.
+_SELECTOR = "candidate_selector."
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,8 @@ def _check_tensors(
     if config.markov_rank:
         shapes["markov_head.markov_w1.weight"] = (config.vocab_size, config.markov_rank)
         shapes["markov_head.markov_w2.weight"] = (draft_vocab, config.markov_rank)
+    if any(name.startswith(_SELECTOR) for name in tensors):
+        raise ValueError("it is a DFlash 2 head, which edgespec cannot run")
     if missing := shapes.keys() - tensors.keys():
         raise ValueError(f"it lacks {min(missing)}")
     for name, tensor in tensors.items():

@@ -48,6 +48,7 @@ class MethodResult:
     Attributes:
         replies: Number of replies that were compared, or sampled in rejection mode.
         tokens: Number of tokens in these replies.
+        target_passes: Number of target passes that they took, without those for the prompt.
         identical: Number of prompts whose replies are all identical to plain decoding.
         near_tie: Number of prompts whose replies differ, but only by differences that rounding can explain.
         violations: Number of prompts with a difference that rounding cannot explain, or a failed test.
@@ -60,6 +61,7 @@ class MethodResult:
     prompts: int = 0
     replies: int = 0
     tokens: int = 0
+    target_passes: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     identical: int = 0

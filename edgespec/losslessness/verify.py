@@ -184,6 +184,7 @@ class _MethodFindings:
         result, method = self.result, reply.method
         result.replies += 1
         result.tokens += len(reply.tokens)
+        result.target_passes += reply.stats.target_passes
         result.drafted_tokens += reply.stats.drafted_tokens
         result.accepted_tokens += reply.stats.accepted_tokens
         result.note = method.note or (method.reason if method.effective == "none" else "")

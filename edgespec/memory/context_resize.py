@@ -136,7 +136,8 @@ class ResizableContext:
         size = self._target.facts.context_tokens
         if tokens > size:
             raise ContextFullError(
-                f"the prompt has {tokens} tokens, but there is only enough memory for a context of {size}",
+                f"the prompt has {tokens:,} tokens, but there is only enough memory for a context of"
+                f" {size:,}",
                 "shorten the prompt, close other programs, or choose a smaller model",
             )
 

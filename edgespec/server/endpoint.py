@@ -140,7 +140,8 @@ class PathEndpoint:
                 # Do not log the message of the exception, because it may contain text of the prompt.
                 frames = "".join(traceback.format_tb(error.__traceback__))
                 _log.error("%s in %s:\n%s", type(error).__name__, operation.path, frames)
-            response = error_response(self._protocol, api_error(error))
+            prompt_field = operation.body.prompt_field if operation.body else None
+            response = error_response(self._protocol, api_error(error, prompt_field))
         await response(scope, receive, send)
 
 

@@ -72,14 +72,19 @@ def unsupported_content(place: str, kind: str) -> ApiError:
     )
 
 
-def api_error(error: Exception) -> ApiError:
-    """Convert an exception from a request handler to the error to send to the client."""
+def api_error(error: Exception, prompt_field: str | None = None) -> ApiError:
+    """Convert an exception from a request handler to the error to send to the client.
+
+    Args:
+        error: The exception.
+        prompt_field: The field of the request that contains the prompt.
+    """
     retry = {"Retry-After": str(_RETRY_SECONDS)}
     match error:
         case ApiError():
             return error
         case ContextFullError():
-            return _context_error(error)
+            return _context_error(error, prompt_field)
         case ModelNotFoundError():
             return ApiError(404, str(error), code="model_not_found", param="model")
         case MemoryBudgetError():
@@ -98,10 +103,10 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(500, message, "server_error")
 
 
-def _context_error(error: ContextFullError) -> ApiError:
+def _context_error(error: ContextFullError, prompt_field: str | None) -> ApiError:
     code, kind = "context_length_exceeded", "exceed_context_size_error"
     if error.prompt_tokens is None or error.context_tokens is None:
-        return ApiError(400, str(error), kind, code, "messages")
+        return ApiError(400, str(error), kind, code, prompt_field)
     # Programs such as opencode, and those that use LiteLLM, look for OpenAI's words about the maximum context
     # length, to shorten the conversation.
     message = (
@@ -109,7 +114,7 @@ def _context_error(error: ContextFullError) -> ApiError:
         " or start the server with a larger --context"
     )
     details = {"n_prompt_tokens": error.prompt_tokens, "n_ctx": error.context_tokens}
-    return ApiError(400, message, kind, code, "messages", details)
+    return ApiError(400, message, kind, code, prompt_field, details)
 
 
 def validation_error(
@@ -134,6 +139,8 @@ def validation_error(
     if isinstance(wrong := problem.get("ctx", {}).get("error"), OptionError):
         return invalid_request(_shortened(str(wrong)), place)
     if problem["type"] == "json_invalid":
+        if "recursion limit" in problem["msg"]:
+            return invalid_request("the request body is nested too deeply; use at most 200 levels")
         return invalid_request("the request body is not valid JSON; check its syntax")
     if problem["type"] == "extra_forbidden":
         near = _near(place[:_MAX_SHOWN_CHARACTERS], known)

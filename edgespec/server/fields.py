@@ -35,6 +35,9 @@ class RequestFields(BaseModel):
     advice: ClassVar[Mapping[str, str]] = {}
     """What to do instead of setting fields that other operations support, by the name of the field."""
 
+    prompt_field: ClassVar[str] = "messages"
+    """The field that contains the prompt, for errors about its length."""
+
     @classmethod
     def known_fields(cls) -> list[str]:
         """Return the JSON names of all fields."""
@@ -76,7 +79,7 @@ def _reply_field(name: str, option: Option, hint: Any) -> Any:
         if value is None or (minus_one and value == -1):
             return None
         if isinstance(value, list | dict) and len(value) > _MAX_ENTRIES:
-            raise OptionError(f"{name} has {len(value)} entries", f"use at most {_MAX_ENTRIES}")
+            raise OptionError(f"{name} has {len(value):,} entries", f"use at most {_MAX_ENTRIES:,}")
         if isinstance(value, dict) and isinstance(option.kind, TokenBiases):
             value = _integer_keys(value)
         return option.check(name, value)

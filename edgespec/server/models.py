@@ -14,7 +14,7 @@ from typing import Any
 
 import edgespec
 from edgespec import RequestQueue, Runtime
-from edgespec.catalog import ModelInfo, find_installed, resolve
+from edgespec.catalog import ModelInfo, Resolved, find_installed, resolve
 from edgespec.catalog.catalogue import user_aliases
 from edgespec.catalog.reference_parsing import PathReference, parse_reference
 from edgespec.errors import BusyError, ClosedError, EdgespecError, ModelNotFoundError
@@ -191,9 +191,16 @@ class ModelPool:
             known.setdefault(files, KnownModel(name, created, info, loaded.get(files)))
         return list(known.values())
 
-    def _check_name(self, name: str) -> None:
-        """Raise ModelNotFoundError if requests are not allowed to use a name of this kind."""
-        if name != self._settings.target and isinstance(parse_reference(name), PathReference):
+    def _check_name(self, name: str, found: Resolved | None = None) -> None:
+        """Raise ModelNotFoundError if requests are not allowed to use a name of this kind.
+
+        Args:
+            name: The name.
+            found: What it refers to, if it is known. A name can be that of a file in the current folder.
+        """
+        is_path = isinstance(parse_reference(name), PathReference)
+        is_file = found is not None and found.source == "path" and name.lower() not in user_aliases()
+        if name != self._settings.target and (is_path or is_file):
             # Clients must not be able to open arbitrary files on this machine.
             raise ModelNotFoundError(
                 f"{name[:100]} is the path of a file, but requests can only name models that `edgespec models"
@@ -205,12 +212,14 @@ class ModelPool:
         """Return the files of a model on this machine, which identify it."""
         self._check_name(name)
         try:
-            return resolve(name, allow_download=name == self._settings.target).files
+            found = resolve(name, allow_download=name == self._settings.target)
         except ModelNotFoundError as error:
             if name in error.what:
                 raise
             # The error is about the name behind the client's alias, so add the name that the client used.
             raise ModelNotFoundError(f"{name[:100]}: {error.what}", error.next_step) from error
+        self._check_name(name, found)
+        return found.files
 
     async def _load(self, name: str, files: tuple[Path, ...], entry: _Entry) -> LoadedModel:
         try:

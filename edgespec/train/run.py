@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.backends.base import Progress
-from edgespec.backends.drafter_training import DrafterTrainer, Student
+from edgespec.backends.drafter_training import DrafterTrainer, Guesser, Student
 from edgespec.errors import CancelledError, EdgespecError
 from edgespec.train.conversations import (
     Conversation,
@@ -28,7 +28,7 @@ from edgespec.train.plots import plot_training
 from edgespec.train.sources import TrainingPrompt
 from edgespec.train.state import CurvePoint, TrainingFolder, TrainingProgress, TrainingSettings
 from edgespec.train.steps import BATCH_TOKENS, training_steps
-from edgespec.train.timing import estimate_seconds
+from edgespec.train.timing import measure_speed
 from edgespec.train.writing import ConversationWriter
 
 __all__ = ["TrainingResult", "train_drafter"]
@@ -120,24 +120,30 @@ def train_drafter(
         ]
         state = saved.progress()
         written = sum(len(each.tokens) for each in conversations)
-        start, trained = writer.question_start, state.trained_tokens
-        announce(estimate_seconds(teacher, student, settings.tokens, start, written, trained, progress))
+        speed = saved.speed(lambda: measure_speed(teacher, student, writer.question_start, progress))
+        announce(speed.remaining_seconds(settings.tokens, written, state.trained_tokens))
         _write_conversations(writer, saved, conversations, settings.tokens, progress)
         held_out = conversations[::_HELD_OUT_EVERY][:_MAX_HELD_OUT]
         held = set(map(id, held_out))
         others = [each for each in conversations if id(each) not in held]
         if not others:
             raise EdgespecError("there are too few conversations to train with", "use a larger --tokens")
-        counts = token_counts(others, teacher.vocabulary.size)
-        trainer = student.trainer(batch_of(others[:_EXAMPLES]), counts)
-        _train(trainer, saved, state, others, held_out[:_CURVE_CONVERSATIONS], progress)
-        finished = _finished(trainer, saved.path)
-        del trainer
+        finished = saved.path / "finished"
+        if not finished.exists():
+            counts = token_counts(others, teacher.vocabulary.size)
+            trainer = student.trainer(batch_of(others[:_EXAMPLES]), counts)
+            _train(trainer, saved, state, others, held_out[:_CURVE_CONVERSATIONS], progress)
+            _publish(trainer, finished)
+            del trainer
         # Measure the saved drafter, because its weights have a lower precision than during training.
         published = student.published(finished)
         assert published is not None
-        figures = measure_drafter(published, held_out, BATCH_TOKENS, progress)
-        before = measure_drafter(earlier, held_out, BATCH_TOKENS, progress) if earlier else None
+
+        def measured(name: str, drafter: Guesser) -> DrafterFigures:
+            return saved.figures(name, lambda: measure_drafter(drafter, held_out, BATCH_TOKENS, progress))
+
+        figures = measured("new", published)
+        before = measured("earlier", earlier) if earlier else None
     except CancelledError as error:
         raise CancelledError(
             "the training is not finished, but everything done so far is saved",
@@ -147,7 +153,10 @@ def train_drafter(
     plot = folder / "training.png"
     plotted = False
     if better:
-        for file in sorted(finished.iterdir()):
+        # After a crash, the rest of a folder of this name is not used.
+        kept = saved.path / "kept"
+        shutil.rmtree(kept, ignore_errors=True)
+        for file in sorted(finished.rename(kept).iterdir()):
             file.replace(folder / file.name)
         plotted = plot_training(state.curve, f"{student.title} for {target.name}", plot)
     tokens = sum(len(each.tokens) for each in conversations)
@@ -212,10 +221,10 @@ def _train(
         raise
 
 
-def _finished(trainer: DrafterTrainer, work: Path) -> Path:
-    """Write the drafter to a folder in `work`, so that no file in the user's folder is ever incomplete."""
-    finished = work / "finished"
-    shutil.rmtree(finished, ignore_errors=True)
-    finished.mkdir()
-    trainer.publish(finished)
-    return finished
+def _publish(trainer: DrafterTrainer, folder: Path) -> None:
+    """Write the drafter to a folder, which exists only if it is complete."""
+    unfinished = folder.with_name("unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir()
+    trainer.publish(unfinished)
+    unfinished.rename(folder)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import operator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from edgespec.backends.drafter_training import DrafterTrainer
 from edgespec.errors import ModelFileError, OptionError
 from edgespec.files import replace_when_written
+from edgespec.train.evaluation import DrafterFigures
+from edgespec.train.timing import TrainingSpeed
 
 __all__ = ["CurvePoint", "TrainingFolder", "TrainingProgress", "TrainingSettings"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +120,28 @@ class TrainingFolder:
                 "repeat the command that started it, or delete this folder to begin again",
             )
 
+    def speed(self, measure: Callable[[], TrainingSpeed]) -> TrainingSpeed:
+        """Return the saved speed of the training, or measure and save it.
+
+        Raises:
+            ModelFileError: The file is damaged.
+        """
+        file = self.path / "speed.json"
+        if not file.exists():
+            _write_json(file, asdict(measure()))
+        return _parsed(file, lambda found: TrainingSpeed(**{name: float(one) for name, one in found.items()}))
+
+    def figures(self, drafter: str, measure: Callable[[], DrafterFigures]) -> DrafterFigures:
+        """Return the saved figures of a drafter (`new` or `earlier`), or measure and save them.
+
+        Raises:
+            ModelFileError: The file is damaged.
+        """
+        file = self.path / f"{drafter}.json"
+        if not file.exists():
+            _write_json(file, asdict(measure()))
+        return _parsed(file, _figures)
+
     def conversation_file(self, batch: int) -> Path:
         """Return the path of a batch of conversations, whether or not the file exists."""
         return self.path / f"conversations-{batch:06d}.npz"
@@ -132,16 +159,7 @@ class TrainingFolder:
         file = self.path / "progress.json"
         if not file.exists():
             return TrainingProgress()
-        found = _read_json(file)
-        try:
-            return TrainingProgress(
-                operator.index(found["steps"]),
-                operator.index(found["trained_tokens"]),
-                [float(loss) for loss in found["losses"]],
-                [_curve_point(**point) for point in found["curve"]],
-            )
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise _damaged(file) from error
+        return _parsed(file, _progress)
 
     def save(self, progress: TrainingProgress, trainer: DrafterTrainer) -> None:
         """Save progress and the drafter's state. If interrupted, the previously saved state stays valid."""
@@ -157,6 +175,32 @@ def _curve_point(steps: int, trained_tokens: int, loss: float, tokens_per_pass: 
     return CurvePoint(
         operator.index(steps), operator.index(trained_tokens), float(loss), float(tokens_per_pass)
     )
+
+
+def _progress(found: dict[str, Any]) -> TrainingProgress:
+    return TrainingProgress(
+        operator.index(found["steps"]),
+        operator.index(found["trained_tokens"]),
+        [float(loss) for loss in found["losses"]],
+        [_curve_point(**point) for point in found["curve"]],
+    )
+
+
+def _figures(found: dict[str, Any]) -> DrafterFigures:
+    return DrafterFigures(
+        float(found["tokens_per_pass"]),
+        tuple(float(each) for each in found["acceptance_per_depth"]),
+        {str(kind): float(each) for kind, each in found["tokens_per_pass_by_kind"].items()},
+    )
+
+
+def _parsed(path: Path, parse: Callable[[dict[str, Any]], T]) -> T:
+    """Parse a saved file. Raises ModelFileError if it is damaged."""
+    found = _read_json(path)
+    try:
+        return parse(found)
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
+        raise _damaged(path) from error
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -1,9 +1,10 @@
-"""Estimate the duration of a training from a short trial."""
+"""Estimate the duration of a training from the speed in a short trial."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from edgespec.train.conversations import Conversation, batch_of, token_counts
 from edgespec.train.steps import PASSES
 from edgespec.train.writing import BATCH_CONVERSATIONS
 
-__all__ = ["estimate_seconds"]
+__all__ = ["TrainingSpeed", "measure_speed"]
 
 # Maximum number of tokens to write per conversation. Enough to estimate a real batch's time per token within
 # a factor of two.
@@ -25,24 +26,40 @@ _TRIAL_CONVERSATIONS = (1, 8, BATCH_CONVERSATIONS)
 _LONG_STEP_SECONDS = 1.0
 
 
-def estimate_seconds(
-    teacher: Teacher,
-    student: Student,
-    wanted_tokens: int,
-    question_start: Sequence[int],
-    written_tokens: int,
-    trained_tokens: int,
-    progress: Progress,
-) -> float:
-    """Return the estimated remaining time in seconds, measured by writing a little text and training on it.
+@dataclass(frozen=True, slots=True)
+class TrainingSpeed:
+    """The measured speed of a training.
+
+    Attributes:
+        write_seconds: Time to write a token of a conversation.
+        train_seconds: Time to train on a token.
+    """
+
+    write_seconds: float
+    train_seconds: float
+
+    def remaining_seconds(self, wanted_tokens: int, written_tokens: int, trained_tokens: int) -> float:
+        """Return the estimated remaining time in seconds.
+
+        Args:
+            wanted_tokens: Number of tokens in the conversations to train with.
+            written_tokens: Number of tokens in the conversations already written.
+            trained_tokens: Number of tokens already trained on, including repetitions.
+        """
+        left_to_write = max(0, wanted_tokens - written_tokens)
+        left_to_train = max(0, wanted_tokens * PASSES - trained_tokens)
+        return left_to_write * self.write_seconds + left_to_train * self.train_seconds
+
+
+def measure_speed(
+    teacher: Teacher, student: Student, question_start: Sequence[int], progress: Progress
+) -> TrainingSpeed:
+    """Measure the speed of a training by writing a little text and training on it.
 
     Args:
         teacher: The target.
         student: The kind of head, or the draft model, to train.
-        wanted_tokens: Number of tokens in the conversations to train with.
         question_start: The prompt that makes the target write a question.
-        written_tokens: Number of tokens in the conversations already written.
-        trained_tokens: Number of tokens already trained on, including repetitions.
         progress: Called repeatedly. Returning False cancels the trial.
 
     Raises:
@@ -68,7 +85,4 @@ def estimate_seconds(
         step_seconds = time.perf_counter() - began
         if step_seconds > _LONG_STEP_SECONDS:
             break
-    train_seconds = 0.8 * step_seconds / batch.tokens.size
-    left_to_write = max(0, wanted_tokens - written_tokens)
-    left_to_train = max(0, wanted_tokens * PASSES - trained_tokens)
-    return left_to_write * write_seconds + left_to_train * train_seconds
+    return TrainingSpeed(write_seconds, 0.8 * step_seconds / batch.tokens.size)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 from textual.app import App
 from textual.filter import LineFilter
 
+from edgespec.chat.prompt_history import PromptHistory
 from edgespec.chat.store import ChatStore, Setting
 from edgespec.errors import CancelledError, ChatFileError, EdgespecError
 from edgespec.tui.archive import Archive
@@ -20,6 +21,7 @@ from edgespec.tui.chat_screen import ChatScreen
 from edgespec.tui.controls import NoControls
 from edgespec.tui.ending import EndWatch
 from edgespec.tui.environment import check_textual_variables
+from edgespec.tui.history import History
 from edgespec.tui.preferences import Preferences
 from edgespec.tui.screens.loading import LoadingScreen
 from edgespec.tui.themes import DARK, THEMES
@@ -63,6 +65,7 @@ class ChatApp(App[None]):
         resume: Saved chat to open: its ID, part of its title, or `last` for the newest.
         store: The saved chats. Defaults to those in the user's data folder.
         light: Whether to use the light theme. Defaults to the theme used last.
+        remember: Whether to save the history of prompts.
 
     Attributes:
         load_error: The error if loading failed, or None.
@@ -91,6 +94,7 @@ class ChatApp(App[None]):
         resume: str | None = None,
         store: ChatStore | None = None,
         light: bool | None = None,
+        remember: bool = True,
     ) -> None:
         super().__init__()
         self.load_error: Exception | None = None
@@ -107,6 +111,7 @@ class ChatApp(App[None]):
         self._system = system
         self._settings = dict(settings or {})
         self._resume = resume
+        self._remember = remember
         self._loading = LoadingScreen(model_name)
         self._leaving = False
         for theme in THEMES.values():
@@ -148,6 +153,7 @@ class ChatApp(App[None]):
             runtime,
             self.archive,
             self.preferences,
+            History(PromptHistory(self.store.folder.parent) if self._remember else None),
             model_name=self._model_name,
             system=self._system,
             settings=self._settings,

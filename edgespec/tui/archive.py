@@ -130,9 +130,9 @@ class Archive:
             return self._store.load(chat_id)
 
     async def delete(self, chat_id: str) -> None:
-        """Delete a chat, all saved replies and the prefix cache.
+        """Delete a chat, all saved replies, the prefix cache and the history of prompts.
 
-        Saved replies and cached prefixes do not record which chat they belong to, so all of them are deleted.
+        These do not record which chat they belong to, so all of them are deleted.
         """
         await asyncio.to_thread(self._delete, chat_id)
 
@@ -145,6 +145,7 @@ class Archive:
         try:
             edgespec.delete_data("replies")
             edgespec.delete_data("prefix-cache")
+            edgespec.delete_data("history")
         except EdgespecError as error:
             raise ChatFileError(
                 f"the chat was deleted, but cached data containing its text was not: {error.what}",

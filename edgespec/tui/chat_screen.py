@@ -12,11 +12,12 @@ from textual.binding import Binding, BindingType
 from edgespec.chat.message import Message
 from edgespec.chat.store import Setting, StoredChat
 from edgespec.errors import ChatFileError, OptionError
-from edgespec.tui import commands
+from edgespec.tui import commands, selection
 from edgespec.tui.clipboard import copy_with_desktop_tool
+from edgespec.tui.editor import write_prompt
 from edgespec.tui.files import sending
 from edgespec.tui.model_choice import pick_model
-from edgespec.tui.open_chat import OpenChat, code_blocks
+from edgespec.tui.open_chat import OpenChat
 from edgespec.tui.screens.dialogs import ConfirmScreen, SystemScreen
 from edgespec.tui.screens.help import HelpScreen
 from edgespec.tui.screens.settings import SettingsScreen
@@ -24,6 +25,7 @@ from edgespec.tui.settings import SCHEMA, accepted
 from edgespec.tui.texts import sentences
 from edgespec.tui.turns import TurnScreen
 from edgespec.tui.widgets.prompt import PromptInput
+from edgespec.tui.widgets.reply_markdown import ReplyMarkdown
 from edgespec.tui.widgets.sidebar import ChatOption, Sidebar
 
 __all__ = ["ChatScreen"]
@@ -56,7 +58,10 @@ class ChatScreen(TurnScreen):
         _key("f8", "theme", "switch between light and dark", _OTHER),
         _key("ctrl+p", "edit_last", "edit your last message", _OTHER),
         _key("ctrl+y", "copy_reply", "copy the last reply", _OTHER),
-        _key("ctrl+o", "copy_code", "copy the last code block of the last reply", _OTHER),
+        _key(
+            "ctrl+o", "copy_code", "copy the last code block of the last reply; again: the one before", _OTHER
+        ),
+        _key("ctrl+g", "editor", "write your message in your text editor", _OTHER),
         _key("ctrl+l", "clear", "new chat with the same settings", _OTHER),
         _key("ctrl+home", "earlier", "go to the top; press again to load older messages", _OTHER),
         _key("ctrl+end", "to_end", "go to the end", _OTHER),
@@ -89,8 +94,10 @@ class ChatScreen(TurnScreen):
 
     async def send_message(self, message: Message, place: int | None) -> None:
         """Send a message, or send it as a new version of the message at `place`, and start the reply."""
-        chat = self.current_chat
-        await self.take_turn(chat.send(message) if place is None else chat.edit(place, message))
+        if place is None:
+            await self.take_turn(self.current_chat.send(message))
+        else:
+            await selection.finish_edit(self, place, message)
 
     def give_back(self, text: str, editing: int | None = None) -> bool:
         """Put rejected text back into the input box, unless the user has typed something meanwhile.
@@ -209,9 +216,14 @@ class ChatScreen(TurnScreen):
         await self.copy(entry.content.strip() if entry is not None else "", "last reply")
 
     async def action_copy_code(self) -> None:
-        entry = self.current_chat.last_reply
-        blocks = code_blocks(entry.content) if entry is not None else []
-        await self.copy(blocks[-1].rstrip("\n") if blocks else "", "code block")
+        await self.code_copier.copy_next(self, self.current_chat.last_reply)
+
+    @on(ReplyMarkdown.CopyCode)
+    async def _code_clicked(self, event: ReplyMarkdown.CopyCode) -> None:
+        await self.copy(event.code.rstrip("\n"), "code block")
+
+    def action_editor(self) -> None:
+        write_prompt(self)
 
     async def copy(self, text: str, name: str) -> None:
         """Copy `text` to the clipboard and show a confirmation that refers to it as `name`."""
@@ -314,8 +326,8 @@ class ChatScreen(TurnScreen):
             return
         question = (
             f"Delete “{option.chat.title}”? This cannot be undone. Your other chats will be kept, but the"
-            " data cached to speed up replies will also be deleted, because it may contain text from this"
-            " chat."
+            " history of your prompts and the data cached to speed up replies will also be deleted, because"
+            " they may contain text from this chat."
         )
         if not await self.app.push_screen_wait(ConfirmScreen(question, "Delete")):
             return
@@ -420,16 +432,23 @@ class ChatScreen(TurnScreen):
     async def action_show_earlier(self) -> None:
         await self.transcript.show_earlier()
 
-    def action_to_end(self) -> None:
-        self.transcript.anchor()
+    async def action_to_end(self) -> None:
+        await self.transcript.show_end()
 
-    def action_page(self, pages: int) -> None:
+    async def action_page(self, pages: int) -> None:
         """Scroll the conversation by `pages` pages, up if negative."""
-        scroll = self.transcript.scroll_page_up if pages < 0 else self.transcript.scroll_page_down
-        scroll(animate=False)
+        await self.transcript.page(pages)
+
+    async def action_select_message(self, step: int) -> None:
+        await selection.select(self, step)
+
+    async def action_message_key(self, key: str) -> None:
+        await selection.run(self, key)
 
     def on_key(self, event: events.Key) -> None:
         """If a character is typed while another widget has the focus, add it to the text input."""
+        if (active := self.active_bindings.get(event.key)) is not None and active.node is self.focused:
+            return
         if event.is_printable and event.character is not None and not self.prompt.has_focus:
             event.stop()
             self.prompt.focus()

@@ -17,17 +17,19 @@ from textual.widgets import Static
 
 from edgespec.chat.store import Setting
 from edgespec.errors import ChatFileError
-from edgespec.tui import commands
+from edgespec.tui import commands, selection
 from edgespec.tui.archive import Archive
+from edgespec.tui.copying import CodeCopier
 from edgespec.tui.downloads import Downloads
 from edgespec.tui.files.file_thread import FileThread
 from edgespec.tui.history import History
-from edgespec.tui.open_chat import OpenChat
+from edgespec.tui.open_chat import OpenChat, version_label
 from edgespec.tui.preferences import Preferences
 from edgespec.tui.speed_history import SpeedHistory
 from edgespec.tui.texts import error_text, notices, speed_up_short, welcome_rows
 from edgespec.tui.widgets.details import Details, details_content
 from edgespec.tui.widgets.files import FileChips, PathList
+from edgespec.tui.widgets.message_widget import MessageWidget
 from edgespec.tui.widgets.messages import Panel, Welcome
 from edgespec.tui.widgets.prompt import PromptInput
 from edgespec.tui.widgets.sidebar import Sidebar
@@ -61,6 +63,7 @@ class ChatView(Screen[None]):
         runtime: Runtime,
         archive: Archive,
         preferences: Preferences,
+        history: History,
         *,
         model_name: str,
         system: str | None,
@@ -75,10 +78,11 @@ class ChatView(Screen[None]):
         self.first_settings = dict(settings)
         self.current_chat = OpenChat(system, dict(settings))
         self.archive = archive
-        self.history = History()
+        self.history = history
+        self.code_copier = CodeCopier()
         self.downloads = Downloads()
         self.editing: int | None = None
-        self.transcript = Transcript(self._welcome(), id="transcript")
+        self.transcript = Transcript(self.current_chat, self._welcome(), id="transcript")
         files = FileThread()
         self.paths = PathList(files, id="paths", compact=True)
         self.chips = FileChips(files, runtime, id="chips")
@@ -205,8 +209,14 @@ class ChatView(Screen[None]):
         prompt = self.prompt
         narrow = self._width_class == "-narrow"
         editing = self.editing is not None
-        prompt.border_title = "Editing your message" if editing else ""
-        if editing:
+        role = "" if self.editing is None else self.current_chat.tree.messages[self.editing].role
+        names = {"user": "Editing your message", "assistant": "Editing the reply"}
+        prompt.border_title = names.get(role, "Editing the message" if role else "")
+        if (message := self.selected) is not None:
+            label = "" if message.place is None else version_label(self.current_chat.tree, message.place)
+            prompt.border_title = f"Version {label}" if label else ""
+            hint = selection.hint(prompt.size.width - 2, versions=bool(label))
+        elif editing:
             hint = "Esc cancels" if narrow else "Enter resends · Esc cancels"
         elif typed := commands.hint(prompt.text, prompt.size.width - 2):
             hint = typed
@@ -218,8 +228,14 @@ class ChatView(Screen[None]):
         prompt.set_class(self.writing, "-writing")
         prompt.set_class(editing, "-editing")
 
+    @property
+    def selected(self) -> MessageWidget | None:
+        """The selected message, or None."""
+        return self.focused if isinstance(self.focused, MessageWidget) else None
+
+    @on(events.DescendantFocus)
     @on(PromptInput.Changed)
-    def _prompt_changed(self) -> None:
+    def _input_changed(self) -> None:
         self._refresh_hints()
         self.prompt.follow_references()
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from edgespec import spelling
 from edgespec.errors import OptionError
+from edgespec.tui import selection
+from edgespec.tui.editor import show_message
 from edgespec.tui.model_choice import choose_model
 from edgespec.tui.presets import preset
 from edgespec.tui.race import open_race
@@ -36,8 +38,10 @@ _Run: TypeAlias = Callable[["ChatScreen", str], Awaitable[None]]
 
 
 async def _copy(screen: ChatScreen, argument: str) -> None:
-    part = argument.lower()
-    if part in ("code", "block"):
+    part, _, number = argument.lower().partition(" ")
+    if part in ("code", "block") and number:
+        await screen.code_copier.copy_numbered(screen, screen.current_chat.last_reply, number.strip())
+    elif part in ("code", "block"):
         await screen.action_copy_code()
     elif part in ("chat", "all"):
         await screen.copy(screen.current_chat.as_markdown(), "chat")
@@ -48,6 +52,13 @@ async def _copy(screen: ChatScreen, argument: str) -> None:
             f"Unknown argument {argument!r} for /copy",
             "Type /copy for the last reply, /copy code for its last code block, or /copy chat for everything",
         )
+
+
+async def _editor(screen: ChatScreen, _argument: str) -> None:
+    if (reply := screen.current_chat.last_reply) is not None:
+        show_message(screen, reply.message)
+    else:
+        screen.say("There is no reply to open yet.")
 
 
 async def _system(screen: ChatScreen, argument: str) -> None:
@@ -119,6 +130,24 @@ async def _load(screen: ChatScreen, argument: str) -> None:
         await screen.show_chats()
 
 
+async def _fork(screen: ChatScreen, _argument: str) -> None:
+    if (place := screen.current_chat.tree.tip) is not None:
+        await selection.fork(screen, place)
+    else:
+        screen.say("There is nothing to fork: the chat is empty.")
+
+
+async def _delete(screen: ChatScreen, _argument: str) -> None:
+    if (place := screen.current_chat.last_place("user")) is not None:
+        await selection.delete(screen, place)
+    else:
+        screen.say("There is no message to delete.")
+
+
+async def _undo(screen: ChatScreen, _argument: str) -> None:
+    await selection.undo(screen)
+
+
 async def _model(screen: ChatScreen, argument: str) -> None:
     if argument:
         await choose_model(screen, _unquoted(argument))
@@ -174,7 +203,11 @@ COMMANDS = (
     Command("regen", "", "regenerate the last reply", "regenerate", ("regenerate", "retry", "again")),
     Command("continue", "", "finish an interrupted reply in this chat or the previous one", "continue_reply"),
     Command("edit", "", "edit and resend your last message", "edit_last"),
-    Command("copy", "[code|chat]", "copy the last reply, its last code block, or the whole chat", _copy),
+    Command("fork", "", "start a new chat with the messages of this one", _fork, ("branch",)),
+    Command("delete", "", "delete your last message and the reply to it", _delete),
+    Command("undo", "", "restore what was deleted last", _undo),
+    Command("copy", "[code [n]|chat]", "copy the last reply, a code block of it, or the whole chat", _copy),
+    Command("editor", "", "open the last reply in your text editor", _editor, ("view",)),
     Command("quit", "", "quit; the chat is saved", "app.quit", ("exit", "bye", "q")),
     Command("clear", "", "start a new chat with the same system prompt and settings", "clear", ("reset",)),
     Command("save", "[title]", "save the chat now, optionally under a new title", _save),

@@ -4,31 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from edgespec.chat.prompt_history import PromptHistory
+
 __all__ = ["History"]
 
 _MAX_MESSAGES = 500
 
 
 class History:
-    """The messages that the user has sent, and the text in the input that has not been sent."""
+    """The messages that the user has sent, and the text in the input that has not been sent.
 
-    def __init__(self) -> None:
-        self._sent: list[str] = []
-        self._place = 0
+    Args:
+        saved: The prompts of earlier runs, to which new ones are added. None neither reads nor saves any.
+    """
+
+    def __init__(self, saved: PromptHistory | None = None) -> None:
+        self._saved = saved
+        self._sent: list[str] = saved.read() if saved is not None else []
+        self._place = len(self._sent)
         self._unsent = ""
 
     def add(self, text: str) -> None:
-        """Append a sent message."""
-        if text.strip() and (not self._sent or self._sent[-1] != text):
+        """Append a sent message, and save it."""
+        if self._append(text) and self._saved is not None:
+            self._saved.add(text)
+
+    def _append(self, text: str) -> bool:
+        new = bool(text.strip()) and self._sent[-1:] != [text]
+        if new:
             self._sent.append(text)
             del self._sent[:-_MAX_MESSAGES]
         self._place = len(self._sent)
         self._unsent = ""
+        return new
 
     def seed(self, texts: Iterable[str]) -> None:
         """Add the user messages of an opened chat to the input history."""
         for text in texts:
-            self.add(text)
+            self._append(text)
 
     def older(self, current: str) -> str | None:
         """Go to the previous message and return it, or None. `current` is the text now in the input."""

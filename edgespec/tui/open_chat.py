@@ -17,7 +17,7 @@ from edgespec.chat.store import SavedChat, Setting, title_of
 if TYPE_CHECKING:
     from edgespec import Reply, TextChunk
 
-__all__ = ["ChatEntry", "OpenChat", "RunningTurn", "code_blocks"]
+__all__ = ["ChatEntry", "OpenChat", "RunningTurn", "code_blocks", "version_label"]
 
 
 @dataclass(slots=True, eq=False)
@@ -153,6 +153,11 @@ class OpenChat:
         path = reversed(self.tree.path)
         return next((place for place in path if self.tree.messages[place].role in roles), None)
 
+    def change_messages(self, tree: MessageTree[ChatEntry]) -> None:
+        """Replace the messages outside of a turn, for example to open another version."""
+        self.unfinished = self.unfinished and tree.tip == self.tree.tip
+        self.tree = tree
+
     def send(self, message: Message) -> RunningTurn:
         """Return a turn that adds a user's message to the conversation and replies to it."""
         return RunningTurn(self.tree.add(ChatEntry(message), self.tree.tip), sent=message.content)
@@ -201,6 +206,12 @@ class OpenChat:
     def as_markdown(self) -> str:
         names = {"user": "You", "assistant": "Model", "system": "System", "tool": "Tool"}
         return "\n\n".join(f"**{names[entry.role]}:**\n\n{entry.content.strip()}" for entry in self.entries)
+
+
+def version_label(tree: MessageTree[ChatEntry], place: int) -> str:
+    """Return which version of a message this is, such as `2/3`. Empty if there are no others."""
+    versions = tree.versions(place)
+    return f"{versions.index(place) + 1}/{len(versions)}" if len(versions) > 1 else ""
 
 
 def code_blocks(markdown: str) -> list[str]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from edgespec.errors import ChatFileError, OptionError
 from edgespec.tui.chat_view import ChatView
-from edgespec.tui.open_chat import OpenChat, RunningTurn
+from edgespec.tui.open_chat import OpenChat, RunningTurn, version_label
 from edgespec.tui.speed_history import SpeedHistory
 from edgespec.tui.texts import sentences, was_cpu_busy
 from edgespec.tui.widgets.messages import ReplyMessage, UserMessage
@@ -58,6 +58,7 @@ class TurnScreen(ChatView):
     async def use_runtime(self, runtime: Runtime) -> None:
         """Continue the current chat with another model. Settings that it does not support are removed."""
         self.runtime = runtime
+        self.chips.use_runtime(runtime)
         problem = ""
         try:
             if "method" in self.current_chat.settings:
@@ -77,7 +78,7 @@ class TurnScreen(ChatView):
         self._failure_shown = False
         self.leave_edit()
         self._start(self._thread.open_chat(chat.system, chat.messages))
-        await self.transcript.show_chat(chat.entries, welcome=self._welcome())
+        await self.transcript.show_chat(chat, welcome=self._welcome())
         await self.refresh_sidebar()
         self.refresh_facts()
         self.prompt.focus()
@@ -161,7 +162,8 @@ class TurnScreen(ChatView):
         await transcript.remove_notes()
         await transcript.keep(len(turn.prompt) - bool(turn.sent))
         if turn.sent:
-            await transcript.add(UserMessage(turn.sent, turn.prompt[-1].files))
+            label = version_label(turn.tree, turn.tree.path[-1])
+            await transcript.add(UserMessage(turn.sent, turn.prompt[-1].files, label))
         self._reply = await transcript.start_reply(resume=turn.continued is not None)
         await self._report_save()
         self._start(self._thread.ask(Ask(chat.system, turn.prompt, dict(chat.settings), turn.written)))
@@ -224,7 +226,7 @@ class TurnScreen(ChatView):
             await self.show_error(failure)
 
     async def _end_turn(self, state: ChatState | None, turn: RunningTurn, reply: ReplyMessage) -> None:
-        chat = self.current_chat
+        chat, transcript = self.current_chat, self.transcript
         ended = state.reply if state is not None else None
         if (
             state is not None
@@ -235,11 +237,12 @@ class TurnScreen(ChatView):
             chat.unfinished = self._leaving and ended.finish_reason == "cancelled"
             chat.end_turn()
             self._last_stats = ended.stats
-            entry = chat.entries[-1]
-            await reply.finish(entry.content, entry.reasoning, ended)
+            transcript.follow()
+            entry, versions = chat.entries[-1], version_label(chat.tree, chat.tree.path[-1])
+            await reply.finish(entry.content, entry.reasoning, ended, versions)
             entry.chunks, entry.reply = tuple(reply.chunks), ended
             entry.thought_seconds = reply.thoughts.seconds
-            await self.transcript.prune()
+            await transcript.prune()
             if turn.continued is not None and not ended.text:
                 self.say("The reply was already complete.")
             elif was_cpu_busy(ended.stats) and not self._is_cpu_busy:
@@ -255,8 +258,9 @@ class TurnScreen(ChatView):
             chat.tree = turn.with_text()
             chat.unfinished = True
             chat.end_turn()
-            entry = chat.entries[-1]
-            await reply.finish(entry.content, entry.reasoning, None)
+            transcript.follow()
+            entry, versions = chat.entries[-1], version_label(chat.tree, chat.tree.path[-1])
+            await reply.finish(entry.content, entry.reasoning, None, versions)
             entry.chunks = tuple(reply.chunks)
             entry.thought_seconds = reply.thoughts.seconds
             await self.save()
@@ -265,7 +269,7 @@ class TurnScreen(ChatView):
         chat.end_turn()
         await reply.finish(reply.text, reply.reasoning, None)
         self._give_back_text(turn)
-        await self.transcript.show_chat(chat.entries, welcome=self._welcome())
+        await self.transcript.show_chat(chat, welcome=self._welcome())
         if (turn.edited is not None or not turn.sent) and not self._leaving:
             await self.save()
 

@@ -278,7 +278,8 @@ def changed(path: Path, name: str, value: float | np.generic) -> Path:
         ({"sections": (1 << 30, 1 << 30, 1 << 30, 1 << 30)}, "dimension_sections"),
         ({"rope__dimension_count": 3}, "rope.dimension_count is 3"),
         ({"rope__dimension_count": 0}, "rope.dimension_count is 0"),
-        ({"hyper_connection_count": 4}, "DeepSeek-V4 DSpark"),
+        ({"hyper_connection_count": 4}, "is a DeepSeek-V4 DSpark head, which edgespec cannot run"),
+        ({"selects": True}, "is a DFlash-2 head, which edgespec cannot run"),
     ],
 )
 def test_an_unsuitable_head_is_refused(

@@ -18,7 +18,7 @@ from edgespec.errors import ModelFileError
 from edgespec.prepare.head import prepare_head
 from tests.backends.dflash_reference import block_logits, markov_logits, tensors_of
 from tests.backends.tiny_models import WORDS, write_llama
-from tests.heads.published_dflash import LAYOUTS, WINDOW, Layout, write_dflash_head
+from tests.heads.published_dflash import LAYOUTS, SELECTOR, WINDOW, Layout, write_dflash_head
 
 VOCAB = 259 + len(WORDS)
 STATES = (0, 1, 3)
@@ -106,6 +106,7 @@ def test_a_converted_head_drafts_what_the_published_one_does(
         ({"intermediate_size": 32}, "has the shape"),
         ({"changes": {"norm.weight": None}}, "it lacks norm.weight"),
         ({"changes": {"mask_embedding": np.zeros(32, np.float32)}}, "unknown tensor mask_embedding"),
+        ({"changes": SELECTOR}, "it is a DFlash 2 head, which edgespec cannot run"),
         ({"changes": {"norm.weight": np.zeros(32, np.int64)}}, "not a floating-point type"),
         ({"changes": {"d2t": np.full(9, VOCAB)}}, "outside the vocabulary"),
         ({"dflash_config": {"mask_token_id": 7}}, "aux_hidden_state_layer_ids"),

@@ -385,7 +385,11 @@ def test_more_layers_than_llama_cpp_can_run_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "tensor"),
-    [("gemma4-assistant", "blk.0.nextn.pre_projection.weight"), ("deepseek4", "blk.2.nextn.eh_proj.weight")],
+    [
+        ("gemma4-assistant", "blk.0.nextn.pre_projection.weight"),
+        ("deepseek4", "blk.2.nextn.eh_proj.weight"),
+        ("glm5-next", "blk.2.nextn.eh_proj.weight"),
+    ],
 )
 def test_other_kinds_of_layers_are_one_clear_error(
     glm: Files, tmp_path: Path, architecture: str, tensor: str

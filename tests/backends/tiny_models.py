@@ -218,6 +218,7 @@ def write_dflash(
     drafted: int | None = None,
     size: int = _SIZE,
     rank: int = 0,
+    selects: bool = False,
     sections: Sequence[int] = (),
     window: int = 0,
     kv_heads: int = 1,
@@ -227,8 +228,9 @@ def write_dflash(
     """A DFlash head for the model that `write_llama` writes.
 
     depth: the number of its layers. drafted: it drafts so many of the tokens. rank: the rank of the Markov
-    head, which makes it a DSpark head. sections: it has M-RoPE. window: all layers but the first have a
-    sliding window. metadata: further values of its architecture, such as `sample_from_anchor`.
+    head, which makes it a DSpark head. selects: it has the selector of a DFlash 2 head. sections: it has
+    M-RoPE. window: all layers but the first have a sliding window. metadata: further values of its
+    architecture, such as `sample_from_anchor`.
     """
     random = np.random.default_rng(9)
     writer = _open(path, "dflash", layers=depth)
@@ -266,6 +268,8 @@ def write_dflash(
             tensors[f"blk.{layer}.attn_v.weight"] = _weights(random, kv_heads * value_size, _SIZE)
         norms = (f"blk.{layer}.attn_{part}_norm.weight" for part in "qk")
         tensors |= dict.fromkeys(norms, _ones(_HEAD))
+    if selects:
+        tensors["selector_hidden.weight"] = _weights(random, 8, size)
     if rank:
         tensors |= {
             "markov_w1.weight": _weights(random, vocab, rank),

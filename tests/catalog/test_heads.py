@@ -148,6 +148,13 @@ class TestNamedHeads:
         with pytest.raises(ModelFileError, match="is a model, not a head; pass draft models with --draft"):
             named(folder / "target.gguf", folder)
 
+    def test_a_head_that_shares_the_targets_cache_is_refused(self, folder: Path) -> None:
+        head = write_published(folder / "assistant")
+        config = {"model_type": "gemma4_assistant", "architectures": ["Gemma4AssistantForCausalLM"]}
+        (head / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ModelFileError, match="is a Gemma 4 assistant head, which edgespec cannot run"):
+            named(head, folder)
+
     def test_a_head_is_refused_as_a_model(self, folder: Path) -> None:
         published = write_published(folder / "eagle3-published")
         for reference in (str(published), "qwen3-8b-eagle3", "hf:AngelSlim/Qwen3-8B_eagle3"):

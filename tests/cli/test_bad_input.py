@@ -70,7 +70,7 @@ def test_a_context_larger_than_memory(run: Run) -> None:
 
 def test_a_prompt_longer_than_the_context(run: Run) -> None:
     error = one_line_error(run("generate", "-", input="word " * 5000), 1)
-    assert "the context holds only 1024" in error
+    assert "the context holds only 1,024" in error
     assert "use --context" in error
 
 

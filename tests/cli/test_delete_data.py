@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 import edgespec
+from edgespec.chat.prompt_history import PromptHistory
 from edgespec.files import data_folder
 from edgespec.saved_arrays import SavedArrays
 from tests.cli.conftest import Run, json_of, one_line_error
 
-KINDS = {".replies", ".npz", ".json", ".kept"}
+KINDS = {".replies", ".npz", ".json", ".kept", ".jsonl"}
 
 
 @pytest.fixture(autouse=True)
@@ -21,6 +22,7 @@ def own_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path / "data"))
     with edgespec.load("demo", "none", context=256, threads=1, remember=True, prefix_cache="disk") as runtime:
         runtime.generate("How do I list files?" * 9, max_tokens=8, seed=1, method="suffix")
+    PromptHistory(data_folder()).add("How do I list files?")
     SavedArrays("swift", "a model").save({"layers": np.arange(3)})
     chat = data_folder() / "chats" / "one.json"
     chat.parent.mkdir()
@@ -51,6 +53,7 @@ def test_asks_for_confirmation_in_a_terminal_if_no_kind_is_named(
         (["replies"], KINDS - {".replies"}),
         (["learned"], KINDS - {".npz"}),
         (["prefix-cache"], KINDS - {".kept"}),
+        (["history"], KINDS - {".jsonl"}),
     ],
 )
 def test_deletes_the_named_kind_only(run: Run, own_data: Path, what: list[str], left: set[str]) -> None:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from edgespec.catalog.catalogue import models_folder
 from tests.backends.published_heads import write_published
 from tests.backends.tiny_models import write_llama
 from tests.cli.conftest import Run, one_line_error
@@ -50,6 +51,16 @@ def test_layerskip_as_a_table(run: Run, model: Path, monkeypatch: pytest.MonkeyP
     assert "SAME TOKEN" in result.stdout
     assert "exit after layer 1 of 3" in result.stdout
     assert said == ["This model was not trained for early exit, so it would not be faster here."]
+
+
+def test_a_draft_model_is_converted(run: Run, tmp_path: Path) -> None:
+    draft, to = models_folder() / "demo-mlx-draft", tmp_path / "draft.gguf"
+    result = run("prepare", "draft", str(draft), "demo", "--to", str(to), "--json")
+    assert result.exit_code == 0
+    told = json.loads(result.stdout)
+    assert told == {"kind": "draft", "file": str(to), "file_bytes": to.stat().st_size}
+    failed = run("prepare", "draft", str(draft), "demo-mlx", "--to", str(to))
+    assert "is not a GGUF model" in one_line_error(failed, 2)
 
 
 def test_a_model_without_a_paying_exit_fails_with_one_line(run: Run, model: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 
 import psutil
@@ -71,7 +72,7 @@ def test_thousands_of_choices() -> None:
 def test_the_process_ends_with_the_trial() -> None:
     others = set(psutil.Process().children())
     trial = ConstraintTrial()
-    assert trial.problem("regex", "a") == ""
+    assert isinstance(trial.run("regex", "a"), int)
     (child,) = set(psutil.Process().children()) - others
     del trial
     assert not child.is_running()
@@ -79,14 +80,56 @@ def test_the_process_ends_with_the_trial() -> None:
 
 def test_a_dead_process_is_replaced() -> None:
     trial = ConstraintTrial()
-    assert trial.problem("regex", "a") == ""
+    assert isinstance(trial.run("regex", "a"), int)
     assert trial._process
     os.kill(trial._process.pid, signal.SIGTERM)
     trial._process.wait()
-    assert trial.problem("regex", "b") == ""
+    assert isinstance(trial.run("regex", "b"), int)
 
 
 def test_without_an_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "")
     with pytest.raises(CapabilityError, match="no Python interpreter"):
-        ConstraintTrial().problem("regex", "a")
+        ConstraintTrial().run("regex", "a")
+
+
+def test_a_kept_constraint_does_not_wait_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = ConstraintCompiler(VOCABULARY, VOCABULARY.size)
+    kept = Constraint("regex", "kept")
+    compiler.check(kept)
+    started, release = threading.Semaphore(0), threading.Event()
+
+    def slow(_trial: ConstraintTrial, _option: str, _text: str) -> int:
+        started.release()
+        assert release.wait(60)
+        return 0
+
+    monkeypatch.setattr(ConstraintTrial, "run", slow)
+    threads = [
+        threading.Thread(target=compiler.check, args=(Constraint("regex", f"slow{index}"),))
+        for index in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        # Both are compiled at the same time.
+        assert started.acquire(timeout=60)
+        assert started.acquire(timeout=60)
+        compiler.check(kept)
+        assert not release.is_set()
+    finally:
+        release.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_large_constraints_are_not_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgespec.constraints.compiler._MAX_KEPT_BYTES", 5 << 20)
+    compiler = ConstraintCompiler(VOCABULARY, VOCABULARY.size)
+    small, large = Constraint("regex", "small"), Constraint("regex", "a{100000}")
+    compiler.check(small)
+    compiler.check(Constraint("regex", "other"))
+    compiler.check(small)
+    assert len(compiler._kept) == 2
+    compiler.check(large)
+    assert list(compiler._kept) == [large]

@@ -14,6 +14,8 @@ from safetensors.numpy import save_file
 Layout: TypeAlias = Literal["z-lab", "z-lab with sliding windows", "DeepSeek", "speculators"]
 LAYOUTS: tuple[Layout, ...] = ("z-lab", "z-lab with sliding windows", "DeepSeek", "speculators")
 FEED_FORWARD, LAYERS, RANK, WINDOW = 64, 2, 8, 8
+# A tensor that only DFlash 2 heads have.
+SELECTOR = {"candidate_selector.hidden_projection.weight": np.zeros((8, 32), np.float32)}
 
 
 def write_dflash_head(

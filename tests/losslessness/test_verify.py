@@ -67,6 +67,7 @@ class TestInvariantMode:
             assert (result.prompts, result.identical, result.near_tie, result.violations) == (4, 4, 0, 0)
             assert result.replies == 4 * 2 * 2
             assert result.drafted_tokens >= result.accepted_tokens > 0
+            assert result.tokens - result.accepted_tokens <= result.target_passes < result.tokens
             assert result.divergences == []
             assert result.smallest_corrected_p_value is None
 
@@ -85,6 +86,7 @@ class TestInvariantMode:
             "smallest_corrected_p_value",
             "drafted_tokens",
             "accepted_tokens",
+            "target_passes",
             "note",
         }
         for result in report["methods"].values():

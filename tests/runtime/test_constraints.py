@@ -15,6 +15,7 @@ import edgespec
 from edgespec import Runtime
 from edgespec.assembly.loading import always_draft
 from edgespec.errors import OptionError
+from edgespec.options import REPLY_OPTIONS
 from tests.runtime.questions import HOWTO
 
 SCHEMA: dict[str, Any] = {
@@ -149,6 +150,17 @@ class TestOptions:
         assert stream.wait().text == "s`."
         with pytest.raises(OptionError, match="'Never', which violates the choice"):
             runtime.stream_messages(messages, reply_start="Never", choice=("Use `ls`.", "Ask."))
+
+    def test_pydantic_models_have_no_other_properties(self) -> None:
+        class Open(BaseModel, extra="allow"):
+            a: int
+
+        class Closed(BaseModel):
+            a: Open
+
+        schema = json.loads(REPLY_OPTIONS["schema"].check("schema", Closed))
+        assert schema["additionalProperties"] is False
+        assert schema["$defs"]["Open"]["additionalProperties"] is True
 
     @pytest.mark.parametrize(
         ("options", "message"),

@@ -13,7 +13,7 @@ import pytest
 from pydantic import BaseModel
 
 import edgespec
-from edgespec.server.schemas import without_other_properties
+from edgespec.json_schemas import without_other_properties
 from tests.server.conftest import MESSAGES, QUESTION
 
 SCHEMA: Any = {
@@ -154,8 +154,8 @@ def test_constraints_that_crash_llguidance_do_not_stop_the_server(http: httpx.Cl
 
 
 def test_a_constraint_that_becomes_too_complex_is_an_error_of_the_request(http: httpx.Client) -> None:
-    endless = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
-    reply = http.post("/v1/chat/completions", json={"messages": MESSAGES, "schema": endless})
+    endless = 'start: "(" start'
+    reply = http.post("/v1/chat/completions", json={"messages": MESSAGES, "grammar": endless})
     assert reply.status_code == 400
     assert "too complex" in reply.json()["error"]["message"]
 
@@ -231,3 +231,41 @@ def test_replies_end_with_schemas_that_do_not_forbid_properties(http: httpx.Clie
         reply = http.post(path, json=body)
         assert reply.status_code == 200, reply.text
         assert re.search(r'\{\\?"n\\?": -?\d+, \\?"kind\\?": \\?"[ab]\\?"\}', reply.text), (path, reply.text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"structured_outputs": {"regex": "[ab]{3}"}}, "[ab]{3}"),
+        ({"structured_outputs": {"choice": ["red", "blue"]}}, "red|blue"),
+        ({"structured_outputs": {"json_object": True}, "max_tokens": 100}, r"\{.*"),
+        ({"structured_outputs": {"json": {"enum": [1, 2]}}}, "[12]"),
+        ({"structured_outputs": {"grammar": 'start: "yes" | "no"'}}, "yes|no"),
+        ({"guided_json": {"type": "object", "properties": {"n": {"const": 1}}}}, r'\{("n": 1)?\}'),
+        ({"guided_json": '{"const": "x"}'}, '"x"'),
+        ({"guided_regex": "[ab]{3}"}, "[ab]{3}"),
+        ({"guided_choice": ["red", "blue"]}, "red|blue"),
+        ({"guided_grammar": 'start: "yes" | "no"'}, "yes|no"),
+    ],
+)
+def test_vllm_constraints(client: openai.OpenAI, fields: dict[str, Any], pattern: str) -> None:
+    reply = client.chat.completions.create(model="demo", messages=MESSAGES, extra_body=fields)
+    assert re.fullmatch(pattern, reply.choices[0].message.content or "")
+    text = client.completions.create(model="demo", prompt=QUESTION, extra_body=fields).choices[0].text
+    assert re.fullmatch(pattern, text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "cannot be used together"),
+        ({"guided_regex": "a", "guided_json": {}}, "guided_json and guided_regex cannot be used together"),
+        ({"guided_regex": "a", "regex": "a"}, "two fields of the request set the regex"),
+        ({"guided_json": {}, "response_format": {"type": "json_object"}}, "set the schema"),
+        ({"guided_regex": "a", "schema": {}}, "schema and regex cannot be used together"),
+        ({"structured_outputs": {"json": 5}}, "structured_outputs.json"),
+    ],
+)
+def test_contradictory_vllm_constraints(client: openai.OpenAI, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=message):
+        client.chat.completions.create(model="demo", messages=MESSAGES, extra_body=fields)

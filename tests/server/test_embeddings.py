@@ -81,7 +81,7 @@ def test_ollama_vectors(server: HttpServer, expected: list[Any], counts: list[in
         for vector, other in zip(vectors, (*expected, expected[0], expected[0]), strict=True):
             np.testing.assert_array_equal(np.array(vector, np.float32), other)
         assert client.embed("demo", []).embeddings == []
-        with pytest.raises(ollama.ResponseError, match="text 1 has 1501 tokens") as error:
+        with pytest.raises(ollama.ResponseError, match="text 1 has 1,501 tokens") as error:
             client.embed("demo", "word " * 1500)
         assert error.value.status_code == 400
         assert client.embed("demo", "word " * 1500, truncate=True).prompt_eval_count == 1023
@@ -102,7 +102,7 @@ def test_ollama_vectors(server: HttpServer, expected: list[Any], counts: list[in
         ({"input": "One", "dimensions": 100000}, "dimensions is 100000, but the model's vectors have only"),
         ({"input": "One", "encoding_format": "int8"}, "encoding_format"),
         ({"input": "One", "temperature": 1}, "unknown field 'temperature'"),
-        ({"input": "word " * 1500}, "1501 tokens"),
+        ({"input": "word " * 1500}, "1,501 tokens"),
     ],
 )
 def test_invalid_requests_are_explained(http: httpx.Client, body: dict[str, Any], message: str) -> None:

@@ -1,13 +1,12 @@
 """Hostile clients: damaged requests, slow clients, floods and disconnects must not harm the server.
 
-`test_hostile_clients` sends a few hundred requests. `HOSTILE_REQUESTS=10000` makes it a long proof.
+`scripts/attack` sends more requests, of more kinds, to a server in a process of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import socket
 import threading
@@ -22,7 +21,7 @@ import pytest
 from edgespec.server.http_server import HttpServer
 from tests.server.conftest import MESSAGES, running
 
-REQUESTS = int(os.environ.get("HOSTILE_REQUESTS", "300"))
+REQUESTS = 300
 BODY = json.dumps({"messages": MESSAGES, "max_tokens": 8, "stream": True}).encode()
 # Memory that the server may use in addition after the first third of the requests.
 MAX_GROWTH_BYTES = 48 * 2**20

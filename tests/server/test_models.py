@@ -140,13 +140,18 @@ def test_closing_ends_waiting_requests() -> None:
             await use(pool, "demo")
 
 
-def test_which_models_requests_can_name(demo_draft: Path, tmp_path: Path) -> None:
+def test_which_models_requests_can_name(
+    demo_draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     link = tmp_path / "mine.gguf"
     os.link(demo_draft, link)
+    # A file in the current folder can have the name of a model.
+    os.link(demo_draft, tmp_path / "mine")
+    monkeypatch.chdir(tmp_path)
 
     @pool_test(target=str(link))
     async def test(pool: ModelPool) -> None:
-        for path in (str(demo_draft), "../mine.gguf", "~/x.gguf", "/dev/zero"):
+        for path in (str(demo_draft), "../mine.gguf", "mine", "~/x.gguf", "/dev/zero"):
             with pytest.raises(ModelNotFoundError, match="is the path of a file"):
                 await use(pool, path)
         user_aliases_path().write_text(f'[aliases]\nnamed = "{demo_draft}"\n')

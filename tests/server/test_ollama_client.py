@@ -245,7 +245,8 @@ def test_models_are_described(client: ollama.Client, http: httpx.Client) -> None
         ({"num_predict": 1}, "did you mean options.max_tokens or options.num_predict?"),
         ({"temperature": -1}, "temperature must be a number from 0 to 100, not -1"),
         ({"options": {"temperatur": 1}}, "did you mean options.temperature?"),
-        ({"options": {"mirostat": 2}}, "unknown field 'options.mirostat'; leave it out"),
+        ({"options": {"mirostat": 2}}, "mirostat 2 is not supported; leave mirostat out, or set it to 0"),
+        ({"options": {"tfs_z": 0.5}}, "tfs_z 0.5 is not supported; leave tfs_z out, or set it to 1"),
         ({"options": {"temperature": -1}}, "temperature must be a number from 0 to 100, not -1"),
         (
             {"options": {"num_predict": -3}},
@@ -290,3 +291,16 @@ def test_other_errors(client: ollama.Client, http: httpx.Client) -> None:
         list(client.chat("demo", [{"role": "user", "content": "word " * 1500}], stream=True))
     assert "1024" in str(long.value)
     assert "there is nothing at /api/pull" in http.post("/api/pull", json={}).json()["error"]
+
+
+def test_options_that_change_nothing_are_ignored(http: httpx.Client) -> None:
+    neutral = {
+        "mirostat": 0,
+        "mirostat_tau": 5.0,
+        "tfs_z": 1.0,
+        "penalize_newline": True,
+        "vocab_only": False,
+    }
+    body = {"messages": MESSAGES, "stream": False, "options": {**neutral, "num_predict": 4}}
+    report = http.post("/api/chat", json=body).json()["edgespec"]
+    assert sorted(report["ignored_fields"]) == sorted(f"options.{name}" for name in neutral)

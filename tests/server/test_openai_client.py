@@ -198,21 +198,40 @@ def test_too_long_prompts_report_the_sizes(client: openai.OpenAI, stream: bool) 
     with pytest.raises(openai.BadRequestError) as error:
         client.chat.completions.create(model="demo", messages=messages, stream=stream)
     assert error.value.type == "exceed_context_size_error"
+    assert error.value.param == "messages"
     body: Any = error.value.body
     assert body["n_ctx"] == 1024
     assert body["n_prompt_tokens"] > 1024
     # LiteLLM and opencode recognise the error by its second part.
     advice = (
-        "but the context holds only 1,?024; this model's maximum context length is 1024 tokens, so shorten"
+        "but the context holds only 1,024; this model's maximum context length is 1024 tokens, so shorten"
         " it, or start the server with a larger --context$"
     )
     assert re.search(advice, error.value.message)
+
+
+def test_too_long_prompts_name_the_field_of_the_operation(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as error:
+        client.completions.create(model="demo", prompt="word " * 1500)
+    assert error.value.param == "prompt"
+    with pytest.raises(openai.BadRequestError) as error:
+        client.responses.create(model="demo", input="word " * 1500)
+    assert error.value.param == "input"
+
+
+def test_deep_nesting_is_not_called_invalid_json(client: openai.OpenAI) -> None:
+    nested: Any = {}
+    for _ in range(300):
+        nested = {"properties": {"a": nested}}
+    with pytest.raises(openai.BadRequestError, match="nested too deeply; use at most 200 levels"):
+        client.chat.completions.create(model="demo", messages=MESSAGES, extra_body={"schema": nested})
 
 
 def test_unknown_models_are_not_found(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as error:
         client.chat.completions.create(model="gpt-77", messages=MESSAGES)
     assert error.value.code == "model_not_found"
+    assert "path" not in error.value.message
     with pytest.raises(
         openai.NotFoundError,
         match=r"70b-q4: \S+ is not on this machine; download it with `edgespec models pull",

@@ -28,15 +28,16 @@ PROMPTS = [
 
 
 class Stops:
-    """A progress callback that stops the training at the n-th report of training steps."""
+    """A progress callback that stops the training at the n-th report of a kind."""
 
-    def __init__(self, after: int | None = None) -> None:
+    def __init__(self, after: int | None = None, kind: str = "training") -> None:
         self.left = after
+        self.kind = kind
         self.seen: list[str] = []
 
     def __call__(self, description: str, _fraction: float) -> bool:
         self.seen.append(description)
-        if self.left is None or not description.startswith("training"):
+        if self.left is None or not description.startswith(self.kind):
             return True
         self.left -= 1
         return self.left >= 0

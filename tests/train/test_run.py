@@ -38,6 +38,48 @@ def test_an_interrupted_training_gives_the_same_head(
     assert not (tmp_path / "training").exists()
 
 
+def test_an_interrupted_evaluation_continues_without_training_or_measuring_again(
+    finished: TrainingResult, train: Train, tmp_path: Path
+) -> None:
+    shutil.copytree(finished.folder, tmp_path, dirs_exist_ok=True)
+    with pytest.raises(CancelledError):
+        train(tmp_path, Stops(0, "measuring"))
+    with pytest.raises(CancelledError):
+        train(tmp_path, Stops(1, "measuring"))
+    continued = Stops()
+    result = train(tmp_path, continued)
+    # Only the earlier head had not been measured.
+    assert set(continued.seen) == {"measuring"}
+    assert (result.curve, result.figures, result.earlier) == (
+        finished.curve,
+        finished.figures,
+        finished.figures,
+    )
+    assert not result.kept
+    assert not (tmp_path / "training").exists()
+
+
+def test_a_head_that_borrows_the_targets_output_matrix_is_compared(
+    finished: TrainingResult, train: Train, tmp_path: Path
+) -> None:
+    shutil.copytree(finished.folder, tmp_path, dirs_exist_ok=True)
+    arrays = arrays_of(finished.folder)
+    own = {name: array for name, array in arrays.items() if name not in ("lm_head.weight", "d2t", "t2d")}
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), own)
+    earlier = train(tmp_path).earlier
+    assert earlier is not None
+    assert earlier.tokens_per_pass == pytest.approx(finished.figures.tokens_per_pass, abs=0.02)
+
+
+def test_the_speed_is_measured_once(train: Train, tmp_path: Path) -> None:
+    first, second = Stops(1), Stops(1)
+    for progress in (first, second):
+        with pytest.raises(CancelledError):
+            train(tmp_path, progress)
+    assert "estimating the time" in first.seen
+    assert "estimating the time" not in second.seen
+
+
 @pytest.mark.parametrize("method", ["medusa", "hydra"])
 def test_an_interrupted_training_of_other_heads_gives_the_same_heads(
     train: Train, tmp_path: Path, method: str

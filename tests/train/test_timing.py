@@ -8,7 +8,7 @@ from edgespec.backends.drafter_training import TrainingBatch
 from edgespec.backends.mlx.head_trainer import MlxHeadTrainer
 from edgespec.errors import CancelledError
 from edgespec.train import TrainingTarget
-from edgespec.train.timing import estimate_seconds
+from edgespec.train.timing import measure_speed
 from edgespec.train.writing import ConversationWriter
 
 run_step = MlxHeadTrainer.step
@@ -36,7 +36,7 @@ def estimate(target: TrainingTarget, until: int | None = None) -> float:
 
     start = ConversationWriter(target.teacher, target.template, []).question_start
     student = target.teacher.head("medusa")
-    return estimate_seconds(target.teacher, student, 10_000, start, 0, 0, progress)
+    return measure_speed(target.teacher, student, start, progress).remaining_seconds(10_000, 0, 0)
 
 
 def test_fast_machines_try_larger_steps(

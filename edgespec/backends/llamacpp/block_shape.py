@@ -12,7 +12,7 @@ from edgespec.backends.gguf_header import GgufHeader, read_header
 from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.heads.dflash_config import MAX_BLOCK_TOKENS
 
-__all__ = ["BlockShape", "read_block_shape"]
+__all__ = ["BlockShape", "check_head_kind", "read_block_shape"]
 
 # Block size that llama.cpp assumes if the metadata does not contain one.
 _DEFAULT_BLOCK_TOKENS = 16
@@ -52,6 +52,20 @@ class BlockShape:
         return self.tokens - self.first_row
 
 
+def check_head_kind(path: Path) -> None:
+    """Raise CapabilityError if a GGUF file is a block-diffusion head of a kind that edgespec cannot run."""
+    header = read_header(path)
+    kind = ""
+    if any(tensor.name == "selector_hidden.weight" for tensor in header.tensors):
+        kind = "DFlash-2"
+    elif header.architecture_value("hyper_connection_count", 0):
+        kind = "DeepSeek-V4 DSpark"
+    if kind:
+        raise CapabilityError(
+            f"{path} is a {kind} head, which edgespec cannot run", "choose a DFlash or DSpark head"
+        )
+
+
 def read_block_shape(path: Path, vocab_size: int) -> BlockShape:
     """Read the layout of a head's blocks from its GGUF file.
 
@@ -61,15 +75,9 @@ def read_block_shape(path: Path, vocab_size: int) -> BlockShape:
 
     Raises:
         ModelFileError: The metadata is damaged, so running the head could make llama.cpp end the process.
-        CapabilityError: edgespec does not support this kind of head.
     """
     header = read_header(path)
     names = {tensor.name for tensor in header.tensors}
-    if "selector_hidden.weight" in names or header.architecture_value("hyper_connection_count", 0):
-        kind = "DFlash-2" if "selector_hidden.weight" in names else "DeepSeek-V4 DSpark"
-        raise CapabilityError(
-            f"{path} is a {kind} head, which edgespec cannot run", "choose a DFlash or DSpark head"
-        )
     has_markov = "markov_w1.weight" in names
     shape = BlockShape(
         tokens=header.architecture_value("block_size", _DEFAULT_BLOCK_TOKENS),

@@ -16,7 +16,7 @@ from edgespec.backends.base_model import in_batches
 from edgespec.backends.gguf_header import read_header
 from edgespec.backends.gguf_metadata import read_gguf_info
 from edgespec.backends.llamacpp.block_context import BlockContext
-from edgespec.backends.llamacpp.block_shape import BlockShape, read_block_shape
+from edgespec.backends.llamacpp.block_shape import BlockShape, check_head_kind, read_block_shape
 from edgespec.backends.llamacpp.context_planning import plan_context
 from edgespec.backends.llamacpp.head import CachedHead
 from edgespec.backends.llamacpp.head_loading import estimate_head, load_head_file, target_layers
@@ -189,6 +189,8 @@ class DFlashHead(CachedHead):
 
 def load_dflash_head(target: LlamaCppModel, head: Head) -> DFlashHead:
     """Load a DFlash or DSpark head for a target. See `load_head_file`."""
+    assert head.path is not None
+    check_head_kind(head.path)
 
     def make(weights: Any, options: LoadOptions, name: str) -> DFlashHead:
         assert head.path is not None

@@ -190,7 +190,7 @@ def describe(
     notice = ""
     if plan.tokens > trained:
         notice = (
-            f"{name} was trained for a context of {trained} tokens;"
+            f"{name} was trained for a context of {trained:,} tokens;"
             f" replies may be worse in longer contexts, so consider --context {trained}"
         )
     return ModelFacts(

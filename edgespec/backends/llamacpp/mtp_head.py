@@ -47,6 +47,7 @@ class MtpHead(PairHead):
         owns_weights: bool,
     ) -> None:
         self._own_weights = weights if owns_weights else None
+        self._count = layers.count
         max_plan = _plan(layers, options)
         check_contexts_fit([max_plan], check_file(str(path)) if owns_weights else 0, options)
         plan = max_plan.with_tokens(target.facts.context_tokens)
@@ -93,21 +94,8 @@ class ChainedMtpHead(MtpHead):
 
     _context: HeadContext
 
-    def __init__(
-        self,
-        target: LlamaCppModel,
-        weights: Any,
-        path: Path,
-        layers: MtpLayers,
-        options: LoadOptions,
-        name: str,
-        *,
-        owns_weights: bool,
-    ) -> None:
-        super().__init__(target, weights, path, layers, options, name, owns_weights=owns_weights)
-        self._count = layers.count
-        # Index of the layer that runs the current level of the draft tree.
-        self._layer = 0
+    # Index of the layer that runs the current level of the draft tree.
+    _layer = 0
 
     def _append(self, tokens: Sequence[int]) -> None:
         for layer in range(self._count):

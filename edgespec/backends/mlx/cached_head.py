@@ -39,7 +39,7 @@ class CachedHead(SelfDraftView["MlxModel"]):
 
     Args:
         target: The target.
-        log: The log of the target's hidden states that the head reads. `close` stops it.
+        states: The target's hidden states that the head reads, as for `log_hidden_states`.
         network: The head's network, with evaluated weights. It states its data type (`dtype`) and the number
             of KV caches that it needs (`cache_count`).
         embed: Returns the embeddings of token ids.
@@ -54,7 +54,7 @@ class CachedHead(SelfDraftView["MlxModel"]):
     def __init__(
         self,
         target: MlxModel,
-        log: HiddenStateLog,
+        states: Sequence[int],
         network: Any,
         embed: Callable[[mx.array], mx.array],
         lm_head: Callable[[mx.array], mx.array],
@@ -62,7 +62,7 @@ class CachedHead(SelfDraftView["MlxModel"]):
         facts: ModelFacts,
     ) -> None:
         super().__init__(target)
-        self.log, self._network = log, network
+        self._network = network
         self._embed, self._lm_head = embed, lm_head
         self._draft_vocabulary = DraftVocabulary(target_ids, target.facts.vocab_size)
         self._dtype = network.dtype
@@ -70,6 +70,8 @@ class CachedHead(SelfDraftView["MlxModel"]):
         self._layout = PassLayout()
         self._interrupted = False
         self._clear(0)
+        # `close` stops the log. It is opened last, so that it does not stay open if anything before fails.
+        self.log: HiddenStateLog = target.log_hidden_states(states)
 
     def _clear(self, position: int) -> None:
         """Empty the KV cache. Its first row will belong to the token at `position`."""

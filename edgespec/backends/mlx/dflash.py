@@ -10,7 +10,6 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.hidden_state_log import HiddenStateLog
 from edgespec.backends.mlx.cached_head import CachedHead
 from edgespec.backends.mlx.dflash_network import DFlashNetwork
 from edgespec.backends.mlx.evaluation import evaluate, start_evaluation, translate_errors
@@ -47,7 +46,6 @@ class DFlashHead(CachedHead):
     def __init__(
         self,
         target: MlxModel,
-        log: HiddenStateLog,
         network: DFlashNetwork,
         config: DFlashConfig,
         embed: Callable[[mx.array], mx.array],
@@ -64,7 +62,7 @@ class DFlashHead(CachedHead):
             drafts_in_one_pass=True,
         )
         facts = replace(facts, capabilities=capabilities)
-        super().__init__(target, log, network, embed, lm_head, target_ids, facts)
+        super().__init__(target, config.states, network, embed, lm_head, target_ids, facts)
 
     def _end_round(self) -> None:
         super()._end_round()

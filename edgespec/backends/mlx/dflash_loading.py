@@ -5,11 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import mlx.core as mx
-
 from edgespec.backends.hidden_state_log import MAX_LOGGED_TOKENS
-from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
-from edgespec.backends.mlx.attention_cache import cache_rows
+from edgespec.backends.memory_estimate import MemoryEstimate
 from edgespec.backends.mlx.cached_head import BATCH_TOKENS
 from edgespec.backends.mlx.dflash import DFlashHead
 from edgespec.backends.mlx.dflash_network import DFlashNetwork
@@ -18,14 +15,16 @@ from edgespec.backends.mlx.head_loading import (
     check_memory,
     check_sizes,
     checked_folder,
+    estimate_head,
     evaluate_constants,
     head_facts,
+    invalid_settings,
     loaded_bytes,
     weight_array,
 )
 from edgespec.backends.mlx.target_ends import TargetEmbedding, TargetLmHead
-from edgespec.errors import CapabilityError, ModelFileError, shorten
-from edgespec.heads.dflash_files import DFlashFiles, read_dflash
+from edgespec.errors import CapabilityError
+from edgespec.heads.dflash_files import read_dflash
 
 if TYPE_CHECKING:
     from edgespec.backends.mlx.model import MlxModel
@@ -42,19 +41,12 @@ def estimate_dflash_head(folder: Path, context_tokens: int) -> MemoryEstimate:
     """
     files = read_dflash(checked_folder(folder))
     config, fused = files.config, files.tensors["fc.weight"].shape[1]
-    batch_bytes = BATCH_TOKENS * (8 * config.size + 2 * config.feed_forward_size + fused)
-    return MemoryEstimate(
-        context_tokens,
-        "as the weights",
-        (
-            MemoryPart("weights", sum(loaded_bytes(tensor) for tensor in files.tensors.values())),
-            MemoryPart("cache", config.kv_bytes_per_token * cache_rows(None, context_tokens)),
-            MemoryPart(
-                "compute",
-                4 * (batch_bytes + 2 * config.block_tokens * config.vocab_size + MAX_LOGGED_TOKENS * fused),
-            ),
-        ),
+    batch_elements = BATCH_TOKENS * (8 * config.size + 2 * config.feed_forward_size + fused)
+    compute_elements = (
+        batch_elements + 2 * config.block_tokens * config.vocab_size + MAX_LOGGED_TOKENS * fused
     )
+    weight_bytes = sum(map(loaded_bytes, files.tensors.values()))
+    return estimate_head(context_tokens, weight_bytes, config.kv_bytes_per_token, compute_elements)
 
 
 def load_dflash_head(target: MlxModel, net: Any, folder: Path) -> DFlashHead:
@@ -81,7 +73,10 @@ def load_dflash_head(target: MlxModel, net: Any, folder: Path) -> DFlashHead:
         )
     check_memory(target, name, sum(loaded_bytes(tensor) for tensor in files.tensors.values()))
     weights = [(parameter, weight_array(tensor)) for parameter, tensor in files.tensors.items()]
-    network = _network(files, weights, folder)
+    with invalid_settings(folder):
+        network = DFlashNetwork(files)
+        network.load_weights(weights, strict=True)
+        evaluate_constants(layer.self_attn.rope for layer in network.layers)
     facts = head_facts(
         target,
         name,
@@ -94,28 +89,10 @@ def load_dflash_head(target: MlxModel, net: Any, folder: Path) -> DFlashHead:
     )
     embed = TargetEmbedding(net, config.vocab_size, config.size)
     lm_head = TargetLmHead(net) if files.target_ids is None else network.lm_head
-    log = target.log_hidden_states(config.states)
-    try:
-        head = DFlashHead(target, log, network, config, embed, lm_head, files.target_ids, facts)
-    except BaseException:
-        target.stop_logging(log)
-        raise
+    head = DFlashHead(target, network, config, embed, lm_head, files.target_ids, facts)
     try:
         check_finite(head, folder)
     except BaseException:
         head.close()
         raise
     return head
-
-
-def _network(files: DFlashFiles, weights: list[tuple[str, mx.array]], folder: Path) -> DFlashNetwork:
-    try:
-        network = DFlashNetwork(files)
-        network.load_weights(weights, strict=True)
-        evaluate_constants(layer.self_attn.rope for layer in network.layers)
-    except (ValueError, KeyError, TypeError, ArithmeticError, AssertionError) as error:
-        raise ModelFileError(
-            f"the config.json of the head {folder} has invalid settings: {shorten(error)}",
-            "download it again",
-        ) from error
-    return network

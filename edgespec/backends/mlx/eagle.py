@@ -10,7 +10,6 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.hidden_state_log import HiddenStateLog
 from edgespec.backends.mlx.attention_cache import AttentionCache
 from edgespec.backends.mlx.cached_head import BATCH_TOKENS, CachedHead
 from edgespec.backends.mlx.evaluation import start_evaluation, translate_errors
@@ -72,7 +71,7 @@ class EagleHead(CachedHead):
     def __init__(
         self,
         target: MlxModel,
-        log: HiddenStateLog,
+        states: Sequence[int],
         network: HeadNetwork,
         embed: Callable[[mx.array], mx.array],
         lm_head: Callable[[mx.array], mx.array],
@@ -85,7 +84,7 @@ class EagleHead(CachedHead):
             max_width=min(BATCH_TOKENS, target.facts.capabilities.max_width),
         )
         facts = replace(facts, capabilities=capabilities)
-        super().__init__(target, log, network, embed, lm_head, target_ids, facts)
+        super().__init__(target, states, network, embed, lm_head, target_ids, facts)
         install_tree_ropes(network, self._layout)
 
     def _end_round(self) -> None:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from edgespec.backends.hidden_state_log import MAX_LOGGED_TOKENS, POST_NORM
-from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
-from edgespec.backends.mlx.attention_cache import cache_rows
+from edgespec.backends.memory_estimate import MemoryEstimate
 from edgespec.backends.mlx.cached_head import BATCH_TOKENS
 from edgespec.backends.mlx.eagle import EagleHead
 from edgespec.backends.mlx.eagle_network import EagleNetwork
@@ -19,14 +18,16 @@ from edgespec.backends.mlx.head_loading import (
     check_memory,
     check_sizes,
     checked_folder,
+    estimate_head,
     evaluate_constants,
     head_facts,
+    invalid_settings,
     loaded_bytes,
     weight_array,
 )
 from edgespec.backends.mlx.target_ends import TargetEmbedding, TargetLmHead
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import CapabilityError, ModelFileError, shorten
+from edgespec.errors import CapabilityError
 from edgespec.heads.eagle_files import EagleFiles, read_eagle
 
 if TYPE_CHECKING:
@@ -52,15 +53,8 @@ def estimate_eagle_head(folder: Path, context_tokens: int) -> MemoryEstimate:
     config, fused = files.config, files.tensors["fc.weight"].shape[1]
     weight_bytes = sum(loaded_bytes(tensor) for tensor in files.tensors.values())
     row = 2 * config.vocab_size + 8 * config.hidden_size + 2 * config.feed_forward_size + fused
-    return MemoryEstimate(
-        context_tokens,
-        "as the weights",
-        (
-            MemoryPart("weights", weight_bytes),
-            MemoryPart("cache", config.kv_bytes_per_token * cache_rows(None, context_tokens)),
-            MemoryPart("compute", 4 * (BATCH_TOKENS * row + MAX_LOGGED_TOKENS * fused)),
-        ),
-    )
+    compute_elements = BATCH_TOKENS * row + MAX_LOGGED_TOKENS * fused
+    return estimate_head(context_tokens, weight_bytes, config.kv_bytes_per_token, compute_elements)
 
 
 def load_eagle_head(target: MlxModel, net: Any, folder: Path) -> EagleHead:
@@ -115,15 +109,10 @@ def _head(
 ) -> EagleHead:
     """Create a head that reads the target's hidden states `states`."""
     config = files.config
-    try:
+    with invalid_settings(folder):
         network = EagleNetwork(files)
         network.load_weights(list(weights), strict=True)
         evaluate_constants([network.layer.self_attn.rope])
-    except (ValueError, KeyError, TypeError, ArithmeticError, AssertionError) as error:
-        raise ModelFileError(
-            f"the config.json of the head {folder} has invalid settings: {shorten(error)}",
-            "download it again",
-        ) from error
     parameters = dict(weights)
     embed = (
         network.embed_tokens
@@ -141,12 +130,7 @@ def _head(
         config.kv_bytes_per_token,
         config.context_tokens,
     )
-    log = target.log_hidden_states(states)
-    try:
-        return EagleHead(target, log, network, embed, lm_head, files.target_ids, facts)
-    except BaseException:
-        target.stop_logging(log)
-        raise
+    return EagleHead(target, states, network, embed, lm_head, files.target_ids, facts)
 
 
 def load_most_accurate(target: MlxModel, choices: Iterable[EagleHead], folder: Path) -> EagleHead:

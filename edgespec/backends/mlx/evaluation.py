@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import mlx.core as mx
 
 from edgespec.backends.mlx.build_info import runs_on_cpu
+from edgespec.backends.mlx.streams import release_streams
 from edgespec.errors import BackendError, OutOfMemoryError
 
 __all__ = ["evaluate", "freed_buffers_bytes", "release_thread_state", "start_evaluation", "translate_errors"]
@@ -57,8 +58,4 @@ def release_thread_state() -> None:
     """
     if threading.current_thread() is threading.main_thread():
         return
-    mx.synchronize()
-    mx.clear_streams()
-    for kind in (mx.cpu, mx.gpu):
-        if mx.is_available(kind):
-            mx.set_default_stream(mx.new_stream(kind))
+    release_streams()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,12 +14,13 @@ import numpy as np
 
 from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.memory_check import check_weights_fit
+from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
 from edgespec.backends.mlx.attention_cache import cache_rows
 from edgespec.backends.mlx.build_info import runs_on_cpu
 from edgespec.backends.mlx.evaluation import evaluate, translate_errors
 from edgespec.backends.model_facts import ModelFacts
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.errors import CapabilityError, ModelFileError, shorten
 from edgespec.heads.stored_tensor import StoredTensor
 
 if TYPE_CHECKING:
@@ -29,14 +31,43 @@ __all__ = [
     "check_memory",
     "check_sizes",
     "checked_folder",
+    "estimate_head",
     "evaluate_constants",
     "head_facts",
+    "invalid_settings",
     "loaded_bytes",
     "weight_array",
 ]
 
 # On a CPU, heads are computed in float32, like their targets. See `WeightSizes.widens`.
 _DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16}
+
+
+@contextmanager
+def invalid_settings(folder: Path) -> Iterator[None]:
+    """Convert exceptions from creating the network of a head to ModelFileErrors about its config.json."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, ArithmeticError, AssertionError) as error:
+        raise ModelFileError(
+            f"the config.json of the head {folder} has invalid settings: {shorten(error)}",
+            "download it again",
+        ) from error
+
+
+def estimate_head(
+    context_tokens: int, weight_bytes: int, kv_bytes_per_token: int, compute_elements: int
+) -> MemoryEstimate:
+    """Return the memory estimate of a head, given the number of float32 values that its passes need."""
+    return MemoryEstimate(
+        context_tokens,
+        "as the weights",
+        (
+            MemoryPart("weights", weight_bytes),
+            MemoryPart("cache", kv_bytes_per_token * cache_rows(None, context_tokens)),
+            MemoryPart("compute", 4 * compute_elements),
+        ),
+    )
 
 
 def checked_folder(path: Path) -> Path:

@@ -91,7 +91,9 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
     check_options(options)
     mx = mlx_core()
     from edgespec.backends.mlx.evaluation import freed_buffers_bytes, release_thread_state
+    from edgespec.backends.mlx.streams import reuse_stream
 
+    reuse_stream()
     unmap_freed_buffers()
     # Limit MLX's cache of freed buffers, which can otherwise grow to gigabytes.
     mx.set_cache_limit(freed_buffers_bytes())
@@ -115,7 +117,7 @@ def _load(path: str, name: str, options: LoadOptions, progress: Progress | None)
     description = f"{architecture} {skeleton.parameters / 1e6:,.1f}M {skeleton.quantisation}"
     context_tokens = requested_context(options, skeleton.sizes.trained_context_tokens)
     trained = skeleton.sizes.trained_context_tokens or context_tokens
-    notice = f"{name} was trained for a context of {trained} tokens; longer text may be incoherent"
+    notice = f"{name} was trained for a context of {trained:,} tokens; longer text may be incoherent"
     facts = ModelFacts(
         name=name,
         path=path,

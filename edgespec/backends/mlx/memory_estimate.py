@@ -25,6 +25,7 @@ from edgespec.backends.mlx.model_skeleton import (
     read_skeleton,
     trace_one_token,
 )
+from edgespec.backends.mlx.streams import reuse_stream
 from edgespec.backends.mlx_metadata import language_config
 from edgespec.backends.model_facts import Adapter
 from edgespec.errors import OptionError
@@ -87,6 +88,7 @@ class MlxMemoryEstimator:
     why_not_shared = "MLX runs one reply at a time"
 
     def __init__(self, path: str, name: str, options: LoadOptions) -> None:
+        reuse_stream()
         self.name = name
         folders = [path, *(adapter.path for adapter in options.adapters)]
         stamps = [_file_stamps(Path(folder)) for folder in folders]

@@ -32,6 +32,7 @@ from edgespec.backends.mlx.partial_models import (
 )
 from edgespec.backends.mlx.pass_runner import PassRunner
 from edgespec.backends.mlx.state_recorder import StateRecorder
+from edgespec.backends.mlx.streams import reuse_stream
 from edgespec.backends.mlx.vocabulary import MlxVocabulary
 from edgespec.backends.model_facts import ModelFacts
 from edgespec.backends.optional_features import Trainer
@@ -81,6 +82,11 @@ class MlxModel(BaseModel):
     @property
     def length(self) -> int:
         return self._runner.length
+
+    def _check(self, more: int) -> None:
+        # Any thread can use the model, and each operation starts here.
+        reuse_stream()
+        super()._check(more)
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
         self._check(len(tokens))
@@ -299,6 +305,7 @@ class MlxModel(BaseModel):
         if self._closed:
             return
         self._closed = True
+        reuse_stream()
         self._close_vocabulary()
         mx.synchronize()
         self._runner.close()

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import mlx.core as mx
 
 from edgespec.backends.hidden_state_log import MAX_LOGGED_TOKENS, POST_NORM
-from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
-from edgespec.backends.mlx.attention_cache import cache_rows
+from edgespec.backends.memory_estimate import MemoryEstimate
 from edgespec.backends.mlx.cached_head import BATCH_TOKENS
 from edgespec.backends.mlx.eagle import EagleHead
 from edgespec.backends.mlx.eagle_loading import load_most_accurate
 from edgespec.backends.mlx.head_loading import (
     check_memory,
+    estimate_head,
     evaluate_constants,
     head_facts,
     loaded_bytes,
@@ -57,15 +57,8 @@ def estimate_mtp_head(folder: Path, context_tokens: int) -> MemoryEstimate:
     modules = read_mtp(folder)
     config = language_config(read_json_object(folder / "config.json"))
     size, vocab = modules[0]["norm.weight"].shape[0], int(config.get("vocab_size") or 0)
-    return MemoryEstimate(
-        context_tokens,
-        "as the weights",
-        (
-            MemoryPart("weights", _weight_bytes(modules)),
-            MemoryPart("cache", _kv_bytes(modules) * cache_rows(None, context_tokens)),
-            MemoryPart("compute", 4 * (BATCH_TOKENS * (2 * vocab + 16 * size) + MAX_LOGGED_TOKENS * size)),
-        ),
-    )
+    compute_elements = BATCH_TOKENS * (2 * vocab + 16 * size) + MAX_LOGGED_TOKENS * size
+    return estimate_head(context_tokens, _weight_bytes(modules), _kv_bytes(modules), compute_elements)
 
 
 def _weight_bytes(modules: Iterable[Mapping[str, StoredTensor]]) -> int:
@@ -195,14 +188,9 @@ def _head(target: MlxModel, net: Any, modules: Sequence[_Weights], state: int, f
     )
     embed = TargetEmbedding(net, target.facts.vocab_size, target.state_size)
     lm_head = TargetLmHead(net)
-    log = target.log_hidden_states([state])
-    try:
-        if len(networks) == 1:
-            return EagleHead(target, log, networks[0], embed, lm_head, None, facts)
-        return ChainedMtpHead(target, log, MtpChain(networks), embed, lm_head, None, facts)
-    except BaseException:
-        target.stop_logging(log)
-        raise
+    if len(networks) == 1:
+        return EagleHead(target, [state], networks[0], embed, lm_head, None, facts)
+    return ChainedMtpHead(target, [state], MtpChain(networks), embed, lm_head, None, facts)
 
 
 def _module(target: MlxModel, net: Any, weights: _Weights, post_norm: bool, folder: Path) -> MtpModule:

@@ -106,10 +106,13 @@ class TrainableEagle(TrainableHead):
     @classmethod
     def read(cls, teacher: MlxTeacher, config: Mapping[str, Any], arrays: Arrays) -> Self:
         """See `TrainableHead`."""
-        output = arrays.pop("lm_head.weight").astype(mx.float32)
-        offsets = np.array(arrays.pop("d2t"), np.int64)
+        # Heads that draft every token can lack `d2t`, and can borrow the target's output matrix.
+        offsets = np.array(arrays.pop("d2t", mx.zeros(config["vocab_size"])), np.int64)
+        draft_tokens = offsets + np.arange(len(offsets))
+        stored = arrays.pop("lm_head.weight", None)
+        output = teacher.output_rows(mx.array(draft_tokens)) if stored is None else stored.astype(mx.float32)
         arrays.pop("t2d", None)
-        head = cls(teacher, config, offsets + np.arange(len(offsets)), output)
+        head = cls(teacher, config, draft_tokens, output)
         head.net.load_weights([(name, array.astype(mx.float32)) for name, array in arrays.items()])
         if config["hidden_size"] != teacher.size or config["vocab_size"] != teacher.vocabulary.size:
             raise ValueError("it was made for another target")

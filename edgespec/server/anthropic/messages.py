@@ -5,6 +5,7 @@ from __future__ import annotations
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
+from edgespec.json_schemas import without_other_properties
 from edgespec.server.anthropic.errors import error_event
 from edgespec.server.anthropic.fields import AnthropicCountRequest, AnthropicMessageRequest
 from edgespec.server.anthropic.message import MessageBuilder
@@ -15,7 +16,6 @@ from edgespec.server.generation import ReplyRequest
 from edgespec.server.protocol import Call
 from edgespec.server.reply_builder import respond
 from edgespec.server.responses import json_response
-from edgespec.server.schemas import without_other_properties
 
 __all__ = ["AnthropicCount", "count_tokens", "create_message"]
 

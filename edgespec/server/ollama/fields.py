@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
+from edgespec.errors import OptionError
+from edgespec.json_schemas import without_other_properties
 from edgespec.server.errors import invalid_request
 from edgespec.server.fields import Ignored, ReplyFields, reply_options
-from edgespec.server.schemas import without_other_properties
 
 __all__ = ["OllamaFields", "OllamaOptions", "ignored_fields", "options_of", "refuse_images"]
 
@@ -20,11 +21,23 @@ _RENAMED = {
 }
 
 
+def _require(neutral: int, value: Any, name: str | None) -> Any:
+    """Raise OptionError unless an option has the value that changes nothing."""
+    if value is not None and value != neutral:
+        raise OptionError(f"{name} {value!r} is not supported", f"leave {name} out, or set it to {neutral}")
+    return value
+
+
+_Off = Annotated[Ignored, AfterValidator(lambda value, info: _require(0, value, info.field_name))]
+_One = Annotated[Ignored, AfterValidator(lambda value, info: _require(1, value, info.field_name))]
+
+
 class OllamaOptions(ReplyFields):
     """The field `options`, which accepts Ollama's and edgespec's option names.
 
-    The ignored options only choose how a model is loaded, which `edgespec serve` has already decided. A
-    prompt that does not fit the loaded model's context is an error, so `num_ctx` cannot shorten it unnoticed.
+    Most of the ignored options only choose how a model is loaded, which `edgespec serve` has already decided.
+    A prompt that does not fit in the model's context is an error, so `num_ctx` cannot shorten it unnoticed.
+    The others belong to features that edgespec does not have, and are ignored only while they are off.
     """
 
     num_predict: Annotated[int, Field(ge=-2)] | None = Field(
@@ -32,17 +45,25 @@ class OllamaOptions(ReplyFields):
     )
     repeat_penalty: float | None = Field(default=None, description="Like repetition_penalty.")
     repeat_last_n: int | None = Field(default=None, description="Like penalty_window.")
+    embedding_only: _Off
     f16_kv: Ignored
+    logits_all: _Off
     low_vram: Ignored
     main_gpu: Ignored
+    mirostat: _Off
+    mirostat_eta: Ignored
+    mirostat_tau: Ignored
     num_batch: Ignored
     num_ctx: Ignored
     num_gpu: Ignored
     num_keep: Ignored
     num_thread: Ignored
     numa: Ignored
+    penalize_newline: _One
+    tfs_z: _One
     use_mlock: Ignored
     use_mmap: Ignored
+    vocab_only: _Off
 
 
 class OllamaFields(ReplyFields):

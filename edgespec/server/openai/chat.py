@@ -20,7 +20,7 @@ from edgespec.server.errors import invalid_request
 from edgespec.server.fields import Ignored
 from edgespec.server.generation import ReplyRequest
 from edgespec.server.openai.errors import error_event
-from edgespec.server.openai.fields import ChoiceFields, requests_options
+from edgespec.server.openai.fields import ChoiceFields, combined_options, requests_options
 from edgespec.server.openai.logprobs import ChatLogprobs, chat_logprobs
 from edgespec.server.openai.messages import ChatMessage, chat_prompt
 from edgespec.server.openai.report import Report, Timings, Usage, report, timings, usage
@@ -130,12 +130,15 @@ async def create_chat_completion(call: Call[ChatRequest]) -> Response:
 def _requests(body: ChatRequest) -> list[ReplyRequest]:
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid_request("top_logprobs needs logprobs: true; set it, or leave both out", "top_logprobs")
-    more: dict[str, Any] = answer_schema(body.response_format)
-    more["logprobs"] = body.top_logprobs or 0 if body.logprobs else None
+    schema = answer_schema(body.response_format)
+    more: dict[str, Any] = {"logprobs": body.top_logprobs or 0 if body.logprobs else None}
     if body.max_completion_tokens not in (None, -1):
         more["max_tokens"] = body.max_completion_tokens
     prompt = chat_prompt(body.messages, body.tools or (), body.tool_choice or "auto")
-    return [ReplyRequest(prompt, {**options, **more}) for options in requests_options(body)]
+    return [
+        ReplyRequest(prompt, {**combined_options(options, schema), **more})
+        for options in requests_options(body)
+    ]
 
 
 def _new_id() -> str:

@@ -33,6 +33,7 @@ _Prompts = TypeAliasType("_Prompts", Annotated[list[str], FailFast()])
 class CompletionRequest(ChoiceFields):
     """The body of a completion request."""
 
+    prompt_field = "prompt"
     advice = MappingProxyType({"messages": "use prompt, or POST /v1/chat/completions"})
 
     prompt: str | _Prompts = Field(description="The text to continue, or several texts.")

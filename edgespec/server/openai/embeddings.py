@@ -31,6 +31,8 @@ _TokenLists = TypeAliasType("_TokenLists", Annotated[list[_Tokens], FailFast()])
 class EmbeddingRequest(RequestFields):
     """The body of a request for embeddings."""
 
+    prompt_field = "input"
+
     model: str | None = Field(default=None, description="The model. Defaults to the server's own model.")
     input: str | _Texts | _Tokens | _TokenLists = Field(
         description="A text, or several texts. Each can also be a list of token ids."

@@ -8,8 +8,16 @@ from pydantic import Field
 
 from edgespec.server.errors import invalid_request
 from edgespec.server.fields import Ignored, ReplyFields, RequestFields, reply_options
+from edgespec.server.openai.structured_outputs import StructuredOutputFields, vllm_constraint
 
-__all__ = ["MAX_CHOICES", "ChoiceFields", "OpenAIFields", "StreamOptions", "requests_options"]
+__all__ = [
+    "MAX_CHOICES",
+    "ChoiceFields",
+    "OpenAIFields",
+    "StreamOptions",
+    "combined_options",
+    "requests_options",
+]
 
 # Maximum number of replies to one request. They wait in the queue like separate requests.
 MAX_CHOICES = 16
@@ -39,7 +47,7 @@ class OpenAIFields(ReplyFields):
     user: Ignored
 
 
-class ChoiceFields(OpenAIFields):
+class ChoiceFields(OpenAIFields, StructuredOutputFields):
     """Fields of the requests that can generate several replies."""
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(
@@ -50,12 +58,19 @@ class ChoiceFields(OpenAIFields):
     timings_per_token: Ignored
 
 
+def combined_options(options: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Combine the options that different fields set. Raises ApiError if both set the same option."""
+    for name in options.keys() & more.keys():
+        raise invalid_request(f"two fields of the request set the {name}; leave out one of them", name)
+    return {**options, **more}
+
+
 def requests_options(fields: ChoiceFields) -> list[dict[str, Any]]:
     """Return the options of each of the `n` replies. A seed is increased by one for each reply."""
     if fields.stream_options and not fields.stream:
         raise invalid_request(
             "stream_options needs stream: true; leave it out, or set stream", "stream_options"
         )
-    options = reply_options(fields)
+    options = combined_options(reply_options(fields), vllm_constraint(fields))
     seed = options.get("seed")
     return [options if seed is None else {**options, "seed": seed + index} for index in range(fields.n or 1)]

@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from edgespec.json_schemas import without_other_properties
 from edgespec.server.errors import invalid_request
 from edgespec.server.fields import Ignored, RequestFields
-from edgespec.server.schemas import without_other_properties
 
 __all__ = ["ResponseFormat", "answer_schema"]
 

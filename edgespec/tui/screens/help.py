@@ -24,6 +24,7 @@ _MAIN = (
 )
 _OTHER = (
     ("Up, Down", "browse sent messages"),
+    ("Shift+Up, Shift+Tab", "select a message to edit, re-run, copy, delete or fork"),
     ("Tab", "complete a command or a path"),
     ("Page Up, Page Down", "scroll the chat"),
 )

@@ -107,6 +107,11 @@ class FileChips(Static):
         self._references: Sequence[str] = ()
         self._shown: Sequence[str] = ()
 
+    def use_runtime(self, runtime: Runtime) -> None:
+        """Count tokens and check sizes for another model from now on."""
+        self._reader = AttachmentReader(runtime)
+        self._references = ()
+
     def shows(self, path: str) -> bool:
         """Return whether there is a chip for a path."""
         return path in self._shown

@@ -11,8 +11,18 @@ from edgespec.tui.numbers import count
 if TYPE_CHECKING:
     from edgespec import TextChunk
 
-__all__ = ["drawing_seconds", "hidden_note", "limited_chunks", "limited_markdown", "limited_text"]
+__all__ = [
+    "MAX_INPUT_CHARACTERS",
+    "drawing_seconds",
+    "hidden_note",
+    "limited_chunks",
+    "limited_markdown",
+    "limited_text",
+]
 
+# Maximum length of a text that is pasted into the input. Textual blocks the screen for seconds to wrap longer
+# texts.
+MAX_INPUT_CHARACTERS = 500_000
 # Maximum number of characters of plain text to show. Textual wraps about 200,000 characters per second.
 _MAX_CHARACTERS = 100_000
 # Seconds that Textual needs to draw one Markdown character and one widget, measured on two cores.

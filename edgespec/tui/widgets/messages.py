@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from markdown_it import MarkdownIt
 from textual.app import ComposeResult
+from textual.binding import BindingType
 from textual.containers import Vertical
 from textual.content import Content
 from textual.widget import Widget
@@ -18,13 +19,15 @@ from edgespec.tui.files.chips import file_chips
 from edgespec.tui.numbers import count, percent
 from edgespec.tui.texts import sources_text
 from edgespec.tui.widgets.long_texts import hidden_note, limited_chunks, limited_markdown, limited_text
+from edgespec.tui.widgets.message_widget import MessageWidget
 from edgespec.tui.widgets.pairs import Pairs
+from edgespec.tui.widgets.reply_markdown import ReplyMarkdown
 from edgespec.tui.widgets.thoughts import Thoughts
 
 if TYPE_CHECKING:
     from edgespec import AttachedFile, Reply, TextChunk
 
-__all__ = ["Panel", "ReplyMessage", "UserMessage", "Welcome"]
+__all__ = ["Panel", "ReplyMessage", "SystemMessage", "UserMessage", "Welcome"]
 
 
 _COPY_CHAT = "type /copy chat to copy the whole chat"
@@ -49,16 +52,38 @@ def _origin_content(chunks: Sequence[TextChunk]) -> Content:
     return Content.assemble(*(("".join(chunk.text for chunk in run), style) for style, run in runs), note)
 
 
-class UserMessage(Static):
+def _versions_line(label: str) -> str:
+    return f"‹ {label} ›" if label else ""
+
+
+class UserMessage(Static, MessageWidget, can_focus=True):
     """A user message, shown exactly as typed, and the names and sizes of its files.
 
     The end of a very long message is hidden.
+
+    Args:
+        text: The message.
+        files: The files attached to the message.
+        versions: Which version of the message this is, such as `2/3`. Empty if there are no others.
     """
 
-    def __init__(self, text: str, files: Sequence[AttachedFile] = ()) -> None:
-        shown = Content(limited_text(text, _COPY_CHAT))
-        chips = file_chips(files)
-        super().__init__(Content("\n").join([shown, chips]) if chips else shown, classes="user")
+    # Textual takes bindings only from the first base class.
+    BINDINGS: ClassVar[list[BindingType]] = MessageWidget.BINDINGS
+
+    def __init__(self, text: str, files: Sequence[AttachedFile] = (), versions: str = "") -> None:
+        line = Content.styled(_versions_line(versions), "$muted not bold")
+        parts = (Content(limited_text(text, _COPY_CHAT)), file_chips(files), line)
+        super().__init__(Content("\n").join([part for part in parts if part]), classes="user")
+
+
+class SystemMessage(Static, MessageWidget, can_focus=True):
+    """A system message within a chat, which only imported chats have."""
+
+    # Textual takes bindings only from the first base class.
+    BINDINGS: ClassVar[list[BindingType]] = MessageWidget.BINDINGS
+
+    def __init__(self, text: str) -> None:
+        super().__init__(Content(limited_text(text, _COPY_CHAT)), classes="system")
 
 
 class Panel(Vertical):
@@ -90,7 +115,7 @@ class Welcome(Vertical):
             yield Static(Content(notice), classes="notice")
 
 
-class ReplyMessage(Widget):
+class ReplyMessage(MessageWidget):
     """Widget for a reply: its reasoning, which can be folded, its answer, and how it ended.
 
     The answer is shown as Markdown, or with tokens coloured by origin (draft or target).
@@ -109,8 +134,10 @@ class ReplyMessage(Widget):
         chunks: Sequence[TextChunk] = (),
         reply: Reply | None = None,
         origin: bool = False,
+        versions: str = "",
     ) -> None:
         super().__init__(classes="reply")
+        self._versions = _versions_line(versions)
         self.text = text
         self.reasoning = reasoning
         self.thoughts = Thoughts(thought_seconds)
@@ -122,7 +149,7 @@ class ReplyMessage(Widget):
 
     def compose(self) -> ComposeResult:
         yield self.thoughts
-        yield Markdown(self._drawn, parser_factory=_markdown_parser, classes="reply-markdown")
+        yield ReplyMarkdown(self._drawn, parser_factory=_markdown_parser, classes="reply-markdown")
         yield Static(classes="reply-origin")
         yield Static(classes="reply-end")
 
@@ -168,9 +195,9 @@ class ReplyMessage(Widget):
             self._refresh_thoughts()
         await self._stream.write(added)
 
-    async def finish(self, text: str, reasoning: str, reply: Reply | None) -> None:
+    async def finish(self, text: str, reasoning: str, reply: Reply | None, versions: str = "") -> None:
         """Mark the reply as finished and show its final text."""
-        self.reply, self.reasoning = reply, reasoning
+        self.reply, self.reasoning, self._versions = reply, reasoning, _versions_line(versions)
         if self._stream is not None:
             await self._stream.stop()
             self._stream = None
@@ -237,7 +264,7 @@ class ReplyMessage(Widget):
         if self.reply is not None and self.reply.context_full:
             ending = "stopped: the context is full"
         if not coloured:
-            return Content("\n".join(filter(None, (self._hidden_note(), ending))))
+            return Content("\n".join(filter(None, (self._hidden_note(), ending, self._versions))))
         drafted = sum(chunk.token_count for chunk in self.chunks if chunk.accepted)
         own = sum(chunk.token_count for chunk in self.chunks if not chunk.accepted)
         return Content.assemble(
@@ -246,6 +273,7 @@ class ReplyMessage(Widget):
             ("■ ", "$warning"),
             f"{count(own)} from the model itself",
             f"   {ending}" if ending else "",
+            f"\n{self._versions}" if self._versions else "",
         )
 
     def _guessers(self) -> str:

@@ -15,11 +15,9 @@ from edgespec.tui.commands import completion
 from edgespec.tui.files.references import ending_reference, open_reference, reference
 from edgespec.tui.history import History
 from edgespec.tui.widgets.files import FileChips, PathList
+from edgespec.tui.widgets.long_texts import MAX_INPUT_CHARACTERS
 
 __all__ = ["PromptInput"]
-
-# Maximum number of characters of a pasted text. Textual blocks the screen for seconds to wrap longer texts.
-_MAX_PASTED_CHARACTERS = 500_000
 
 
 class PromptInput(TextArea):
@@ -27,6 +25,8 @@ class PromptInput(TextArea):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("shift+enter,ctrl+j,alt+enter", "new_line", show=False),
+        # Not every terminal tells Shift+Up from Up.
+        Binding("shift+up,shift+tab", "screen.select_message(-1)", show=False),
         Binding("pageup", "screen.page(-1)", show=False),
         Binding("pagedown", "screen.page(1)", show=False),
     ]
@@ -120,10 +120,10 @@ class PromptInput(TextArea):
         event.prevent_default()
 
     async def _on_paste(self, event: events.Paste) -> None:
-        if len(event.text) > _MAX_PASTED_CHARACTERS:
+        if len(event.text) > MAX_INPUT_CHARACTERS:
             self.notify(
                 f"The pasted text has {len(event.text):,} characters, but the input takes at most"
-                f" {_MAX_PASTED_CHARACTERS:,}. Save it to a file and pipe that to `edgespec generate`.",
+                f" {MAX_INPUT_CHARACTERS:,}. Save it to a file and pipe that to `edgespec generate`.",
                 markup=False,
             )
             event.stop()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from textual.app import ComposeResult
 from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
@@ -11,9 +9,10 @@ from textual.widget import Widget
 from textual.widgets import Static
 
 from edgespec.tui.numbers import count
-from edgespec.tui.open_chat import ChatEntry
+from edgespec.tui.open_chat import OpenChat, version_label
 from edgespec.tui.widgets.long_texts import drawing_seconds
-from edgespec.tui.widgets.messages import Panel, ReplyMessage, UserMessage
+from edgespec.tui.widgets.message_widget import MessageWidget
+from edgespec.tui.widgets.messages import Panel, ReplyMessage, SystemMessage, UserMessage
 
 __all__ = ["Transcript"]
 
@@ -28,11 +27,13 @@ _MAX_MESSAGES = 120
 class Transcript(VerticalScroll):
     """Scrolling list of messages, notes and panels, with the newest at the bottom."""
 
-    def __init__(self, welcome: Widget, *, id: str) -> None:  # noqa: A002 - textual's own name
+    def __init__(self, chat: OpenChat, welcome: Widget, *, id: str) -> None:  # noqa: A002 - textual's own name
         super().__init__(id=id)
-        self._column = Vertical(welcome, _earlier(), id="messages")
-        self._entries: Sequence[ChatEntry] = ()
-        self._first = 0
+        self._earlier, self._later = _more("earlier"), _more("later")
+        self._column = Vertical(welcome, self._earlier, self._later, id="messages")
+        self._chat = chat
+        # The messages shown as widgets, as indexes of the open path: from `_first` to before `_end`.
+        self._first = self._end = 0
         self._dropped = 0
         self._origin = False
 
@@ -42,31 +43,102 @@ class Transcript(VerticalScroll):
     def on_mount(self) -> None:
         self.anchor()
 
-    async def show_chat(self, entries: Sequence[ChatEntry], *, welcome: Widget) -> None:
+    async def show_chat(self, chat: OpenChat, *, welcome: Widget) -> None:
         """Replace the shown messages with those of another chat."""
-        self._entries = entries
-        self._first = self._page_start(len(entries))
+        self._chat = chat
         self._dropped = 0
         with self.app.batch_update():
             await self._column.remove_children()
-            await self._column.mount(welcome, _earlier())
-            await self._column.mount_all([self._widget(entry) for entry in entries[self._first :]])
-        self._refresh_earlier()
-        self.anchor()
+            self._earlier, self._later = _more("earlier"), _more("later")
+            await self._column.mount(welcome, self._earlier, self._later)
+            await self._show_last_page()
+
+    async def show_from(self, index: int) -> None:
+        """Show the chat's messages again, beginning with the `index`-th, after they have changed."""
+        self.release_anchor()
+        with self.app.batch_update():
+            await self.keep(index)
+            await self.show_later()
 
     async def show_earlier(self) -> None:
-        """Show up to 40 more of the older messages."""
-        start = self._page_start(self._first)
-        widgets = [self._widget(entry) for entry in self._entries[start : self._first]]
+        """Show up to 40 more of the older messages. Hide the newest ones if there are too many widgets."""
+        old_first = self.message_at(self._first)
+        start = self._page(self._first, -1)
+        widgets = self._widgets(start, self._first)
         self._first = start
         if widgets:
-            await self._column.mount_all(widgets, after=self.query_one(".earlier"))
-        self._refresh_earlier()
-        self.set_dropped(self._dropped)
+            self.release_anchor()
+            await self._column.mount_all(widgets, after=self._earlier)
+            await self._column.remove_children(self._messages[_MAX_MESSAGES:])
+            self._end = min(self._end, self._first + _MAX_MESSAGES)
+            if old_first is not None:
+                self.call_after_refresh(self.scroll_to_widget, old_first, animate=False)
+        self._refresh_more()
+
+    async def show_later(self) -> None:
+        """Show up to 40 more of the newer messages. Hide the oldest ones if there are too many widgets."""
+        old_last = self.message_at(self._end - 1)
+        end = self._page(self._end, 1)
+        widgets = self._widgets(self._end, end)
+        self._end = end
+        if widgets:
+            await self._column.mount_all(widgets, before=self._later)
+            await self.prune()
+            if old_last is not None:
+                self.call_after_refresh(self.scroll_to_widget, old_last, animate=False)
+        self._refresh_more()
+
+    async def _show_last_page(self) -> None:
+        """Show the newest messages, and no others."""
+        await self._column.remove_children(self._messages)
+        self._end = len(self._chat.tree.path)
+        self._first = self._page(self._end, -1)
+        widgets = self._widgets(self._first, self._end)
+        await self._column.mount_all(widgets, after=self._earlier)
+        self._refresh_more()
+        self.anchor()
+
+    async def show_end(self) -> None:
+        """Scroll to the newest messages."""
+        if self._later.display:
+            await self._show_last_page()
+        self.anchor()
+
+    async def page(self, pages: int) -> None:
+        """Scroll by `pages` pages, up if negative. At the first or last shown message, show more."""
+        if pages < 0 and self.scroll_y == 0:
+            await self.show_earlier()
+        elif pages > 0 and self.scroll_y >= self.max_scroll_y and self._later.display:
+            await self.show_later()
+        scroll = self.scroll_page_up if pages < 0 else self.scroll_page_down
+        self.call_after_refresh(scroll, animate=False)
+
+    def message_at(self, index: int) -> MessageWidget | None:
+        """Return the widget of the `index`-th message of the chat, or None if it is not shown."""
+        messages = self._messages
+        place = index - self._first
+        return messages[place] if 0 <= place < len(messages) else None
+
+    async def neighbour(self, message: MessageWidget | None, step: int) -> MessageWidget | None:
+        """Return the message `step` places after `message`, or None after the last one.
+
+        If `message` is None, return the last message. Before the first message, return the first one.
+        """
+        messages = self._messages
+        if message is None:
+            await self.show_end()
+            return self._messages[-1] if self._messages else None
+        index = messages.index(message) + self._first + step
+        if index < self._first:
+            await self.show_earlier()
+        elif index >= self._end and index < len(self._chat.tree.path):
+            await self.show_later()
+        return self.message_at(max(index, 0))
 
     async def add(self, widget: Widget) -> None:
         """Append a message, note or panel and scroll to it."""
-        await self._column.mount(widget)
+        await self.show_end()
+        await self._column.mount(widget, before=self._later if isinstance(widget, MessageWidget) else None)
         self.anchor()
 
     async def show_panel(self, panel: Panel) -> None:
@@ -101,15 +173,29 @@ class Transcript(VerticalScroll):
 
     async def keep(self, number: int) -> None:
         """Remove all but the first `number` messages of the chat, because others will replace them."""
+        if number > self._end:
+            await self._show_last_page()
         await self._column.remove_children(self._messages[max(0, number - self._first) :])
+        self._later.display = False
+        self._end = min(self._end, number)
+        if self._end < self._first:
+            self._first = self._page(self._end, -1)
+            widgets = self._widgets(self._first, self._end)
+            await self._column.mount_all(widgets, after=self._earlier)
 
     async def prune(self) -> None:
-        """Remove the oldest message widgets if there are too many."""
-        messages = self._messages
-        surplus = len(messages) - _PAGE_MESSAGES if len(messages) > _MAX_MESSAGES else 0
-        await self._column.remove_children(messages[:surplus])
+        """Hide the oldest messages if there are too many widgets."""
+        surplus = max(0, len(self._messages) - _MAX_MESSAGES)
+        await self._column.remove_children(self._messages[:surplus])
         self._first += surplus
-        self._refresh_earlier()
+        self._refresh_more()
+
+    def follow(self) -> None:
+        """Take note that the last turn is now part of the chat, so that its messages can be selected."""
+        path = self._chat.tree.path
+        self._end = len(path)
+        for place, message in zip(path[self._first :], self._messages, strict=False):
+            message.place = place
 
     def set_origin(self, origin: bool) -> None:
         """Show replies with tokens coloured by origin, or as Markdown if `origin` is False."""
@@ -135,41 +221,54 @@ class Transcript(VerticalScroll):
             self._column.mount(Static(Content(text), classes="unseen"), before=messages[place])
 
     @property
-    def _messages(self) -> list[Widget]:
-        return [child for child in self._column.children if isinstance(child, UserMessage | ReplyMessage)]
+    def _messages(self) -> list[MessageWidget]:
+        return [child for child in self._column.children if isinstance(child, MessageWidget)]
 
-    def _page_start(self, end: int) -> int:
-        """Return the index of the first message on the page that ends before message `end`."""
-        start, seconds = end, 0.0
-        while start > max(0, end - _PAGE_MESSAGES):
-            seconds += drawing_seconds(self._entries[start - 1].content)
-            if seconds > _PAGE_SECONDS and start < end:
+    def _page(self, start: int, step: int) -> int:
+        """Return the other end of a page of messages that begins at `start` and can be drawn at once."""
+        entries, place, seconds = self._chat.entries, start, 0.0
+        while 0 <= (following := place + step) <= len(entries) and abs(place - start) < _PAGE_MESSAGES:
+            seconds += drawing_seconds(entries[min(place, following)].content)
+            if seconds > _PAGE_SECONDS and place != start:
                 break
-            start -= 1
-        return start
+            place = following
+        return place
 
-    def _widget(self, entry: ChatEntry) -> Widget:
+    def _widgets(self, start: int, end: int) -> list[MessageWidget]:
+        """Create the widgets of messages, given as indexes of the open path."""
+        return [self._widget(place) for place in self._chat.tree.path[start:end]]
+
+    def _widget(self, place: int) -> MessageWidget:
+        entry, versions = self._chat.tree.messages[place], version_label(self._chat.tree, place)
+        widget: MessageWidget
         if entry.role == "user":
-            return UserMessage(entry.content, entry.message.files)
-        if entry.role == "system":
-            return Panel("System", entry.content)
-        return ReplyMessage(
-            entry.content,
-            reasoning=entry.reasoning,
-            thought_seconds=entry.thought_seconds,
-            chunks=entry.chunks,
-            reply=entry.reply,
-            origin=self._origin,
-        )
+            widget = UserMessage(entry.content, entry.message.files, versions)
+        elif entry.role == "system":
+            widget = SystemMessage(entry.content)
+        else:
+            widget = ReplyMessage(
+                entry.content,
+                reasoning=entry.reasoning,
+                thought_seconds=entry.thought_seconds,
+                chunks=entry.chunks,
+                reply=entry.reply,
+                origin=self._origin,
+                versions=versions,
+            )
+        widget.place = place
+        return widget
 
-    def _refresh_earlier(self) -> None:
-        for earlier in self.query(".earlier").results(Static):
-            earlier.display = self._first > 0
-            older = count(self._first, "older message")
-            earlier.update(f"[@click=screen.show_earlier]↑ {older}: click, or press Ctrl+Home[/]")
+    def _refresh_more(self) -> None:
+        earlier, later = self._first, len(self._chat.tree.path) - self._end
+        older, newer = count(earlier, "older message"), count(later, "newer message")
+        self._earlier.display, self._later.display = earlier > 0, later > 0
+        self._earlier.update(f"[@click=screen.show_earlier]↑ {older}: click, or press Ctrl+Home[/]")
+        self._later.update(f"[@click=screen.to_end]↓ {newer}: click, or press Ctrl+End[/]")
+        self.set_dropped(self._dropped)
 
 
-def _earlier() -> Static:
-    earlier = Static(classes="earlier")
-    earlier.display = False
-    return earlier
+def _more(name: str) -> Static:
+    """Create a line that tells how many messages are not shown above or below."""
+    more = Static(classes=f"more {name}")
+    more.display = False
+    return more

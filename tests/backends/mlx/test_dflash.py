@@ -26,7 +26,7 @@ from edgespec.heads.tensor_files import read_folder_tensors
 from tests.backends.dflash_reference import block_logits, markov_logits
 from tests.backends.head_histories import ROUNDS, Round, check_history
 from tests.backends.mlx.tiny_checkpoints import ROWS, write_checkpoint
-from tests.heads.published_dflash import LAYOUTS, WINDOW, Layout, write_dflash_head
+from tests.heads.published_dflash import LAYOUTS, SELECTOR, WINDOW, Layout, write_dflash_head
 
 SIZE = 64
 # These exist in all tiny models, of which some have two layers.
@@ -183,6 +183,7 @@ def test_an_interrupt_stops_drafting(files: Files, target: MlxModel) -> None:
         ({"states": (0, 1, 9)}, "reads the layers"),
         ({"changes": {"norm.weight": np.full(SIZE, np.nan, np.float32)}}, "not finite"),
         ({"changes": {"norm.weight": None}}, "it lacks norm.weight"),
+        ({"changes": SELECTOR}, "it is a DFlash 2 head, which edgespec cannot run"),
         ({"rope_scaling": {"rope_type": "mrope?"}}, "invalid settings"),
         ({"block": 1}, "block_size is 1, but must be from 2"),
         ({"num_hidden_layers": 10**9}, "must be from 1 to"),

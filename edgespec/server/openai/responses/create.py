@@ -6,6 +6,7 @@ from typing import Any
 
 from starlette.responses import Response
 
+from edgespec.json_schemas import without_other_properties
 from edgespec.server.errors import invalid_request
 from edgespec.server.fields import reply_options
 from edgespec.server.generation import ReplyRequest
@@ -14,7 +15,6 @@ from edgespec.server.openai.responses.prompt import chat_prompt
 from edgespec.server.openai.responses.response import ResponseBuilder
 from edgespec.server.protocol import Call
 from edgespec.server.reply_builder import respond
-from edgespec.server.schemas import without_other_properties
 from edgespec.server.stored_items import StoredItems
 
 __all__ = ["create_response"]

@@ -69,6 +69,8 @@ class TextConfig(RequestFields):
 class ResponsesRequest(OpenAIFields):
     """The body of a request to create a response."""
 
+    prompt_field = "input"
+
     input: str | _Items = Field(description="The user's message, or the whole conversation.")
     instructions: str | None = Field(default=None, description="The system prompt.")
     max_output_tokens: Annotated[int, Field(ge=1)] | None = Field(

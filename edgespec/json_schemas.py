@@ -1,4 +1,4 @@
-"""Interpret the JSON schemas of requests as other servers do."""
+"""Interpret JSON schemas as the libraries of other servers do."""
 
 from __future__ import annotations
 

@@ -1,0 +1,70 @@
+"""The file of prompts that the user has typed in the chat, which later chats offer again."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from edgespec.files import data_folder, delete_files, read_regular_file, write_private_file
+
+__all__ = ["PromptHistory", "delete_prompt_history"]
+
+_FILE_NAME = "prompt-history.jsonl"
+_MAX_PROMPTS = 500
+# Longer prompts are not saved. They are mostly pasted texts.
+_MAX_CHARACTERS = 10_000
+# The file is shortened when it is read, and exceeds this size.
+_MAX_BYTES = 1 << 20
+_MAX_READ_BYTES = 64 << 20
+
+
+class PromptHistory:
+    """A private file with one prompt per line, as JSON. Errors are ignored, as the chat works without it.
+
+    Args:
+        folder: The folder of the file, which is the user's data folder except in tests.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / _FILE_NAME
+
+    def read(self) -> list[str]:
+        """Return the saved prompts, oldest first. Damaged lines are skipped."""
+        try:
+            data = read_regular_file(self._path, _MAX_READ_BYTES)
+        except OSError:
+            return []
+        prompts = []
+        for line in data.splitlines():
+            with suppress(ValueError, RecursionError):
+                if isinstance(prompt := json.loads(line), str):
+                    prompts.append(prompt)
+        prompts = prompts[-_MAX_PROMPTS:]
+        if len(data) > _MAX_BYTES:
+            with suppress(OSError):
+                write_private_file(self._path, *map(_line, prompts))
+        return prompts
+
+    def add(self, prompt: str) -> None:
+        """Append a prompt to the file."""
+        if len(prompt) > _MAX_CHARACTERS:
+            return
+        with suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            # A single write, so that the lines of two programs are not mixed.
+            handle = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            try:
+                os.write(handle, _line(prompt))
+            finally:
+                os.close(handle)
+
+
+def _line(prompt: str) -> bytes:
+    return json.dumps(prompt).encode() + b"\n"
+
+
+def delete_prompt_history() -> int:
+    """Delete the file. Return the number of bytes freed. Raises OSError."""
+    return delete_files([data_folder() / _FILE_NAME])

@@ -1,0 +1,63 @@
+"""vLLM's fields for constraints, which set the same constraints as edgespec's own fields."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from edgespec.json_schemas import without_other_properties
+from edgespec.server.errors import invalid_request
+from edgespec.server.fields import RequestFields
+
+__all__ = ["StructuredOutputFields", "vllm_constraint"]
+
+_Schema = dict[str, Any] | str
+
+
+class StructuredOutputs(RequestFields):
+    """One constraint on the answer, as in vLLM."""
+
+    json_: _Schema | None = Field(default=None, alias="json", description="Like schema.")
+    regex: str | None = Field(default=None, description="Like the field regex of the request.")
+    choice: list[str] | None = Field(default=None, description="Like the field choice of the request.")
+    grammar: str | None = Field(default=None, description="Like the field grammar of the request.")
+    json_object: bool | None = Field(default=None, description="true makes the answer a JSON object.")
+
+
+class StructuredOutputFields(RequestFields):
+    """vLLM's fields for constraints. The names that start with guided are those of older versions."""
+
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: _Schema | None = Field(default=None, description="Like schema.")
+    guided_regex: str | None = Field(default=None, description="Like regex.")
+    guided_choice: list[str] | None = Field(default=None, description="Like choice.")
+    guided_grammar: str | None = Field(default=None, description="Like grammar.")
+
+
+def vllm_constraint(fields: StructuredOutputFields) -> dict[str, Any]:
+    """Return the reply option that vLLM's fields set, or nothing.
+
+    Raises:
+        ApiError: They set several constraints.
+    """
+    nested = fields.structured_outputs or StructuredOutputs()
+    given = [
+        ("structured_outputs.json", "schema", nested.json_),
+        ("structured_outputs.json_object", "schema", {"type": "object"} if nested.json_object else None),
+        ("structured_outputs.regex", "regex", nested.regex),
+        ("structured_outputs.choice", "choice", nested.choice),
+        ("structured_outputs.grammar", "grammar", nested.grammar),
+        ("guided_json", "schema", fields.guided_json),
+        ("guided_regex", "regex", fields.guided_regex),
+        ("guided_choice", "choice", fields.guided_choice),
+        ("guided_grammar", "grammar", fields.guided_grammar),
+    ]
+    given = [each for each in given if each[2] is not None]
+    if len(given) > 1:
+        names = " and ".join(name for name, _, _ in given)
+        raise invalid_request(f"{names} cannot be used together; choose one of them", given[1][0])
+    return {
+        option: without_other_properties(value) if isinstance(value, dict) else value
+        for _, option, value in given
+    }

@@ -1,0 +1,47 @@
+"""Copy the code blocks of a message."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from edgespec.errors import OptionError
+from edgespec.tui.numbers import count
+from edgespec.tui.open_chat import ChatEntry, code_blocks
+
+if TYPE_CHECKING:
+    from edgespec.tui.chat_screen import ChatScreen
+
+__all__ = ["CodeCopier"]
+
+
+class CodeCopier:
+    """Copies the code blocks of a message one by one, starting with the last."""
+
+    def __init__(self) -> None:
+        self._last: tuple[ChatEntry, int] | None = None
+
+    async def copy_next(self, screen: ChatScreen, entry: ChatEntry | None) -> None:
+        """Copy the last code block of a message or, after that, the one before the block copied last."""
+        blocks = code_blocks(entry.content) if entry is not None else []
+        if entry is None or not blocks:
+            screen.say("There is no code block to copy yet.")
+            return
+        again = self._last is not None and self._last[0] is entry
+        place = (self._last[1] - 1) % len(blocks) if again and self._last else len(blocks) - 1
+        self._last = (entry, place)
+        await _copy(screen, blocks, place)
+
+    async def copy_numbered(self, screen: ChatScreen, entry: ChatEntry | None, number: str) -> None:
+        """Copy the code block with this number, from 1 on. Raises OptionError if there is none."""
+        blocks = code_blocks(entry.content) if entry is not None else []
+        if not (number.isdecimal() and 1 <= int(number) <= len(blocks)):
+            raise OptionError(
+                f"The last reply has {count(len(blocks), 'code block')}, but not number {number}",
+                "Type /copy code for the last one, or a number, such as /copy code 1",
+            )
+        await _copy(screen, blocks, int(number) - 1)
+
+
+async def _copy(screen: ChatScreen, blocks: list[str], place: int) -> None:
+    which = f"code block {place + 1} of {len(blocks)}" if len(blocks) > 1 else "code block"
+    await screen.copy(blocks[place].rstrip("\n"), which)

@@ -1,0 +1,97 @@
+"""Write prompts and read messages in the user's text editor."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from textual.app import App, SuspendNotSupported
+
+from edgespec.errors import OptionError
+from edgespec.files import error_reason, read_regular_file
+from edgespec.tui.widgets.long_texts import MAX_INPUT_CHARACTERS
+
+if TYPE_CHECKING:
+    from edgespec.chat.message import Message
+    from edgespec.tui.chat_screen import ChatScreen
+
+__all__ = ["show_message", "write_prompt"]
+
+_ADVICE = "Set the environment variable EDITOR to your editor, such as nano or vim"
+
+
+def write_prompt(screen: ChatScreen) -> None:
+    """Open the text of the input in the editor, and put the edited text back. Errors keep the text."""
+    prompt = screen.prompt
+    try:
+        text = _edited(screen.app, prompt.text).removesuffix("\n")
+    except OptionError as error:
+        screen.say(f"{error.what}. {error.next_step}.")
+        return
+    if len(text) > MAX_INPUT_CHARACTERS:
+        screen.say(
+            f"The text was not changed: it has {len(text):,} characters, but the input takes at most"
+            f" {MAX_INPUT_CHARACTERS:,}."
+        )
+    elif text != prompt.text:
+        prompt.replace_text(text)
+    prompt.focus()
+
+
+def show_message(screen: ChatScreen, message: Message) -> None:
+    """Open a message in the editor, with its reasoning and its files. The chat does not change.
+
+    Raises:
+        OptionError: There is no editor, or it failed.
+    """
+    _edited(screen.app, message.with_files_as_text().text)
+
+
+def _edited(app: App[None], text: str) -> str:
+    """Open a text in the editor and return the text that was saved there. Raises OptionError."""
+    command = _editor()
+    with tempfile.TemporaryDirectory(prefix="edgespec-") as folder:
+        path = Path(folder, "message.md")
+        try:
+            path.write_text(text, encoding="utf-8", errors="replace", newline="")
+            status = _run(app, [*command, str(path)])
+            edited = read_regular_file(path, 4 * MAX_INPUT_CHARACTERS).decode("utf-8")
+        except SuspendNotSupported:
+            raise OptionError("An editor cannot be opened in this terminal", "Use another terminal") from None
+        except UnicodeDecodeError:
+            raise OptionError(
+                "The text was not changed, because the editor did not save it in UTF-8", _ADVICE
+            ) from None
+        except OSError as error:
+            raise OptionError(f"The editor {command[0]} failed: {error_reason(error)}", _ADVICE) from error
+    if status:
+        raise OptionError(f"The text was not changed: {command[0]} exited with status {status}", _ADVICE)
+    return edited
+
+
+def _editor() -> list[str]:
+    for variable in ("VISUAL", "EDITOR"):
+        try:
+            if command := shlex.split(os.environ.get(variable, "")):
+                return command
+        except ValueError:
+            raise OptionError(
+                f"{variable} is not a valid command: it has an unmatched quote", _ADVICE
+            ) from None
+    raise OptionError("No text editor is set", _ADVICE)
+
+
+def _run(app: App[None], command: list[str]) -> int:
+    """Run the editor in the terminal and return its exit status."""
+    with app.suspend():
+        # Ctrl+C in the editor sends a signal to edgespec too, which must not end the chat.
+        before = signal.signal(signal.SIGINT, lambda *_: None)
+        try:
+            return subprocess.run(command, check=False).returncode
+        finally:
+            signal.signal(signal.SIGINT, before)

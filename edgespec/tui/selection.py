@@ -1,0 +1,206 @@
+"""What the keys of a selected message do. A message is selected while its widget has the focus."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from edgespec.chat.message import Message
+from edgespec.chat.message_tree import MessageTree
+from edgespec.tui.numbers import count
+from edgespec.tui.open_chat import ChatEntry, OpenChat
+
+if TYPE_CHECKING:
+    from edgespec.tui.chat_screen import ChatScreen
+
+__all__ = ["ACTIONS", "MessageAction", "delete", "finish_edit", "fork", "hint", "run", "select", "undo"]
+
+_Run: TypeAlias = Callable[["ChatScreen", int], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class MessageAction:
+    """Something that a key does with the selected message.
+
+    Attributes:
+        key: The key, as Textual names it.
+        label: The key and what it does, for the hint line. Empty if the hint does not mention it.
+        run: A function that takes the message's place in the chat's `MessageTree`.
+    """
+
+    key: str
+    label: str
+    run: _Run
+
+
+async def select(screen: ChatScreen, step: int) -> None:
+    """Move the selection by `step` messages. From the input, select the last message.
+
+    Moving down from the last message returns to the input.
+    """
+    message = await screen.transcript.neighbour(screen.selected, step)
+    screen.transcript.release_anchor()
+    screen.set_focus(message or screen.prompt)
+
+
+async def edit(screen: ChatScreen, place: int) -> None:
+    """Copy a message into the input. Sending it adds a version of the message."""
+
+    async def begin() -> None:
+        screen.begin_edit(place)
+
+    await screen.when_free(begin)
+
+
+async def finish_edit(screen: ChatScreen, place: int, message: Message) -> None:
+    """Add a version of the message at `place`. If it is the user's, generate a reply to it."""
+    chat = screen.current_chat
+    role = chat.tree.messages[place].role
+    if role == "user":
+        await screen.take_turn(chat.edit(place, message))
+        return
+    tree = chat.tree.add(ChatEntry(Message(role, message.content)), chat.tree.parents[place])
+    await _show(screen, tree, len(tree.path) - 1)
+
+
+async def rerun(screen: ChatScreen, place: int) -> None:
+    """Generate another reply at this place in the chat."""
+
+    async def begin() -> None:
+        screen.prompt.focus()
+        await screen.take_turn(screen.current_chat.regenerate(place))
+
+    await screen.when_free(begin)
+
+
+async def go_on(screen: ChatScreen, place: int) -> None:
+    """Continue a reply where it ends, or answer a message."""
+
+    async def begin() -> None:
+        screen.prompt.focus()
+        await screen.take_turn(screen.current_chat.continue_reply(place))
+
+    await screen.when_free(begin)
+
+
+async def copy(screen: ChatScreen, place: int) -> None:
+    """Copy the text of a message."""
+    await screen.copy(screen.current_chat.tree.messages[place].content.strip(), "message")
+
+
+async def fork(screen: ChatScreen, place: int) -> None:
+    """Start a new chat with the messages up to and including this one."""
+
+    async def begin() -> None:
+        old = screen.current_chat
+        entries = old.tree.ending_at(place).open_messages
+        new = OpenChat(
+            old.system,
+            dict(old.settings),
+            title=f"{old.shown_title} (fork)",
+            tree=MessageTree.linear(ChatEntry(entry.message) for entry in entries),
+        )
+        await screen.show_chat(new)
+        await screen.save()
+        await screen.transcript.note(
+            f"This is a new chat with {count(len(entries), 'message')} from “{old.shown_title}”, which is"
+            " unchanged."
+        )
+
+    await screen.when_free(begin)
+
+
+async def delete(screen: ChatScreen, place: int) -> None:
+    """Delete a message and the messages after it. `undo` restores them."""
+
+    async def begin() -> None:
+        chat = screen.current_chat
+        path = chat.tree.path
+        number = len(path) - path.index(place)
+        await _show(screen, chat.tree.without(place), path.index(place))
+        screen.say(f"Deleted {count(number, 'message')}. Press u or type /undo to undo.")
+
+    await screen.when_free(begin)
+
+
+async def undo(screen: ChatScreen, _place: int | None = None) -> None:
+    """Restore the messages that were deleted last in this chat."""
+
+    async def begin() -> None:
+        tree = screen.current_chat.tree
+        if not tree.deleted:
+            screen.say("There is nothing to undo.")
+            return
+        tree, place = tree.restored(), tree.deleted[-1]
+        await _show(screen, tree, tree.path.index(place))
+
+    await screen.when_free(begin)
+
+
+async def _older_version(screen: ChatScreen, place: int) -> None:
+    await _switch(screen, place, -1)
+
+
+async def _newer_version(screen: ChatScreen, place: int) -> None:
+    await _switch(screen, place, 1)
+
+
+async def _switch(screen: ChatScreen, place: int, step: int) -> None:
+    """Show another version of a message, and the messages after that version."""
+
+    async def begin() -> None:
+        tree = screen.current_chat.tree
+        versions = tree.versions(place)
+        number = versions.index(place) + step
+        if 0 <= number < len(versions):
+            await _show(screen, tree.opened(versions[number]), tree.path.index(place))
+
+    await screen.when_free(begin)
+
+
+async def _show(screen: ChatScreen, tree: MessageTree[ChatEntry], index: int) -> None:
+    """Save a changed tree and show it from the `index`-th message on. Keep that message selected."""
+    selecting = screen.selected is not None
+    screen.current_chat.change_messages(tree)
+    await screen.transcript.show_from(index)
+    message = screen.transcript.message_at(min(index, len(tree.path) - 1)) if selecting else None
+    screen.set_focus(message or screen.prompt)
+    await screen.save()
+
+
+ACTIONS = (
+    MessageAction("e", "e edit", edit),
+    MessageAction("r", "r re-run", rerun),
+    MessageAction("g", "g go on", go_on),
+    MessageAction("c", "c copy", copy),
+    MessageAction("d", "d delete", delete),
+    MessageAction("f", "f fork", fork),
+    MessageAction("u", "", undo),
+    MessageAction("left", "", _older_version),
+    MessageAction("right", "", _newer_version),
+)
+_BY_KEY = {action.key: action for action in ACTIONS}
+
+
+async def run(screen: ChatScreen, key: str) -> None:
+    """Run the action of a key on the selected message, if there is one."""
+    message = screen.selected
+    # The running reply has no place in the chat until it ends.
+    if message is not None and message.place is not None:
+        await _BY_KEY[key].run(screen, message.place)
+
+
+def hint(width: int, *, versions: bool) -> str:
+    """Return as many keys for the selected message as fit in `width` cells.
+
+    Args:
+        width: Maximum width of the hint in cells.
+        versions: Whether there are other versions of the message.
+    """
+    keys = [*(["←→ version"] if versions else []), *(action.label for action in ACTIONS if action.label)]
+    for number in range(len(keys), 0, -1):
+        text = " · ".join((*keys[:number], "Esc back"))
+        if len(text) <= width:
+            return text
+    return "Esc back"

@@ -1,0 +1,1 @@
+"""Attack the running server with hostile clients."""

@@ -1,0 +1,197 @@
+"""Attack `edgespec serve` and check that it does not crash, hang, leak memory or mix up its clients' texts.
+
+    scripts/attack                                          # 10,000 requests to the demo model
+    scripts/attack --requests 2000 -- --target demo-mlx     # options after -- are options of the server
+
+Many hostile clients send damaged, mutated, slow, incomplete and oversized requests to every operation, flood
+the server, disconnect at any time, and load and unload models. Each prompt contains a word of its own, which
+must not appear in the reply to another client. Meanwhile, an honest client asks the same questions again and
+again, and must get the same replies.
+
+Prints the server's memory, open files and threads whenever all hostile clients have left. The exit status is
+1 if the server crashes, hangs or fails with an unannounced error, if a reply is wrong, or if memory grows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from scripts.attacking.honest import HonestClient
+from scripts.attacking.senders import ATTACKS, Connection, new_canary, problem
+from scripts.attacking.victim import Usage, Victim, started
+
+_ROOT = Path(__file__).resolve().parents[2]
+# Number of requests between two measurements of the memory, and of hostile clients at a time.
+_ROUND, _CLIENTS = 500, 60
+# Seconds for the server to end everything that the hostile clients started.
+_QUIET_SECONDS = 3.0
+# What the server may use in addition after the first third of the attack. Allocators keep some memory.
+_MAX_GROWTH = Usage(48 * 2**20, 10, 10)
+
+
+@dataclass
+class Record:
+    """The results of an attack, which can have several parts.
+
+    Attributes:
+        requests: Number of hostile requests.
+        honest: Number of replies to the honest client.
+        expected: The replies that the honest client expects.
+        outcomes: Number of requests by attack and HTTP status.
+        problems: What went wrong.
+        usage: The server's resources before the attack and after each round.
+    """
+
+    requests: int = 0
+    honest: int = 0
+    expected: list[str] = field(default_factory=list)
+    outcomes: dict[str, int] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    usage: list[Usage] = field(default_factory=list)
+
+    @classmethod
+    def load(cls, path: Path | None) -> Record:
+        """Return the results of earlier parts, or an empty record."""
+        if path is None or not path.exists():
+            return cls()
+        values = json.loads(path.read_text())
+        return cls(**{**values, "usage": [Usage(*each) for each in values["usage"]]})
+
+    @property
+    def growth(self) -> Usage:
+        """Growth from the second third of the attack to its last third.
+
+        Compares the lowest values, because the server can have one or two models loaded at a time.
+        """
+        third = len(self.usage) // 3
+        if not third:
+            return Usage(0, 0, 0)
+        middle, end = zip(*self.usage[third : 2 * third], strict=True), zip(*self.usage[-third:], strict=True)
+        return Usage(*(min(last) - min(earlier) for earlier, last in zip(middle, end, strict=True)))
+
+    def failures(self) -> list[str]:
+        """Return the reasons why the server failed."""
+        return self.problems + [
+            f"{name} grew by {grown:,}"
+            for name, grown, limit in zip(Usage._fields, self.growth, _MAX_GROWTH, strict=True)
+            if grown > limit
+        ]
+
+
+async def _attack(victim: Victim, record: Record, requests: int, seed: int) -> None:
+    draw, outcomes = random.Random(f"{seed} {record.requests}"), Counter(record.outcomes)
+    honest = HonestClient(victim.port, record.expected)
+    await honest.prepare()
+    record.expected = honest.expected
+    record.usage = record.usage or [victim.usage()]
+    stop = asyncio.Event()
+    asking = asyncio.create_task(honest.run(stop))
+    peak = 0
+
+    async def watch() -> None:
+        nonlocal peak
+        while True:
+            with suppress(Exception):
+                peak = max(peak, victim.usage().memory_bytes)
+            await asyncio.sleep(0.5)
+
+    watching = asyncio.create_task(watch())
+    places = asyncio.Semaphore(_CLIENTS)
+    target = record.requests + requests
+    while record.requests < target and victim.is_running():
+        count = min(_ROUND, target - record.requests)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(count):
+                await places.acquire()
+                task = group.create_task(
+                    _request(victim.port, random.Random(draw.random()), record, outcomes)
+                )
+                task.add_done_callback(lambda _: places.release())
+        record.requests += count
+        await asyncio.sleep(_QUIET_SECONDS)
+        if not victim.is_running():
+            break
+        record.usage.append(usage := victim.usage())
+        print(
+            f"{record.requests:6} requests  {usage.memory_bytes / 2**20:5.0f} MiB (peak {peak / 2**20:.0f})"
+            f"  {usage.files} files  {usage.threads} threads  {record.honest + honest.count} honest replies"
+            f"  {len(record.problems) + len(honest.problems)} problems",
+            flush=True,
+        )
+    if not victim.is_running():
+        record.problems.append("the server crashed")
+    stop.set()
+    await asking
+    watching.cancel()
+    record.honest += honest.count
+    record.problems += honest.problems
+    record.outcomes = dict(outcomes)
+
+
+async def _request(port: int, draw: random.Random, record: Record, outcomes: Counter[str]) -> None:
+    attack = draw.choices(list(ATTACKS), list(ATTACKS.values()))[0]
+    client = Connection(port, draw, new_canary(draw))
+    with client:
+        try:
+            await attack(client)
+            status = client.received[9:12].decode("latin-1") or "no reply"
+        except OSError as error:
+            # TimeoutError is an OSError too.
+            status = type(error).__name__
+            if isinstance(error, TimeoutError):
+                record.problems.append(f"{attack.__name__}: no end of the reply: {client.received[-300:]!r}")
+    if found := problem(client.received, client.canary):
+        record.problems.append(f"{attack.__name__}: {found}")
+    outcomes[f"{attack.__name__} {status}"] += 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the attack and print the results. Return 1 if the server failed."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/attack", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--requests", type=int, default=10_000, help="number of hostile requests (default: 10,000)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="each seed gives different requests (default: 0)")
+    parser.add_argument("--pid", type=int, help="attack this running server instead of starting one")
+    parser.add_argument("--record", type=Path, help="continue the attack that this file records")
+    parser.add_argument("--log", type=Path, default=_ROOT / "build" / "attack.log", help="the server's log")
+    parser.add_argument("server_options", nargs="*", help="options of edgespec serve")
+    args = parser.parse_args(arguments)
+    record = Record.load(args.record)
+    args.log.parent.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        victim = Victim(args.pid) if args.pid else stack.enter_context(started(args.server_options, args.log))
+        asyncio.run(_attack(victim, record, args.requests, args.seed))
+    if args.record:
+        args.record.write_text(json.dumps(asdict(record)))
+    return _report(record)
+
+
+def _report(record: Record) -> int:
+    for outcome, count in sorted(record.outcomes.items()):
+        print(f"{count:6}  {outcome}")
+    print(f"{record.requests:,} hostile requests, {record.honest:,} equal honest replies")
+    growth = record.growth
+    print(
+        f"growth after the first third: {growth.memory_bytes / 2**20:+.1f} MiB, {growth.files:+} files,"
+        f" {growth.threads:+} threads"
+    )
+    failures = record.failures()
+    for failure in failures[:20]:
+        print(f"FAILED: {failure[:1500]}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

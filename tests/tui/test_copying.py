@@ -1,0 +1,59 @@
+"""Copying code blocks, by key, command and mouse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from textual.widgets.markdown import MarkdownFence
+
+from tests.tui.driving import Driver, driving
+from tests.tui.scripted import Script, ScriptedRuntime, loading
+
+THREE = "First:\n\n```sh\nls -l\n```\n\nThen:\n\n```py\nprint(1)\nprint(2)\n```\n\n    indented\n"
+
+
+@pytest.fixture(autouse=True)
+def _no_desktop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgespec.tui.chat_screen.copy_with_desktop_tool", lambda text: None)
+
+
+async def _copied(d: Driver, text: str, said: str) -> None:
+    await d.sees(said)
+    assert d.app.clipboard == text
+
+
+async def test_the_key_copies_one_block_after_the_other(tmp_path: Path) -> None:
+    async with driving(loading(ScriptedRuntime(scripts=[Script(text=THREE)] * 2)), tmp_path) as d:
+        await d.press("ctrl+o")
+        await d.sees("There is no code block to copy yet.")
+        await d.say("hello")
+        for number, code in ((3, "indented"), (2, "print(1)\nprint(2)"), (1, "ls -l"), (3, "indented")):
+            await d.press("ctrl+o")
+            await _copied(d, code, f"Copied the code block {number} of 3.")
+        await d.press("ctrl+o")
+        await d.say("again")
+        await d.press("ctrl+o")
+        assert d.app.clipboard == "indented"
+
+
+async def test_the_command_copies_a_block_by_its_number(tmp_path: Path) -> None:
+    async with driving(loading(ScriptedRuntime(scripts=[Script(text=THREE)])), tmp_path) as d:
+        await d.say("hello")
+        await d.say("/copy code 2")
+        await _copied(d, "print(1)\nprint(2)", "Copied the code block 2 of 3.")
+        for number in ("0", "4", "two"):
+            d.chat.prompt.clear()
+            await d.say(f"/copy code {number}")
+            await d.said(f"The last reply has 3 code blocks, but not number {number}.")
+
+
+async def test_a_click_copies_a_block(tmp_path: Path) -> None:
+    async with driving(loading(ScriptedRuntime(scripts=[Script(text=THREE)])), tmp_path, size=(80, 40)) as d:
+        await d.say("hello")
+        mark = d.chat.transcript.query(".copy-mark")[1]
+        assert not mark.display
+        await d.pilot.hover(d.chat.transcript.query(MarkdownFence)[1])
+        await d.sees("copy")
+        await d.pilot.click(mark)
+        await _copied(d, "print(1)\nprint(2)", "Copied the code block.")

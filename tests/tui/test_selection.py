@@ -1,0 +1,211 @@
+"""Selected messages: their keys edit, re-run, delete and fork, and switch between versions."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from edgespec.chat.message import Message
+from edgespec.chat.message_tree import MessageTree
+from edgespec.chat.store import ChatStore, SavedChat
+from edgespec.tui import selection
+from edgespec.tui.worker import Load
+from tests.tui.driving import Driver, driving, until
+from tests.tui.scripted import Script, ScriptedRuntime, loading
+
+NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
+
+
+def replies(*texts: str) -> ScriptedRuntime:
+    return ScriptedRuntime(scripts=[Script(text=text) for text in texts])
+
+
+def conversation(d: Driver) -> list[str]:
+    return [entry.content for entry in d.chat.current_chat.entries]
+
+
+def saved(d: Driver, place: int = 0) -> SavedChat:
+    path = d.saved()[place]
+    return ChatStore(path.parent).load(path.stem)
+
+
+async def act(d: Driver, *keys: str) -> None:
+    """Press keys, and wait for the reply that they start, if any."""
+    await d.press(*keys)
+    await d.pilot.pause(0.05)
+    await d.settled()
+
+
+async def test_rerunning_and_editing_keep_the_earlier_versions(tmp_path: Path) -> None:
+    async with driving(loading(replies("One.", "Two.", "Three.", "Four.")), tmp_path) as d:
+        await d.say("first")
+        await d.say("second")
+        await act(d, "shift+up", "up", "up", "r")
+        assert conversation(d) == ["first", "Three."]
+        assert "‹ 2/2 ›" in d.transcript()
+        await act(d, "shift+up", "up", "e")
+        assert d.chat.prompt.text == "first"
+        await d.say("first, again")
+        assert conversation(d) == ["first, again", "Four."]
+        await act(d, "shift+up", "up", "left")
+        assert conversation(d) == ["first", "Three."]
+        await act(d, "down", "left")
+        assert conversation(d) == ["first", "One.", "second", "Two."]
+        await act(d, "left")
+        assert conversation(d) == ["first", "One.", "second", "Two."]
+        assert len(saved(d).tree.messages) == 7
+        assert [message.content for message in saved(d).messages] == conversation(d)
+
+
+async def test_the_hint_lists_the_keys_only_while_a_message_is_selected(tmp_path: Path) -> None:
+    async with driving(loading(replies("One.", "Two.")), tmp_path) as d:
+        await d.say("first")
+        assert "e edit" not in "\n".join(d.screen_text())
+        await d.press("shift+tab")
+        await d.sees("e edit · r re-run · g go on · c copy · d delete · f fork · Esc back")
+        await act(d, "r", "shift+up")
+        await d.sees("Version 2/2")
+        await d.sees("←→ version · e edit")
+        await d.press("escape")
+        await d.sees("Enter sends")
+        await d.press("shift+up", "down")
+        assert d.chat.prompt.has_focus
+
+
+def test_the_hint_fits_any_width() -> None:
+    for width in range(8, 100):
+        assert len(selection.hint(width, versions=True)) <= width
+
+
+async def test_letters_are_typed_unless_a_message_is_selected(tmp_path: Path) -> None:
+    async with driving(loading(replies("One.")), tmp_path) as d:
+        await d.say("first")
+        await d.press("shift+up")
+        await d.write("what")
+        assert d.chat.prompt.text == "what"
+        await d.pilot.click(".user")
+        await d.write(" ended")
+        assert d.chat.prompt.text == "what ended"
+        assert conversation(d) == ["first", "One."]
+
+
+async def test_deleted_messages_can_be_restored(tmp_path: Path) -> None:
+    async with driving(loading(replies("One.", "Two.", "Three.")), tmp_path) as d:
+        await d.say("first")
+        await d.say("second")
+        await act(d, "shift+up", "up", "d")
+        assert conversation(d) == ["first", "One."]
+        await d.sees("Deleted 2 messages.")
+        assert [message.content for message in saved(d).tree.messages] == ["first", "One."]
+        await act(d, "u", "escape")
+        assert conversation(d) == ["first", "One.", "second", "Two."]
+        await d.say("/delete")
+        await d.say("/delete")
+        assert conversation(d) == []
+        assert saved(d).messages == ()
+        await d.say("/undo")
+        await d.say("/undo")
+        assert conversation(d) == ["first", "One.", "second", "Two."]
+        await d.say("/undo")
+        await d.sees("There is nothing to undo.")
+        await d.say("/delete")
+        await d.say("third")
+        await d.say("/undo")
+        assert conversation(d) == ["first", "One.", "second", "Two."]
+        assert len(saved(d).tree.messages) == 6
+
+
+async def test_a_fork_is_a_new_chat_and_leaves_the_old_one_unchanged(tmp_path: Path) -> None:
+    async with driving(loading(replies("One.", "Two.", "Three.")), tmp_path) as d:
+        await d.say("first")
+        await d.say("second")
+        old = saved(d)
+        await act(d, "shift+up", "up", "up", "f")
+        assert conversation(d) == ["first", "One."]
+        await d.said("This is a new chat with 2 messages from “first”, which is unchanged.")
+        await d.say("third")
+        chats = [ChatStore(path.parent).load(path.stem) for path in d.saved()]
+        assert {chat.title: len(chat.messages) for chat in chats} == {"first": 4, "first (fork)": 4}
+        assert old in chats
+        await d.say("/fork")
+        assert len(d.saved()) == 3
+
+
+async def test_an_edited_reply_is_a_version_that_can_be_continued(tmp_path: Path) -> None:
+    async with driving(loading(replies("One.", " and the rest")), tmp_path) as d:
+        await d.say("first")
+        await act(d, "shift+up", "e")
+        await d.sees("Editing the reply")
+        await d.say("Two")
+        assert conversation(d) == ["first", "Two"]
+        assert "‹ 2/2 ›" in d.transcript()
+        await act(d, "shift+up", "g")
+        assert conversation(d) == ["first", "Two and the rest"]
+        assert len(saved(d).tree.messages) == 3
+
+
+async def test_a_reply_before_other_messages_is_continued_as_a_new_version(tmp_path: Path) -> None:
+    async with driving(loading(replies("One.", "Two.", " More.")), tmp_path) as d:
+        await d.say("first")
+        await d.say("second")
+        await act(d, "shift+up", "up", "up", "g")
+        assert conversation(d) == ["first", "One. More."]
+        assert "‹ 2/2 ›" in d.transcript()
+        await act(d, "shift+up", "left")
+        assert conversation(d) == ["first", "One.", "second", "Two."]
+
+
+async def test_keys_during_a_reply_stop_it_first(tmp_path: Path) -> None:
+    runtime = ScriptedRuntime(scripts=[Script(text="One."), Script(text="word " * 2000, pause_seconds=0.005)])
+    async with driving(loading(runtime), tmp_path) as d:
+        await d.say("first")
+        await d.send("second")
+        await d.said("word word")
+        await act(d, "shift+up", "up", "up", "d")
+        await until(d.pilot, lambda: conversation(d) == ["first"], "the deletion")
+        assert len(saved(d).tree.messages) == 1
+        await act(d, "u")
+        assert conversation(d)[:3] == ["first", "One.", "second"]
+
+
+async def test_the_selection_reaches_every_message_of_a_long_chat(tmp_path: Path) -> None:
+    messages = [Message("user" if n % 2 == 0 else "assistant", f"message {n}") for n in range(130)]
+    store = ChatStore(tmp_path / "chats")
+    store.save(SavedChat("one", MessageTree.linear(messages), NOON, NOON, title="long"))
+    async with driving(loading(replies("Another.")), tmp_path, resume="one") as d:
+        await d.said("message 129")
+        await d.press("shift+up")
+        for _ in range(129):
+            await selection.select(d.chat, -1)
+        selected = d.chat.selected
+        assert selected is not None
+        assert selected.place == 0
+        assert len(d.chat.transcript.query("UserMessage, ReplyMessage")) <= 120
+        for _ in range(60):
+            await selection.select(d.chat, 1)
+        assert d.chat.selected is not None
+        assert d.chat.selected.place == 60
+        await act(d, "d", "u")
+        assert len(conversation(d)) == 130
+        await act(d, "r")
+        assert conversation(d)[-2:] == ["message 60", "Another."]
+        await act(d, "shift+up", "left")
+        assert len(conversation(d)) == 130
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+async def test_other_versions_do_not_change_replies(demo: Load, tmp_path: Path, temperature: float) -> None:
+    """With the same seed, the reply to the same messages is the same in a chat with other versions."""
+    settings: dict[str, str | int | float | bool | list[str]] = {
+        "temperature": temperature, "seed": 3, "max_tokens": 24,
+    }  # fmt: skip
+    async with driving(demo, tmp_path, settings=settings) as d:
+        await d.say("How do I list files?")
+        await d.say("And by size?")
+        wanted = conversation(d)
+        await act(d, "shift+up", "up", "e")
+        await d.say("How do I delete a folder?")
+        await act(d, "shift+up", "up", "left", "down", "r")
+        assert conversation(d) == wanted
