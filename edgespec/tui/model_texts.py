@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["details_text", "row_text", "speed_text"]
 
 _PLACES = {
-    "embedded": "included in edgespec",
+    "embedded": "included in edgespec: a toy for offline use",
     "hub": "in the Hugging Face cache",
     "ollama": "stored by Ollama",
     "lmstudio": "stored by LM Studio",
