@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -204,7 +205,8 @@ async def test_the_list_on_the_screen(tmp_path: Path, size: tuple[int, int]) -> 
     for line in shown:
         assert len(line) <= size[0]
     path = KEPT / f"models-{size[0]}x{size[1]}.txt"
-    text = "\n".join(shown) + "\n"
+    # Where the ends of a scrollbar's handle are drawn depends on when the screen was last painted.
+    text = re.sub("[▁▂▃▄▅▆▇]", " ", "\n".join(shown)) + "\n"
     if os.environ.get("EDGESPEC_UPDATE_SNAPSHOTS"):
         path.write_text(text, "utf-8")
     assert text == path.read_text("utf-8")
