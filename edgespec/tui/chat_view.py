@@ -82,6 +82,7 @@ class ChatView(Screen[None]):
         self.code_copier = CodeCopier()
         self.downloads = Downloads()
         self.editing: int | None = None
+        self.calling_tools = False
         self.transcript = Transcript(self.current_chat, self._welcome(), id="transcript")
         files = FileThread()
         self.paths = PathList(files, id="paths", compact=True)
@@ -119,6 +120,7 @@ class ChatView(Screen[None]):
         self.transcript.set_origin(self.preferences.origin)
         # Remove line breaks at the end of text that the user typed while the model was loading.
         self.prompt.replace_text(self._typed.rstrip("\n"))
+        self.prompt.use_vi_keys(self.preferences.vi)
         self.prompt.focus()
 
     def _welcome(self) -> Welcome:
@@ -138,8 +140,8 @@ class ChatView(Screen[None]):
 
     @property
     def writing(self) -> bool:
-        """True while a reply is being generated."""
-        return self.current_chat.turn is not None
+        """True while a reply is being generated, or the tools that it calls are running."""
+        return self.current_chat.turn is not None or self.calling_tools
 
     def _measure_memory(self) -> None:
         self._memory_bytes = self.runtime.memory_bytes()
@@ -211,7 +213,7 @@ class ChatView(Screen[None]):
         editing = self.editing is not None
         role = "" if self.editing is None else self.current_chat.tree.messages[self.editing].role
         names = {"user": "Editing your message", "assistant": "Editing the reply"}
-        prompt.border_title = names.get(role, "Editing the message" if role else "")
+        prompt.border_title = names.get(role, "Editing the message" if role else prompt.vi_mode.upper())
         if (message := self.selected) is not None:
             label = "" if message.place is None else version_label(self.current_chat.tree, message.place)
             prompt.border_title = f"Version {label}" if label else ""
@@ -238,6 +240,10 @@ class ChatView(Screen[None]):
     def _input_changed(self) -> None:
         self._refresh_hints()
         self.prompt.follow_references()
+
+    @on(PromptInput.ModeChanged)
+    def _mode_changed(self) -> None:
+        self._refresh_hints()
 
     @on(PromptInput.SelectionChanged)
     def _cursor_moved(self) -> None:

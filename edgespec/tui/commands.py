@@ -155,12 +155,24 @@ async def _model(screen: ChatScreen, argument: str) -> None:
         screen.action_models()
 
 
+async def _vi(screen: ChatScreen, argument: str) -> None:
+    if argument.lower() not in ("", "on", "off"):
+        raise OptionError(f"Unknown argument {argument!r} for /vi", "Choose on or off")
+    use = argument.lower() == "on" if argument else not screen.preferences.vi
+    screen.use_vi_keys(use)
+    screen.say(f"vi keys are {'on: press Esc for normal mode' if use else 'off'}.")
+
+
 async def _theme(screen: ChatScreen, argument: str) -> None:
     theme = argument.lower()
     if theme not in ("", "light", "dark"):
         raise OptionError(f"Unknown theme {argument!r}", "Choose light or dark")
     if not theme or (theme == "light") != screen.preferences.light:
         screen.action_theme()
+
+
+async def _tools(screen: ChatScreen, argument: str) -> None:
+    await screen.tool_use.command(argument)
 
 
 def _unquoted(text: str) -> str:
@@ -197,6 +209,7 @@ COMMANDS = (
     Command("think", "[on|off|auto]", "choose whether the model reasons before it answers", think),
     Command("schema", "[file|none]", "make replies satisfy the JSON schema in a file", _schema),
     Command("system", "[text|none]", "show or change the system prompt", _system),
+    Command("tools", "[on|off]", "choose the tools that the model can call (MCP servers)", _tools),
     Command("preset", "[name|save name]", "use or save a system prompt, model and settings", preset),
     Command("new", "", "start a new chat; this one stays saved", "new_chat"),
     Command("load", "[title]", "open a saved chat", _load, ("open", "chats", "list")),
@@ -216,6 +229,7 @@ COMMANDS = (
     Command("race", "[message]", "compare a reply with and without the speed-up", open_race),
     Command("memory", "", "show memory use", _memory),
     Command("colours", "", "colour words that came from accepted guesses", "origin", ("colors", "origin")),
+    Command("vi", "[on|off]", "switch vi keys in the input on or off", _vi),
     Command("theme", "[light|dark]", "switch between light and dark", _theme),
 )  # fmt: skip
 
