@@ -29,7 +29,7 @@ from edgespec.files import (
     write_private_file,
 )
 
-__all__ = ["ChatStore", "SavedChat", "Setting", "StoredChat", "title_of"]
+__all__ = ["ChatStore", "SavedChat", "Setting", "StoredChat", "chat_from_json", "title_of"]
 
 Setting = str | int | float | bool | list[str]
 """Type of the value of one setting in a chat file."""
@@ -310,9 +310,22 @@ def _checked(path: Path, json_value: object) -> SavedChat:
             f" to {VERSION}",
             "upgrade edgespec, or open the chat with the version that wrote it",
         )
+    chat = _from_json(data, version)
+    if chat.id != path.stem:
+        raise ValueError(f"the chat ID {chat.id[:80]!r} does not match the file name")
+    return chat
+
+
+def chat_from_json(data: Mapping[str, object]) -> SavedChat:
+    """Return a chat from a JSON object that `SavedChat.to_json` made, without its ID. Raises ValueError."""
+    version = _typed(data.get("version"), int, "`version`")
+    if not 1 <= version <= VERSION:
+        raise ValueError(f"the chat has format version {version}")
+    return replace(_from_json(data, version), id="")
+
+
+def _from_json(data: Mapping[str, object], version: int) -> SavedChat:
     texts = {name: _typed(data.get(name), str, f"`{name}`") for name in _TEXTS}
-    if texts["id"] != path.stem:
-        raise ValueError(f"the chat ID {texts['id'][:80]!r} does not match the file name")
     items = _typed(data.get("messages"), list, "`messages`")
     tree = MessageTree.linear(as_message(number, item) for number, item in enumerate(items, 1))
     if version > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from threading import Lock, Thread
 from time import monotonic
 
@@ -128,6 +129,15 @@ class Archive:
     def _load(self, chat_id: str) -> SavedChat:
         with self._lock:
             return self._store.load(chat_id)
+
+    async def add(self, chats: Sequence[SavedChat]) -> None:
+        """Save imported chats under new IDs."""
+        await asyncio.to_thread(self._add, chats)
+
+    def _add(self, chats: Sequence[SavedChat]) -> None:
+        with self._lock:
+            for chat in chats:
+                self._store.save(replace(chat, id=self._store.new_id()))
 
     async def delete(self, chat_id: str) -> None:
         """Delete a chat, all saved replies, the prefix cache and the history of prompts.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from edgespec import spelling
+from edgespec.chat.exporting import messages_as_markdown
 from edgespec.errors import OptionError
 from edgespec.tui import selection
 from edgespec.tui.editor import show_message
@@ -25,6 +26,7 @@ from edgespec.tui.settings import (
 )
 from edgespec.tui.texts import memory_rows, sentences, show_rows
 from edgespec.tui.thinking import think
+from edgespec.tui.transfer import export_chat, import_chats
 from edgespec.tui.why import show_why
 from edgespec.tui.widgets.messages import Panel
 from edgespec.tui.widgets.pairs import Pairs
@@ -44,7 +46,7 @@ async def _copy(screen: ChatScreen, argument: str) -> None:
     elif part in ("code", "block"):
         await screen.action_copy_code()
     elif part in ("chat", "all"):
-        await screen.copy(screen.current_chat.as_markdown(), "chat")
+        await screen.copy(messages_as_markdown(screen.current_chat.messages), "chat")
     elif part in ("", "reply", "last"):
         await screen.action_copy_reply()
     else:
@@ -208,6 +210,8 @@ COMMANDS = (
     Command("undo", "", "restore what was deleted last", _undo),
     Command("copy", "[code [n]|chat]", "copy the last reply, a code block of it, or the whole chat", _copy),
     Command("editor", "", "open the last reply in your text editor", _editor, ("view",)),
+    Command("export", "[file]", "write this chat to a file: .md, .json or .html", export_chat),
+    Command("import", "file", "add chats exported by ChatGPT, Claude or Open WebUI", import_chats),
     Command("quit", "", "quit; the chat is saved", "app.quit", ("exit", "bye", "q")),
     Command("clear", "", "start a new chat with the same system prompt and settings", "clear", ("reset",)),
     Command("save", "[title]", "save the chat now, optionally under a new title", _save),

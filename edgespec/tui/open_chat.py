@@ -203,10 +203,6 @@ class OpenChat:
             unfinished=self.unfinished or turn is not None,
         )
 
-    def as_markdown(self) -> str:
-        names = {"user": "You", "assistant": "Model", "system": "System", "tool": "Tool"}
-        return "\n\n".join(f"**{names[entry.role]}:**\n\n{entry.content.strip()}" for entry in self.entries)
-
 
 def version_label(tree: MessageTree[ChatEntry], place: int) -> str:
     """Return which version of a message this is, such as `2/3`. Empty if there are no others."""
