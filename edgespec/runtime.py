@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -190,7 +190,8 @@ class Runtime(ReplyMethods):
         vectors = self._sessions.embed(tokens, progress) if tokens else []
         return [Embedding.of(vector, len(each)) for vector, each in zip(vectors, tokens, strict=True)]
 
-    def borrowed_target(self) -> AbstractContextManager[LanguageModel]:
+    @contextmanager
+    def borrowed_target(self) -> Iterator[LanguageModel]:
         """Return a context manager that provides the target model with an empty KV cache.
 
         Use it for measurements. Replies raise BusyError until the `with` block ends.
@@ -199,7 +200,15 @@ class Runtime(ReplyMethods):
             BusyError: A reply is running.
             ClosedError: The runtime was closed.
         """
-        return self._sessions.borrowed_target()
+        with self._sessions.borrowed_targets() as targets:
+            yield targets[0]
+
+    def borrowed_targets(self) -> AbstractContextManager[Sequence[LanguageModel]]:
+        """Return a context manager that provides the target models of all concurrent replies.
+
+        They share one context and its forward passes. See `borrowed_target`.
+        """
+        return self._sessions.borrowed_targets()
 
     def clear_cache(self) -> None:
         """Clear the KV caches and the prefix cache, so that the next reply processes its whole prompt.

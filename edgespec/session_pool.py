@@ -100,16 +100,15 @@ class SessionPool:
         )
 
     @contextmanager
-    def borrowed_target(self) -> Iterator[LanguageModel]:
-        """Provide the target of the first session. Meanwhile, no session can start a reply.
+    def borrowed_targets(self) -> Iterator[Sequence[LanguageModel]]:
+        """Provide the targets of all sessions. Meanwhile, no session can start a reply.
 
         Raises:
             BusyError: A reply is running.
             ClosedError: The pool was closed.
         """
         with ExitStack() as borrowed:
-            targets = [borrowed.enter_context(session.borrowed_target()) for session in self.sessions]
-            yield targets[0]
+            yield [borrowed.enter_context(session.borrowed_target()) for session in self.sessions]
 
     def clear_cache(self) -> None:
         """Clear the prefix cache and the caches of all sessions. Raises BusyError or ClosedError."""

@@ -57,6 +57,7 @@ _PROMPTS_PER_CATEGORY = 2
     examples=(
         "edgespec verify",
         "edgespec verify --target 8b-q4 --methods model,model+suffix --temperatures 0,1",
+        "edgespec verify --parallel 4 --temperatures 0 --draft-lengths 4",
         "edgespec verify --prompts my-prompts.jsonl --draft-lengths 1,2,4,8,16 --json",
     ),
 )
@@ -95,6 +96,9 @@ def command(
                 within the rounding error measured on this machine
     violation   any other difference; the exit status is then 1
 
+    With --parallel N, the methods answer N prompts at a time, as a server does, and the replies are compared
+    with those made alone.
+
     With --acceptance rejection, the probabilities of the replies are compared instead, and a p-value below
     0.001 counts as a violation. Methods always draft here, even when that is slower. If a method drafts
     nothing, it cannot be checked, and the exit status is also 1.
@@ -107,7 +111,7 @@ def command(
     texts = read_prompts(prompts) if prompts else _few_of_each_category(read_prompts(None))
     report = interruptible(lambda stop: _verify(stop, texts, methods, acceptance, options))
     facts = report.to_json()
-    proved = not (report.violations or report.nothing_drafted)
+    proved = not (report.violations or report.nothing_drafted or report.nothing_shared)
     proved = proved and _smallest_p_value(facts) >= SMALLEST_P_VALUE
     if as_json:
         print_json(facts)
@@ -150,6 +154,7 @@ def _verify(
             **compared,
             **pick(options, ("max_tokens", "seed", "idle_seconds")),
             **constraint,
+            at_once=options["parallel"] > 1,
             progress=progress,
         )
         if stop.requested:
@@ -201,7 +206,8 @@ def _verdict(facts: dict[str, Any]) -> str:
 
 def _print(facts: dict[str, Any]) -> None:
     draft = facts["draft"] or "none"
-    click.echo(f"model {facts['target']}, draft model {draft}, {facts['acceptance']} acceptance\n")
+    parallel = f", {facts['parallel']} replies at once" if facts["parallel"] > 1 else ""
+    click.echo(f"model {facts['target']}, draft model {draft}, {facts['acceptance']} acceptance{parallel}\n")
     rows = []
     for name, method in facts["methods"].items():
         value = method.get("smallest_corrected_p_value")
@@ -211,6 +217,8 @@ def _print(facts: dict[str, Any]) -> None:
     for name in facts["nothing_drafted"]:
         why = facts["methods"][name]["note"]
         click.echo(printable(f"{name} drafted nothing, so nothing was checked{why and f': {why}'}"))
+    for name in facts["nothing_shared"]:
+        click.echo(f"the replies with {name} shared no pass of the model, so nothing was checked")
     for name, method in facts["methods"].items():
         for divergence in method["divergences"][:_MAX_SHOWN_DIVERGENCES]:
             click.echo(

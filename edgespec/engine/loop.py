@@ -151,7 +151,8 @@ def decode(
             stats.count_prompt_pass()
             first_logits = None
         else:
-            stats.count_round(tree.depths, accepted, len(tokens))
+            is_shared = logits.other_tokens > 0
+            stats.count_round(tree.depths, accepted, len(tokens), is_shared=is_shared)
         timer.lap("overhead")
         timer.finish(stats, logits.overlapped_seconds, logits.waited_seconds)
         yield Step(tokens, accepted, "stop" if stopped else None, computed)

@@ -35,6 +35,7 @@ class Stats:
         draft_other_bytes: Memory of drafters for other data, such as lookup tables and training state.
         peak_memory_bytes: Peak memory of the process.
         threads: Number of CPU threads of the target's last pass, or 0 if its library chooses it.
+        shared_passes: Target passes that also ran tokens of other replies.
         busy_passes: Target passes with fewer CPU threads than usual, because other programs used the CPU.
     """
 
@@ -63,6 +64,7 @@ class Stats:
     draft_other_bytes: int = 0
     peak_memory_bytes: int = 0
     threads: int = 0
+    shared_passes: int = 0
     busy_passes: int = 0
 
     def count_prompt_pass(self) -> None:
@@ -70,9 +72,12 @@ class Stats:
         self.prompt_pass_tokens += 1
         self.generated_tokens += 1
 
-    def count_round(self, depths: Sequence[int], accepted: int, emitted: int) -> None:
+    def count_round(
+        self, depths: Sequence[int], accepted: int, emitted: int, *, is_shared: bool = False
+    ) -> None:
         """Add the counts of one draft-and-verify round. `depths` holds the depth of each draft tree node."""
         self.target_passes += 1
+        self.shared_passes += is_shared
         self.generated_tokens += emitted
         self.accepted_tokens += accepted
         self.drafted_tokens += len(depths) - 1

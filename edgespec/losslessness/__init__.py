@@ -1,8 +1,9 @@
 """Verify that speculative decoding gives the same tokens as plain decoding."""
 
+from edgespec.losslessness.cases import count_replies
 from edgespec.losslessness.prompts import Prompt, prompt_tokens, read_prompts
 from edgespec.losslessness.report import Divergence, MethodResult, Report
-from edgespec.losslessness.verify import count_replies, verify
+from edgespec.losslessness.verify import verify
 
 __all__ = [
     "Divergence",

@@ -23,6 +23,10 @@ class Divergence:
             here, or a constraint forbids one of the tokens.
         cross_width_error: Largest difference between the logits of single-token passes and of passes as wide
             as the method's, over the same tokens. None if one of the replies ended here.
+        sharing_error: Largest difference between the logits of passes made alone and beside other replies,
+            over the same tokens. None if the replies were made one at a time, or one of them ended here.
+        leak: Largest difference in logits that the text of other replies caused. Unless it is 0, the reply
+            read another one's cached keys and values. None as for `sharing_error`.
         plain_token: Token from plain decoding. None if its reply had ended.
         other_token: Token from the method. None if its reply had ended.
         verdict: `near_tie` if the rounding error explains the difference, otherwise `violation`.
@@ -34,6 +38,8 @@ class Divergence:
     position: int
     gap: float | None
     cross_width_error: float | None
+    sharing_error: float | None
+    leak: float | None
     plain_token: int | None
     other_token: int | None
     verdict: Verdict
@@ -49,6 +55,7 @@ class MethodResult:
         replies: Number of replies that were compared, or sampled in rejection mode.
         tokens: Number of tokens in these replies.
         target_passes: Number of target passes that they took, without those for the prompt.
+        shared_passes: Number of target passes that also ran tokens of other replies.
         identical: Number of prompts whose replies are all identical to plain decoding.
         near_tie: Number of prompts whose replies differ, but only by differences that rounding can explain.
         violations: Number of prompts with a difference that rounding cannot explain, or a failed test.
@@ -64,6 +71,7 @@ class MethodResult:
     target_passes: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    shared_passes: int = 0
     identical: int = 0
     near_tie: int = 0
     violations: int = 0
@@ -74,12 +82,17 @@ class MethodResult:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The result of `verify`: one entry per method, and the names of the target and the draft model."""
+    """The result of `verify`: one entry per method, and the names of the target and the draft model.
+
+    Attributes:
+        parallel: Number of replies that were generated at once with each method.
+    """
 
     target: str
     draft: str | None
     acceptance: str
     methods: dict[str, MethodResult]
+    parallel: int = 1
 
     @property
     def violations(self) -> int:
@@ -92,6 +105,16 @@ class Report:
             name for name, result in self.methods.items() if name != "none" and not result.drafted_tokens
         )
 
+    @property
+    def nothing_shared(self) -> tuple[str, ...]:
+        """Names of methods whose replies were to be made at once, but shared no pass of the target."""
+        return tuple(
+            name for name, result in self.methods.items() if self.parallel > 1 and not result.shared_passes
+        )
+
     def to_json(self) -> dict[str, object]:
         """Return the report as the object that `verify --json` prints."""
-        return asdict(self) | {"nothing_drafted": list(self.nothing_drafted)}
+        return asdict(self) | {
+            "nothing_drafted": list(self.nothing_drafted),
+            "nothing_shared": list(self.nothing_shared),
+        }

@@ -6,6 +6,7 @@ therefore differ where two tokens have nearly equal logits.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -14,14 +15,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import LanguageModel
-from edgespec.engine.logits import HostLogits
+from edgespec.engine.logits import HostLogits, Logits
 from edgespec.engine.noise import Stream, gumbel
 from edgespec.engine.processors import LogitsProcessor, apply_chain
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 
-__all__ = ["MAX_ROUNDING_ERROR", "Rescored", "is_near_tie", "rescore", "score_gap"]
+__all__ = [
+    "MAX_ROUNDING_ERROR",
+    "Alone",
+    "Rescored",
+    "is_near_tie",
+    "largest_difference",
+    "logit_rows",
+    "rescore",
+    "score_gap",
+]
 
 # Largest rounding error, in logits, that can explain a difference between replies. Correct kernels have much
 # smaller errors, so a larger one indicates a bug.
@@ -42,6 +52,10 @@ class Rescored(NamedTuple):
     plain: NDArray[np.float32]
     wide: list[NDArray[np.float32]]
     error: float
+
+    def joined(self, other: Rescored) -> Rescored:
+        """Return the measurements of both, for the same position."""
+        return Rescored(self.plain, [*self.wide, *other.wide], max(self.error, other.error))
 
     def constrained(self, processors: Sequence[LogitsProcessor]) -> Rescored:
         """Return the same logits without the tokens that constraints forbid at this position."""
@@ -77,36 +91,77 @@ def rescore(
     Returns:
         The logits after the last token of `reply`, and the largest difference that was found.
     """
-    plain = _rows(model, prompt, reply, 1)
+    plain = logit_rows(model, prompt, reply)
     widest = max(1, model.facts.context_tokens - len(prompt) - len(reply) + 1)
-    wide = [_rows(model, prompt, reply, min(width, widest)) for width in widths]
-    wide += [_rows(model, prompt, reply, 1, batch) for batch in batch_sizes]
-    error = max((float(_distance(plain, rows).max()) for rows in wide), default=0.0)
+    wide = [logit_rows(model, prompt, reply, width=min(width, widest)) for width in widths]
+    wide += [logit_rows(model, prompt, reply, passes=Alone(batch)) for batch in batch_sizes]
+    error = max((largest_difference(plain, rows) for rows in wide), default=0.0)
     return Rescored(plain[-1], [rows[-1] for rows in wide], error)
 
 
-def _rows(
-    model: LanguageModel, prompt: Sequence[int], reply: Sequence[int], width: int, batch: int = 0
+class Alone:
+    """Runs the passes of a text that is rescored, without other replies in the same context.
+
+    Args:
+        batch_tokens: Maximum number of prompt tokens per pass.
+    """
+
+    def __init__(self, batch_tokens: int = sys.maxsize) -> None:
+        self.batch_tokens = batch_tokens
+
+    def before_pass(self, model: LanguageModel) -> int:  # noqa: ARG002
+        """Prepare the context for the next pass, and return how many prompt tokens it may have."""
+        return self.batch_tokens
+
+    def verify(self, model: LanguageModel, tree: TokenTree) -> Logits:
+        """Run a verify pass of `model`."""
+        return model.verify(tree)
+
+
+def logit_rows(
+    model: LanguageModel,
+    prompt: Sequence[int],
+    reply: Sequence[int],
+    *,
+    width: int = 1,
+    passes: Alone | None = None,
 ) -> NDArray[np.float32]:
+    """Compute the logits after each token of a reply again. Overwrites the model's KV cache.
+
+    Args:
+        model: The model.
+        prompt: Tokens of the prompt.
+        reply: The first tokens of the reply.
+        width: Number of tokens per verify pass.
+        passes: Runs the passes. By default, a single one prefills the prompt.
+
+    Returns:
+        The logits after the last tokens of `reply`, up to 64, as float32 [tokens, vocab].
+    """
+    passes = passes or Alone()
     model.truncate(0)
-    for start in range(0, len(prompt) - 1, batch or len(prompt)):
-        model.prefill(prompt[start : min(start + (batch or len(prompt)), len(prompt) - 1)])
+    while model.length < len(prompt) - 1:
+        end = min(model.length + passes.before_pass(model), len(prompt) - 1)
+        model.prefill(prompt[model.length : end])
     tokens = [prompt[-1], *reply]
     everything = np.arange(model.facts.vocab_size)
     rows: list[NDArray[np.float32]] = []
     for start in range(0, len(tokens), width):
         real = tokens[start : start + width]
-        logits = model.verify(TokenTree.chain(real[0], [*real[1:], *[real[-1]] * (width - len(real))]))
+        passes.before_pass(model)
+        tree = TokenTree.chain(real[0], [*real[1:], *[real[-1]] * (width - len(real))])
+        logits = passes.verify(model, tree)
         rows += [logits.at(row, everything).astype(np.float32) for row in range(len(real))]
         del rows[:-_MAX_ROWS]
         model.commit(tuple(range(1, len(real))))
     return np.stack(rows)
 
 
-def _distance(a: NDArray[np.float32], b: NDArray[np.float32]) -> NDArray[np.float32]:
+def largest_difference(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
+    """Return the largest absolute difference between two arrays. It is infinite if one has a NaN."""
     with np.errstate(invalid="ignore"):
         distance = np.where(a == b, np.float32(0), np.abs(a - b))
-    return np.where(np.isnan(distance), np.float32(np.inf), distance)
+    return float(np.where(np.isnan(distance), np.float32(np.inf), distance).max())
 
 
 def is_near_tie(

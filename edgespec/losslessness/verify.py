@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf, isfinite
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any
 
 from edgespec.backends.base import LanguageModel
 from edgespec.checks import check_integer, check_number
@@ -19,27 +20,25 @@ from edgespec.engine.sampling import Sampler
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, OptionError
+from edgespec.losslessness.cases import DEFAULT_SAMPLES, Case, all_cases, count_case_replies
+from edgespec.losslessness.findings import MethodFindings
 from edgespec.losslessness.prompts import Prompt, prompt_tokens
-from edgespec.losslessness.report import Divergence, MethodResult, Report, Verdict
-from edgespec.losslessness.rescore import is_near_tie, rescore, score_gap
-from edgespec.losslessness.statistics import Sample, holm, p_value
+from edgespec.losslessness.report import Divergence, Report, Verdict
+from edgespec.losslessness.rescore import Rescored, is_near_tie, rescore, score_gap
+from edgespec.losslessness.sharing import measure_sharing
+from edgespec.losslessness.statistics import Sample, p_value
 from edgespec.reply import Reply
 from edgespec.request import check_options
 from edgespec.runtime import Runtime
 
-__all__ = ["count_replies", "verify"]
+__all__ = ["verify"]
 
 # Number of tokens at the start of a reply that statistical tests cover.
 _TESTED_POSITIONS = 3
 # Test the next token after a prefix only if at least this many replies begin with the prefix.
 _MIN_SAMPLES = 5
-# A statistical test fails if its p-value, after Holm's correction, is below this.
-_SIGNIFICANCE = 0.001
 # Statistical tests run without filters, because rounding can move a token across a filter's threshold.
 _NO_FILTERS = SamplingParams.disabled_filters()
-
-# Default number of replies per prompt, method, temperature and draft length in rejection mode.
-_SAMPLES = 200
 
 _Progress = Callable[[str, float], bool]
 
@@ -54,8 +53,9 @@ def verify(
     max_tokens: int = 64,
     seed: int = 0,
     acceptance: str = "invariant",
-    samples: int = _SAMPLES,
+    samples: int = DEFAULT_SAMPLES,
     idle_seconds: float = 2.0,
+    at_once: bool = False,
     progress: _Progress | None = None,
     **options: Any,
 ) -> Report:
@@ -68,6 +68,10 @@ def verify(
     In rejection mode above temperature 0, the first three tokens of many replies must follow the distribution
     of plain decoding. A G-test checks each position, given the tokens before it. P-values below 0.001, after
     Holm's correction over all tests of a method, are violations.
+
+    With `at_once`, the methods generate as many replies at a time as the runtime allows, and plain decoding
+    one at a time. The rounding errors that other replies in a shared context cause are measured too (see
+    `measure_sharing`). If the text of another reply changes the logits, that is a violation.
 
     The report contains the number of drafted tokens. If it is 0, nothing was verified. Load the runtime with
     `always_draft` to draft even where drafting is slower.
@@ -85,6 +89,7 @@ def verify(
             with its own seed.
         idle_seconds: Maximum time for online training after each reply. In rejection mode, drafters train
             only once per `samples` replies.
+        at_once: Whether to generate several replies at once.
         progress: Called with a description of the current reply and the fraction completed. Returns False to
             cancel.
         **options: Sampling settings and a constraint, as for `Runtime.generate`. The schema of a prompt
@@ -103,101 +108,41 @@ def verify(
         raise OptionError(f"invalid idle_seconds: {idle_seconds}", "use 0 or more")
     if len({prompt.name for prompt in prompts}) < len(prompts):
         raise OptionError("two prompts have the same id", "give each prompt a unique id")
-    cases = _cases(prompts, methods, temperatures, draft_lengths)
-    compared, sampled = _count_replies(cases, acceptance, samples)
+    cases = all_cases(prompts, methods, temperatures, draft_lengths)
+    if at_once:
+        _check_at_once(runtime, acceptance, len(cases))
+    compared, sampled = count_case_replies(cases, acceptance, samples)
     run = _Verification(
         *(runtime, max_tokens, seed, acceptance, samples, idle_seconds, progress, options),
         planned_tokens=compared * max_tokens + sampled * min(_TESTED_POSITIONS, max_tokens),
     )
-    findings = {method: _MethodFindings(len(prompts)) for method in methods}
-    for case in cases:
-        run.check(case, findings[case.method])
+    findings = {method: MethodFindings(len(prompts)) for method in methods}
+    if at_once:
+        run.check_at_once(cases, findings)
+    else:
+        for case in cases:
+            run.check(case, findings[case.method])
     if progress:
         progress("done", 1.0)
     draft = runtime.draft.name if runtime.draft else None
     results = {method: each.finished_result() for method, each in findings.items()}
-    return Report(runtime.target.name, draft, acceptance, results)
+    return Report(runtime.target.name, draft, acceptance, results, runtime.parallel if at_once else 1)
 
 
-class _Case(NamedTuple):
-    method: str
-    prompt: Prompt
-    temperature: float
-    draft_length: int
-
-
-def _cases(
-    prompts: Sequence[Prompt],
-    methods: Sequence[str],
-    temperatures: Sequence[float],
-    draft_lengths: Sequence[int],
-) -> list[_Case]:
-    return [
-        _Case(method, prompt, temperature, draft_length)
-        for prompt in prompts
-        for temperature in temperatures
-        for method in methods
-        for draft_length in (draft_lengths if method != "none" else draft_lengths[:1])
-    ]
-
-
-def count_replies(
-    prompts: Sequence[Prompt],
-    *,
-    methods: Sequence[str],
-    temperatures: Sequence[float],
-    draft_lengths: Sequence[int],
-    acceptance: str = "invariant",
-    samples: int = _SAMPLES,
-) -> int:
-    """Return the number of replies that `verify` generates with these arguments.
-
-    Args:
-        prompts: The prompts.
-        methods: The methods to compare.
-        temperatures: The temperatures of the replies.
-        draft_lengths: The draft lengths of the replies.
-        acceptance: The acceptance rule: `invariant` or `rejection`.
-        samples: Number of replies per case in rejection mode, as for `verify`.
-    """
-    return sum(_count_replies(_cases(prompts, methods, temperatures, draft_lengths), acceptance, samples))
-
-
-def _count_replies(cases: Sequence[_Case], acceptance: str, samples: int) -> tuple[int, int]:
-    sampled = [case for case in cases if _is_sampled(case, acceptance)]
-    plain = {(case.prompt.name, case.temperature) for case in cases if not _is_sampled(case, acceptance)}
-    return len(plain) + len(cases) - len(sampled), samples * len(sampled)
-
-
-def _is_sampled(case: _Case, acceptance: str) -> bool:
-    return acceptance == "rejection" and case.temperature > 0
-
-
-class _MethodFindings:
-    """The results of one method so far, and the prompt and p-value of each statistical test."""
-
-    def __init__(self, prompts: int) -> None:
-        self.result = MethodResult(prompts)
-        self.tests: list[tuple[str, float]] = []
-
-    def count(self, reply: Reply) -> None:
-        result, method = self.result, reply.method
-        result.replies += 1
-        result.tokens += len(reply.tokens)
-        result.target_passes += reply.stats.target_passes
-        result.drafted_tokens += reply.stats.drafted_tokens
-        result.accepted_tokens += reply.stats.accepted_tokens
-        result.note = method.note or (method.reason if method.effective == "none" else "")
-
-    def finished_result(self) -> MethodResult:
-        result, corrected = self.result, holm([p for _, p in self.tests])
-        wrong = {name for (name, _), p in zip(self.tests, corrected, strict=True) if p < _SIGNIFICANCE}
-        wrong |= {d.prompt for d in result.divergences if d.verdict == "violation"}
-        near_ties = {d.prompt for d in result.divergences} - wrong
-        result.violations, result.near_tie = len(wrong), len(near_ties)
-        result.identical = result.prompts - len(wrong) - len(near_ties)
-        result.smallest_corrected_p_value = min(corrected, default=None)
-        return result
+def _check_at_once(runtime: Runtime, acceptance: str, cases: int) -> None:
+    if runtime.parallel == 1 and not runtime.target.capabilities.exact:
+        raise OptionError(
+            f"{runtime.target.name} generates replies one after the other, so none can be compared beside"
+            " others",
+            "omit --parallel",
+        )
+    if acceptance != "invariant":
+        raise OptionError(
+            f"--acceptance {acceptance} cannot be combined with --parallel",
+            "omit one of them; replies generated at once are compared token by token",
+        )
+    if cases < 2:
+        raise OptionError("a single reply cannot be generated beside others", "use more prompts")
 
 
 @dataclass
@@ -227,9 +172,9 @@ class _Verification:
             self.description, self.done_tokens / self.planned_tokens
         )
 
-    def check(self, case: _Case, findings: _MethodFindings) -> None:
+    def check(self, case: Case, findings: MethodFindings) -> None:
         self.description = f"{case.prompt.name}, {case.method}, temperature {case.temperature:g}"
-        if _is_sampled(case, self.acceptance):
+        if case.is_sampled(self.acceptance):
             self._check_distribution(case, findings)
         else:
             self._check_tokens(case, findings)
@@ -243,9 +188,14 @@ class _Verification:
             self.tokens[prompt.name] = prompt_tokens(self.runtime, prompt)
         return self.tokens[prompt.name]
 
-    def _reply(self, case: _Case, enough_tokens: float = inf, **options: Any) -> Reply:
+    def _reply(self, case: Case, enough_tokens: float = inf, **options: Any) -> Reply:
         if not self.should_continue():
             raise CancelledError("verification was cancelled")
+        reply = self._generate(case, enough_tokens, **options)
+        self.done_tokens += min(enough_tokens, self.max_tokens)
+        return reply
+
+    def _generate(self, case: Case, enough_tokens: float = inf, **options: Any) -> Reply:
         stream = self.runtime.stream_tokens(
             self._prompt_tokens(case.prompt),
             temperature=case.temperature,
@@ -260,52 +210,117 @@ class _Verification:
             if stream.reply.finish_reason == "cancelled":
                 raise CancelledError("verification was cancelled")
         stream.close()
-        self.done_tokens += min(enough_tokens, self.max_tokens)
         return stream.reply
 
-    def _check_tokens(self, case: _Case, findings: _MethodFindings) -> None:
+    def check_at_once(self, cases: Sequence[Case], findings: Mapping[str, MethodFindings]) -> None:
+        """Generate several replies at once, and compare each of them with plain decoding alone."""
+        for case in cases:
+            self.description = f"{case.prompt.name}, alone"
+            self.runtime.clear_cache()
+            self._plain(case)
+        self._run_idle_work()
+        self.runtime.clear_cache()
+        self.description = f"{self.runtime.parallel} replies at once"
+        # Replies to different prompts run beside each other.
+        mixed = sorted(cases, key=lambda case: (case.temperature, case.draft_length, case.method))
+        with ThreadPoolExecutor(self.runtime.parallel) as pool:
+            running = [(case, pool.submit(self._generate, case, **self._drafting(case))) for case in mixed]
+            try:
+                replies = [(case, self._finished(future)) for case, future in running]
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                self.runtime.cancel()
+                raise
+        for case, reply in replies:
+            self._compare(case, reply, findings[case.method])
+
+    def _finished(self, running: Future[Reply]) -> Reply:
+        if not self.should_continue():
+            raise CancelledError("verification was cancelled")
+        reply = running.result()
+        self.done_tokens += self.max_tokens
+        return reply
+
+    def _plain(self, case: Case) -> Reply:
         key = (case.prompt.name, case.temperature)
         if key not in self.plain:
             self.plain[key] = self._reply(case, method="none", acceptance="invariant")
-        plain = self.plain[key]
-        other = self._reply(
-            case, method=case.method, draft_length=case.draft_length, acceptance=self.acceptance
-        )
-        findings.count(other)
+        return self.plain[key]
+
+    def _drafting(self, case: Case) -> dict[str, Any]:
+        return {"method": case.method, "draft_length": case.draft_length, "acceptance": self.acceptance}
+
+    def _check_tokens(self, case: Case, findings: MethodFindings) -> None:
+        self._plain(case)
+        other = self._reply(case, **self._drafting(case))
         self._run_idle_work()
+        self._compare(case, other, findings)
+
+    def _compare(self, case: Case, other: Reply, findings: MethodFindings) -> None:
+        plain = self._plain(case)
+        findings.count(other)
         if other.tokens != plain.tokens:
             findings.result.divergences.append(self._divergence(case, plain, other))
 
-    def _divergence(self, case: _Case, plain: Reply, other: Reply) -> Divergence:
+    def _divergence(self, case: Case, plain: Reply, other: Reply) -> Divergence:
         pairs = zip(plain.tokens, other.tokens, strict=False)
         shorter = min(len(plain.tokens), len(other.tokens))
         at = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
         plain_token, other_token = (
             reply.tokens[at] if at < len(reply.tokens) else None for reply in (plain, other)
         )
-        gap = error = None
+        gap = error = sharing = None
         verdict: Verdict = "violation"
         if plain_token is not None and other_token is not None:
             mean_drafted = other.stats.drafted_tokens / max(1, other.stats.target_passes)
             widths = {case.draft_length + 1, round(mean_drafted) + 1} - {1}
             start, shared = self._prompt_tokens(case.prompt), plain.tokens[:at]
-            with self.runtime.borrowed_target() as target:
-                rescored = rescore(target, start, shared, sorted(widths))
-            rescored = rescored.constrained(self._constraint(case.prompt, shared))
             params = self._params(temperature=case.temperature)
             history = [*start, *shared]
+
+            def explains(rescored: Rescored) -> bool:
+                return is_near_tie(rescored, params, self.seed, history, plain_token, other_token)
+
+            constraint = self._constraint(case.prompt, shared)
+            with self.runtime.borrowed_targets() as targets:
+                rescored = rescore(targets[0], start, shared, sorted(widths))
+                if len(targets) > 1:
+                    sharing = measure_sharing(
+                        targets,
+                        start,
+                        shared,
+                        self._texts_beside(case, len(targets) - 1),
+                        width=max(widths, default=1),
+                        explains=lambda beside: explains(rescored.joined(beside).constrained(constraint)),
+                    )
+            error = rescored.error
+            rescored = (rescored.joined(sharing.rescored) if sharing else rescored).constrained(constraint)
             gap = score_gap(rescored.plain, params, self.seed, history, plain_token, other_token)
             gap = gap if isfinite(gap) else None
-            error = rescored.error
-            exact = self.runtime.target.capabilities.exact
-            if not exact and is_near_tie(rescored, params, self.seed, history, plain_token, other_token):
+            is_possible = not self.runtime.target.capabilities.exact and not (sharing and sharing.leak)
+            if is_possible and explains(rescored):
                 verdict = "near_tie"
         _, prompt, temperature, draft_length = case
         return Divergence(
-            prompt.name, temperature, draft_length, at, gap, error, plain_token, other_token, verdict
+            prompt.name,
+            temperature,
+            draft_length,
+            at,
+            gap,
+            error,
+            sharing.rescored.error if sharing else None,
+            sharing.leak if sharing else None,
+            plain_token,
+            other_token,
+            verdict,
         )
 
-    def _check_distribution(self, case: _Case, findings: _MethodFindings) -> None:
+    def _texts_beside(self, case: Case, count: int) -> list[Sequence[int]]:
+        """Return up to `count` texts, each of another prompt and its reply if there is one."""
+        names = [name for name in self.tokens if name != case.prompt.name][:count] or [case.prompt.name]
+        return [[*self.tokens[name], *self.plain[name, case.temperature].tokens] for name in names]
+
+    def _check_distribution(self, case: Case, findings: MethodFindings) -> None:
         options = {"method": case.method, "draft_length": case.draft_length, "acceptance": "rejection"}
         options |= {"max_tokens": max(_TESTED_POSITIONS, case.draft_length + 1), **_NO_FILTERS}
         after: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
@@ -327,7 +342,7 @@ class _Verification:
                 findings.tests.append((case.prompt.name, p))
 
     def _distributions(
-        self, case: _Case, prefixes: Sequence[tuple[int, ...]]
+        self, case: Case, prefixes: Sequence[tuple[int, ...]]
     ) -> dict[tuple[int, ...], Distribution]:
         start = self._prompt_tokens(case.prompt)
         params = self._params(temperature=case.temperature, **_NO_FILTERS)

@@ -101,6 +101,32 @@ def test_nothing_drafted_is_no_proof(run: Run, prompts: str) -> None:
     assert report["methods"]["model"]["identical"] == 2
 
 
+def test_replies_at_once(run: Run, prompts: str) -> None:
+    args = ("verify", *QUICK, "--prompts", prompts, "--methods", "none,suffix", "--parallel", "2")
+    report = json_of(run(*args, "--json"))
+    assert (report["parallel"], report["nothing_shared"]) == (2, [])
+    for method in report["methods"].values():
+        assert (method["identical"] + method["near_tie"], method["violations"]) == (2, 0)
+    first_line = run(*args).stdout.splitlines()[0]
+    assert first_line == "model demo, draft model demo-draft, invariant acceptance, 2 replies at once"
+
+
+def test_replies_at_once_need_shared_passes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losslessness, "verify", Verified(parallel=2, prompts=2, identical=2))
+    result = run("verify", "--methods", "model", "--parallel", "2")
+    assert result.exit_code == 1
+    assert (
+        "the replies with model shared no pass of the model, so nothing was checked"
+        in result.stdout.splitlines()
+    )
+
+
+def test_replies_at_once_are_compared_token_by_token(run: Run, prompts: str) -> None:
+    result = run("verify", *QUICK, "--prompts", prompts, "--parallel", "2", "--acceptance", "rejection")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "error: --acceptance rejection cannot be combined with --parallel" in result.stderr
+
+
 def test_without_a_draft_only_lookups_are_compared(run: Run, prompts: str) -> None:
     report = json_of(run("verify", *QUICK, "--prompts", prompts, "--draft", "none", "--json"))
     assert report["methods"].keys() == {"suffix", "ngram"}
@@ -109,17 +135,19 @@ def test_without_a_draft_only_lookups_are_compared(run: Run, prompts: str) -> No
 class Verified:
     """Stands for the proof: remembers what was asked, and answers with a report of the test's."""
 
-    def __init__(self, **found: Any) -> None:
+    def __init__(self, parallel: int = 1, **found: Any) -> None:
         self.asked: dict[str, Any] = {}
-        self._found = found
+        self._parallel, self._found = parallel, found
 
     def __call__(
         self, runtime: object, prompts: list[losslessness.Prompt], **asked: Any
     ) -> losslessness.Report:
         self.asked = asked | {"prompts": prompts}
-        divergence = losslessness.Divergence("howto-01", 0.8, 4, 12, 3.0, 0.1, 5, 6, "violation")
+        divergence = losslessness.Divergence("howto-01", 0.8, 4, 12, 3.0, 0.1, None, None, 5, 6, "violation")
         result = losslessness.MethodResult(**{"drafted_tokens": 9} | self._found, divergences=[divergence])
-        return losslessness.Report("demo", "demo-draft", asked["acceptance"], {"model": result})
+        return losslessness.Report(
+            "demo", "demo-draft", asked["acceptance"], {"model": result}, self._parallel
+        )
 
 
 def test_a_violation_is_shown_and_fails(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,6 +189,7 @@ def test_what_is_asked_by_default(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     assert asked["methods"] == ("model", "suffix", "ngram", "model+suffix")
     assert (asked["temperatures"], asked["draft_lengths"]) == ((0.0, 0.8, 1.2), (1, 4, 8))
     assert (asked["seed"], asked["acceptance"], asked["idle_seconds"]) == (5, "invariant", 2)
+    assert not asked["at_once"]
     skills = [prompt.name.rpartition("-")[0] for prompt in asked["prompts"]]
     assert {"howto", "code", "math"} <= set(skills)
     assert max(map(skills.count, skills)) == 2

@@ -74,8 +74,10 @@ class TestInvariantMode:
     def test_report_as_json(self) -> None:
         with runtime(table(1), near(table(1), 2)) as pair:
             report = json.loads(json.dumps(prove(pair).to_json()))
-        assert set(report) == {"target", "draft", "acceptance", "methods", "nothing_drafted"}
-        assert report["nothing_drafted"] == []
+        assert set(report) == {
+            *("target", "draft", "acceptance", "methods", "parallel", "nothing_drafted", "nothing_shared")
+        }
+        assert report["nothing_drafted"] == report["nothing_shared"] == []
         assert set(report["methods"]) == set(METHODS)
         expected = {
             "prompts",

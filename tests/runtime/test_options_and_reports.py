@@ -163,7 +163,7 @@ class TestReports:
             "ttft_seconds", "tpot_seconds", "tokens_per_second", "speedup_estimate", "draft_weight_bytes",
             "draft_kv_bytes",
             "draft_other_bytes",
-            "peak_memory_bytes", "threads", "busy_passes",
+            "peak_memory_bytes", "threads", "busy_passes", "shared_passes",
             "plain_seconds_estimate", "ledger_credit_seconds", "worst_case_loss",
         }  # fmt: skip
 

@@ -1,0 +1,71 @@
+"""The cases that `verify` compares, and how many replies it generates for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from edgespec.losslessness.prompts import Prompt
+
+__all__ = ["DEFAULT_SAMPLES", "Case", "all_cases", "count_case_replies", "count_replies"]
+
+# Default number of replies per prompt, method, temperature and draft length in rejection mode.
+DEFAULT_SAMPLES = 200
+
+
+class Case(NamedTuple):
+    method: str
+    prompt: Prompt
+    temperature: float
+    draft_length: int
+
+    def is_sampled(self, acceptance: str) -> bool:
+        """Return whether `verify` compares the distribution of replies instead of their tokens."""
+        return acceptance == "rejection" and self.temperature > 0
+
+
+def all_cases(
+    prompts: Sequence[Prompt],
+    methods: Sequence[str],
+    temperatures: Sequence[float],
+    draft_lengths: Sequence[int],
+) -> list[Case]:
+    """Return one case per prompt, temperature, method and draft length."""
+    return [
+        Case(method, prompt, temperature, draft_length)
+        for prompt in prompts
+        for temperature in temperatures
+        for method in methods
+        for draft_length in (draft_lengths if method != "none" else draft_lengths[:1])
+    ]
+
+
+def count_replies(
+    prompts: Sequence[Prompt],
+    *,
+    methods: Sequence[str],
+    temperatures: Sequence[float],
+    draft_lengths: Sequence[int],
+    acceptance: str = "invariant",
+    samples: int = DEFAULT_SAMPLES,
+) -> int:
+    """Return the number of replies that `verify` generates with these arguments.
+
+    Args:
+        prompts: The prompts.
+        methods: The methods to compare.
+        temperatures: The temperatures of the replies.
+        draft_lengths: The draft lengths of the replies.
+        acceptance: The acceptance rule: `invariant` or `rejection`.
+        samples: Number of replies per case in rejection mode, as for `verify`.
+    """
+    return sum(
+        count_case_replies(all_cases(prompts, methods, temperatures, draft_lengths), acceptance, samples)
+    )
+
+
+def count_case_replies(cases: Sequence[Case], acceptance: str, samples: int) -> tuple[int, int]:
+    """Return the number of replies whose tokens are compared, and of replies that are sampled."""
+    sampled = [case for case in cases if case.is_sampled(acceptance)]
+    plain = {(case.prompt.name, case.temperature) for case in cases if not case.is_sampled(acceptance)}
+    return len(plain) + len(cases) - len(sampled), samples * len(sampled)

@@ -1,0 +1,186 @@
+"""Measure how other replies in a shared context change the logits of a reply.
+
+They do so in two ways. Attention adds up the KV cells of a reply in the order of their places in memory,
+which depends on the other replies. And kernels can round differently in passes that also contain tokens of
+other replies. Both are rounding errors. The texts of the other replies must not matter at all.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from itertools import cycle, islice
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.backends.base import LanguageModel
+from edgespec.engine.logits import Logits
+from edgespec.engine.tree import TokenTree
+from edgespec.losslessness.rescore import Alone, Rescored, largest_difference, logit_rows
+
+__all__ = ["SharingErrors", "measure_sharing"]
+
+# Maximum number of measurements. In small models, few placements of the KV cells change the logits at all.
+_MAX_MEASUREMENTS = 64
+# Stop after this many measurements with a rounding error.
+_ENOUGH_ERRORS = 4
+# Maximum number of positions of a text at which its KV cells move.
+_MAX_MOVES = 3
+# Number of tokens that each other model keeps, so that a fault which reads them is noticed.
+_KEPT_TOKENS = 32
+# Measure every fourth time with shared passes instead of moved KV cells.
+_SHARED_EVERY = 4
+
+
+class SharingErrors(NamedTuple):
+    """How much the other replies in a context change the logits of a reply.
+
+    Attributes:
+        rescored: The logits at one token position, alone and beside other replies. Its error is the largest
+            difference between them, at this position or an earlier one.
+        leak: Largest difference that only the texts of the other replies caused. Unless it is 0, the reply
+            read KV cells of another one.
+    """
+
+    rescored: Rescored
+    leak: float
+
+
+def measure_sharing(
+    models: Sequence[LanguageModel],
+    prompt: Sequence[int],
+    reply: Sequence[int],
+    others: Sequence[Sequence[int]],
+    *,
+    width: int,
+    explains: Callable[[Rescored], bool],
+) -> SharingErrors:
+    """Compute the logits after a reply alone, and beside other replies in the same context.
+
+    Overwrites the KV caches of all models.
+
+    Args:
+        models: The models that share the context, at least two. The first one runs the reply.
+        prompt: Tokens of the prompt.
+        reply: The first tokens of the reply.
+        others: Texts for the other models, at least one. They are repeated if needed.
+        width: Number of tokens per verify pass of each other model.
+        explains: Called after each measurement. The first True ends them.
+    """
+    model, *neighbours = models
+    for each in neighbours:
+        each.truncate(0)
+    plain = logit_rows(model, prompt, reply)
+    total = len(prompt) + len(reply)
+    foreign = [[(token + 1) % model.facts.vocab_size for token in text] for text in others]
+    errors: list[float] = []
+    wide: list[NDArray[np.float32]] = []
+    leak = 0.0
+    with ThreadPoolExecutor(len(neighbours)) as pool:
+        while len(errors) < _MAX_MEASUREMENTS and np.count_nonzero(errors) < _ENOUGH_ERRORS:
+            passes: Alone
+            if len(errors) % _SHARED_EVERY == 1:
+                passes = _SharedPasses(neighbours, others, width, pool)
+            else:
+                passes = moving = _MovingPasses(models, others, total, seed=len(errors))
+            rows = logit_rows(model, prompt, reply, passes=passes)
+            wide.append(rows[-1])
+            errors.append(largest_difference(plain, rows))
+            if len(errors) == 1:
+                again = _MovingPasses(models, foreign, total, seed=0)
+                changed = logit_rows(model, prompt, reply, passes=again)
+                # The number of threads follows the load of the machine, and can change how sums are rounded.
+                leak = largest_difference(rows, changed) if moving.threads == again.threads else 0.0
+            if leak or explains(Rescored(plain[-1], wide, max(errors))):
+                break
+    for each in models:
+        each.truncate(0)
+    return SharingErrors(Rescored(plain[-1], wide, max(errors)), leak)
+
+
+class _MovingPasses(Alone):
+    """Runs passes in KV cells that neighbours gave up before, so that later tokens get earlier cells.
+
+    At one or more random positions of the text, a neighbour gives up a random number of cells.
+
+    Args:
+        models: The models that share the context. The first one runs the text.
+        texts: The texts of the neighbours.
+        total: Number of KV cells that the text needs.
+        seed: Seed of the random positions and numbers.
+
+    Attributes:
+        threads: The number of CPU threads before each pass.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[LanguageModel],
+        texts: Sequence[Sequence[int]],
+        total: int,
+        *,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        self.threads: list[int] = []
+        self._random = np.random.default_rng(seed)
+        self._turns, self._total = cycle(models[1:]), total
+        count = int(self._random.integers(1, _MAX_MOVES + 1))
+        # Early positions are more likely, because replies often continue a short cached prefix.
+        self._moves = deque(sorted((total ** self._random.random(count)).astype(int).tolist()))
+        # The other models get the first cells, so that their cells are free before those of the text.
+        for each in models:
+            each.truncate(0)
+        for each, text in zip(models[1:], cycle(texts), strict=False):
+            each.prefill(list(islice(cycle(text), min(_KEPT_TOKENS + total, each.free_tokens))))
+
+    def before_pass(self, model: LanguageModel) -> int:
+        self.threads.append(model.threads)
+        while self._moves and self._moves[0] <= model.length:
+            self._moves.popleft()
+            neighbour, most = next(self._turns), self._total - model.length
+            given_up = int(self._random.integers(1, max(2, most)))
+            neighbour.truncate(max(_KEPT_TOKENS, neighbour.length - given_up))
+        return self._moves[0] - model.length if self._moves else self._total
+
+
+class _SharedPasses(Alone):
+    """Runs verify passes together with those of neighbours.
+
+    Args:
+        neighbours: Models that share the context.
+        texts: The texts of the neighbours.
+        width: Number of tokens per verify pass of a neighbour.
+        pool: Runs the neighbours' passes, each in its own thread.
+    """
+
+    def __init__(
+        self,
+        neighbours: Sequence[LanguageModel],
+        texts: Sequence[Sequence[int]],
+        width: int,
+        pool: Executor,
+    ) -> None:
+        super().__init__()
+        self._width, self._pool = width, pool
+        self._tokens = {each: cycle(text) for each, text in zip(neighbours, cycle(texts), strict=False)}
+        for each in neighbours:
+            each.truncate(0)
+
+    def verify(self, model: LanguageModel, tree: TokenTree) -> Logits:
+        running = [self._pool.submit(self._step, each) for each in self._tokens]
+        logits = model.verify(tree)
+        for step in running:
+            step.result()
+        return logits
+
+    def _step(self, neighbour: LanguageModel) -> None:
+        """Generate the next tokens of a neighbour's text, and start again where its context is full."""
+        if neighbour.free_tokens < self._width:
+            neighbour.truncate(0)
+        root, *rest = islice(self._tokens[neighbour], self._width)
+        neighbour.verify(TokenTree.chain(root, rest))
+        neighbour.commit(tuple(range(1, self._width)))

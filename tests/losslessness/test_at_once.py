@@ -1,0 +1,189 @@
+"""Verification of replies that are generated at once: rounding is measured, and faults are violations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import edgespec
+from edgespec import Runtime
+from edgespec.assembly.loading import always_draft
+from edgespec.backends.base import LanguageModel, LoadOptions
+from edgespec.backends.llamacpp.place_model import load_places
+from edgespec.backends.llamacpp.shared_context import ContextPlace
+from edgespec.errors import CancelledError, OptionError
+from edgespec.losslessness import Report, read_prompts, verify
+from edgespec.losslessness.rescore import Rescored
+from edgespec.losslessness.sharing import SharingErrors, measure_sharing
+from edgespec.losslessness.verify import _Verification
+from edgespec.reply import Reply
+from tests.backends.tiny_models import write_llama
+
+PROMPTS = read_prompts()[::9]
+CHANGED = 6
+
+
+@pytest.fixture(scope="module")
+def many() -> Iterator[Runtime]:
+    with always_draft(), edgespec.load("demo", context=512, parallel=3) as runtime:
+        yield runtime
+
+
+def prove(runtime: Runtime, **options: Any) -> Report:
+    defaults: dict[str, Any] = {
+        "methods": ("none", "model", "suffix"),
+        "temperatures": (0.0, 0.8),
+        "draft_lengths": (3,),
+        "max_tokens": 24,
+        "at_once": True,
+    }
+    return verify(runtime, PROMPTS, **defaults | options)
+
+
+def test_replies_at_once_equal_those_made_alone(many: Runtime) -> None:
+    report = prove(many)
+    assert (report.parallel, report.violations) == (3, 0)
+    assert report.nothing_shared == report.nothing_drafted == ()
+    for result in report.methods.values():
+        assert result.identical + result.near_tie == result.prompts == len(PROMPTS)
+        assert result.replies == 2 * len(PROMPTS)
+
+
+def test_replies_with_exact_are_identical() -> None:
+    with always_draft(), edgespec.load("demo", context=512, parallel=2, exact=True) as runtime:
+        report = prove(runtime, temperatures=(0.0,))
+    assert report.parallel == 1
+    assert report.nothing_shared == ()
+    assert all(result.identical == len(PROMPTS) for result in report.methods.values())
+
+
+class TestFaults:
+    def test_a_changed_token_is_a_violation(self, many: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+        generate = _Verification._generate
+
+        def changed(self: _Verification, case: Any, *args: Any, **options: Any) -> Reply:
+            reply = generate(self, case, *args, **options)
+            if (case.prompt.name, options["method"]) != (PROMPTS[1].name, "suffix"):
+                return reply
+            tokens = list(reply.tokens)
+            tokens[CHANGED] = (tokens[CHANGED] + 1) % many.target.vocab_size
+            return replace(reply, tokens=tuple(tokens))
+
+        monkeypatch.setattr(_Verification, "_generate", changed)
+        report = prove(many, temperatures=(0.0,), methods=("none", "suffix"))
+        result = report.methods["suffix"]
+        assert report.violations == result.violations == 1
+        (found,) = (each for each in result.divergences if each.verdict == "violation")
+        assert (found.prompt, found.position, found.leak) == (PROMPTS[1].name, CHANGED, 0.0)
+        assert found.gap is not None
+        assert found.sharing_error is not None
+        assert found.gap > 2 * found.sharing_error
+
+    def test_a_cell_of_another_reply_is_a_violation(
+        self, many: Runtime, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        share_cells(monkeypatch, 12)
+        report = prove(many, temperatures=(0.0,), methods=("none",))
+        many.clear_cache()
+        result = report.methods["none"]
+        assert result.violations > 0
+        assert result.near_tie == 0
+        assert any(each.leak for each in result.divergences), result.divergences
+
+
+def share_cells(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Make each place read `count` KV cells of the next one."""
+    run = ContextPlace._run
+
+    def faulty(self: ContextPlace, *args: Any, **options: Any) -> Any:
+        part = run(self, *args, **options)
+        places = self.shared.places
+        other = places[(places.index(self) + 1) % len(places)]
+        with self._lock:
+            # llama.cpp fails if a text has cells after its own last one.
+            end = self._lib.llama_memory_seq_pos_max(self._memory, self._first)
+            self._lib.llama_memory_seq_cp(self._memory, other._first, self._first, 1, min(1 + count, end))
+        return part
+
+    monkeypatch.setattr(ContextPlace, "_run", faulty)
+
+
+class TestErrors:
+    """Sharing errors of a model with F32 weights, which every placement of its KV cells changes."""
+
+    PROMPT, REPLY = list(range(20, 60)), list(range(70, 90))
+    OTHERS = (list(range(100, 130)), list(range(40, 90)))
+
+    @pytest.fixture
+    def models(self, tmp_path: Path) -> Iterator[Sequence[LanguageModel]]:
+        path = write_llama(tmp_path / "tiny.gguf", layers=2)
+        models = load_places(str(path), "tiny", LoadOptions(context_tokens=256, parallel=3))
+        yield models
+        for model in models:
+            model.close()
+
+    def measure(self, models: Sequence[LanguageModel], explains: bool = False) -> SharingErrors:
+        self.seen: list[Rescored] = []
+
+        def explains_difference(rescored: Rescored) -> bool:
+            self.seen.append(rescored)
+            return explains
+
+        return measure_sharing(
+            models, self.PROMPT, self.REPLY, self.OTHERS, width=3, explains=explains_difference
+        )
+
+    def test_placement_causes_rounding_errors_and_texts_none(self, models: Sequence[LanguageModel]) -> None:
+        found = self.measure(models)
+        assert 0 < found.rescored.error < 0.1
+        assert found.leak == 0
+        assert len(found.rescored.wide) == len(self.seen)
+        assert all(model.length == 0 for model in models)
+
+    def test_an_explanation_ends_the_measurement(self, models: Sequence[LanguageModel]) -> None:
+        self.measure(models, explains=True)
+        assert len(self.seen) == 1
+
+    def test_shared_cells_leak(
+        self, models: Sequence[LanguageModel], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        share_cells(monkeypatch, 1)
+        found = self.measure(models)
+        assert found.leak > 0
+
+
+class TestOptions:
+    @pytest.mark.parametrize(
+        ("options", "says"),
+        [
+            ({"acceptance": "rejection"}, "cannot be combined with --parallel"),
+            (
+                {"methods": ("suffix",), "temperatures": (0.0,), "prompts": PROMPTS[:1]},
+                "a single reply",
+            ),
+        ],
+    )
+    def test_invalid_options_raise_an_error(self, many: Runtime, options: dict[str, Any], says: str) -> None:
+        prompts = options.pop("prompts", PROMPTS)
+        with pytest.raises(OptionError, match=says):
+            verify(many, prompts, at_once=True, **options)
+
+    def test_models_that_run_one_reply_at_a_time(self) -> None:
+        with (
+            edgespec.load("demo-mlx", "none", context=512, parallel=2, method="none") as runtime,
+            pytest.raises(OptionError, match="demo-mlx generates replies one after the other"),
+        ):
+            prove(runtime)
+
+    def test_progress_can_cancel(self, many: Runtime) -> None:
+        fractions: list[float] = []
+        prove(many, progress=lambda _, fraction: not fractions.append(fraction))  # type: ignore[func-returns-value]
+        assert fractions == sorted(fractions)
+        assert fractions[-1] == 1.0
+        with pytest.raises(CancelledError):
+            prove(many, progress=lambda _, fraction: fraction < 0.6)
+        assert prove(many, temperatures=(0.0,)).violations == 0
