@@ -11,6 +11,7 @@ from edgespec import spelling
 from edgespec.chat.exporting import messages_as_markdown
 from edgespec.errors import OptionError
 from edgespec.tui import selection
+from edgespec.tui.deletion import restore_chat
 from edgespec.tui.editor import show_message
 from edgespec.tui.model_choice import choose_model
 from edgespec.tui.presets import preset
@@ -147,7 +148,8 @@ async def _delete(screen: ChatScreen, _argument: str) -> None:
 
 
 async def _undo(screen: ChatScreen, _argument: str) -> None:
-    await selection.undo(screen)
+    if not await restore_chat(screen):
+        await selection.undo(screen)
 
 
 async def _model(screen: ChatScreen, argument: str) -> None:
@@ -155,6 +157,16 @@ async def _model(screen: ChatScreen, argument: str) -> None:
         await choose_model(screen, _unquoted(argument))
     else:
         await screen.transcript.note(f"This chat uses {screen.runtime.target.name}.")
+
+
+async def _pin(screen: ChatScreen, _argument: str) -> None:
+    chat = screen.current_chat
+    if not chat.entries:
+        screen.say("There is nothing to pin: the chat is empty.")
+        return
+    chat.pinned = not chat.pinned
+    if await screen.save():
+        screen.say("This chat now stays at the top of the list." if chat.pinned else "Unpinned this chat.")
 
 
 async def _theme(screen: ChatScreen, argument: str) -> None:
@@ -214,7 +226,8 @@ COMMANDS = (
     Command("import", "file", "add chats exported by ChatGPT, Claude or Open WebUI", import_chats),
     Command("quit", "", "quit; the chat is saved", "app.quit", ("exit", "bye", "q")),
     Command("clear", "", "start a new chat with the same system prompt and settings", "clear", ("reset",)),
-    Command("save", "[title]", "save the chat now, optionally under a new title", _save),
+    Command("save", "[title]", "save the chat now, optionally under a new title", _save, ("rename",)),
+    Command("pin", "", "keep this chat at the top of the list of chats, or stop that", _pin),
     Command("details", "", "show or hide details of the last reply", "details", ("stats",)),
     Command("why", "", "explain the speed of the last reply", show_why),
     Command("race", "[message]", "compare a reply with and without the speed-up", open_race),
