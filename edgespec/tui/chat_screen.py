@@ -125,6 +125,8 @@ class ChatScreen(TurnScreen):
         """Hide the list of paths, stop the reply, cancel editing or close a side column."""
         if self.paths.display:
             self.paths.hide()
+        elif self.prompt.leave_insert_mode():
+            return
         elif self.writing:
             self.stop_reply()
         elif self.editing is not None:
@@ -401,6 +403,12 @@ class ChatScreen(TurnScreen):
 
     def action_theme(self) -> None:
         self.preferences.light = not self.preferences.light
+        self.post_message(self.PreferencesChanged())
+
+    def use_vi_keys(self, use: bool) -> None:
+        """Switch the vi keys of the input on or off, and remember that."""
+        self.preferences.vi = use
+        self.prompt.use_vi_keys(use)
         self.post_message(self.PreferencesChanged())
 
     async def action_earlier(self) -> None:

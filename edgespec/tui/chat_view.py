@@ -117,6 +117,7 @@ class ChatView(Screen[None]):
         self.transcript.set_origin(self.preferences.origin)
         # Remove line breaks at the end of text that the user typed while the model was loading.
         self.prompt.replace_text(self._typed.rstrip("\n"))
+        self.prompt.use_vi_keys(self.preferences.vi)
         self.prompt.focus()
 
     def _welcome(self) -> Welcome:
@@ -208,7 +209,7 @@ class ChatView(Screen[None]):
         editing = self.editing is not None
         role = "" if self.editing is None else self.current_chat.tree.messages[self.editing].role
         names = {"user": "Editing your message", "assistant": "Editing the reply"}
-        prompt.border_title = names.get(role, "Editing the message" if role else "")
+        prompt.border_title = names.get(role, "Editing the message" if role else prompt.vi_mode.upper())
         if (message := self.selected) is not None:
             label = "" if message.place is None else version_label(self.current_chat.tree, message.place)
             prompt.border_title = f"Version {label}" if label else ""
@@ -235,6 +236,10 @@ class ChatView(Screen[None]):
     def _input_changed(self) -> None:
         self._refresh_hints()
         self.prompt.follow_references()
+
+    @on(PromptInput.ModeChanged)
+    def _mode_changed(self) -> None:
+        self._refresh_hints()
 
     @on(PromptInput.SelectionChanged)
     def _cursor_moved(self) -> None:

@@ -169,6 +169,14 @@ async def _pin(screen: ChatScreen, _argument: str) -> None:
         screen.say("This chat now stays at the top of the list." if chat.pinned else "Unpinned this chat.")
 
 
+async def _vi(screen: ChatScreen, argument: str) -> None:
+    if argument.lower() not in ("", "on", "off"):
+        raise OptionError(f"Unknown argument {argument!r} for /vi", "Choose on or off")
+    use = argument.lower() == "on" if argument else not screen.preferences.vi
+    screen.use_vi_keys(use)
+    screen.say(f"vi keys are {'on: press Esc for normal mode' if use else 'off'}.")
+
+
 async def _theme(screen: ChatScreen, argument: str) -> None:
     theme = argument.lower()
     if theme not in ("", "light", "dark"):
@@ -233,6 +241,7 @@ COMMANDS = (
     Command("race", "[message]", "compare a reply with and without the speed-up", open_race),
     Command("memory", "", "show memory use", _memory),
     Command("colours", "", "colour words that came from accepted guesses", "origin", ("colors", "origin")),
+    Command("vi", "[on|off]", "switch vi keys in the input on or off", _vi),
     Command("theme", "[light|dark]", "switch between light and dark", _theme),
 )  # fmt: skip
 

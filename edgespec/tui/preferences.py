@@ -20,6 +20,7 @@ class Preferences:
         light: Whether to use the light theme.
         details: Whether to show the details column.
         origin: Whether to colour tokens by their origin (draft or target).
+        vi: Whether the input has vi keys.
         sidebar: Whether to show the list of chats.
     """
 
@@ -27,6 +28,7 @@ class Preferences:
     details: bool = False
     origin: bool = False
     sidebar: bool = False
+    vi: bool = False
 
     @classmethod
     def read(cls, path: Path) -> Preferences:

@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from edgespec.chat.message import Message
 from edgespec.chat.message_tree import MessageTree
+from edgespec.errors import OptionError
+from edgespec.tui.editor import show_message
 from edgespec.tui.numbers import count
 from edgespec.tui.open_chat import ChatEntry, OpenChat
+from edgespec.tui.texts import sentences
 
 if TYPE_CHECKING:
     from edgespec.tui.chat_screen import ChatScreen
@@ -87,6 +90,19 @@ async def go_on(screen: ChatScreen, place: int) -> None:
 async def copy(screen: ChatScreen, place: int) -> None:
     """Copy the text of a message."""
     await screen.copy(screen.current_chat.tree.messages[place].content.strip(), "message")
+
+
+async def copy_code(screen: ChatScreen, place: int) -> None:
+    """Copy the last code block of a message or, if pressed again, the one before."""
+    await screen.code_copier.copy_next(screen, screen.current_chat.tree.messages[place])
+
+
+async def open_in_editor(screen: ChatScreen, place: int) -> None:
+    """Open a message in the user's text editor, to read it."""
+    try:
+        show_message(screen, screen.current_chat.tree.messages[place].message)
+    except OptionError as error:
+        screen.say(sentences(error.what, error.next_step))
 
 
 async def fork(screen: ChatScreen, place: int) -> None:
@@ -176,6 +192,8 @@ ACTIONS = (
     MessageAction("c", "c copy", copy),
     MessageAction("d", "d delete", delete),
     MessageAction("f", "f fork", fork),
+    MessageAction("b", "b copy code", copy_code),
+    MessageAction("o", "o open in editor", open_in_editor),
     MessageAction("u", "", undo),
     MessageAction("left", "", _older_version),
     MessageAction("right", "", _newer_version),

@@ -102,6 +102,9 @@ async def test_the_last_reply_is_opened_to_read_it(tmp_path: Path, monkeypatch: 
         await d.sees("There is no reply to open yet.")
         await d.say("hello")
         before = d.chat.current_chat.messages
+        await d.press("shift+up", "up", "o")
+        assert (tmp_path / "seen").read_text() == "hello"
+        await d.press("escape")
         await d.say("/editor")
         assert (tmp_path / "seen").read_text() == before[-1].content
         assert d.chat.current_chat.messages == before
