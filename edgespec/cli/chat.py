@@ -51,10 +51,17 @@ _REPLY_NAMES = tuple(name for name in REPLY_NAMES if name not in _UNUSED)
     "--resume", metavar="[ID|TITLE]", is_flag=False, flag_value="last",
     help="Continue the last chat, or the one with this id or title.",
 )  # fmt: skip
+@click.option("--tools", is_flag=True, help="Start the MCP servers, whose tools the model can then call.")
 @click.option("--light/--dark", default=None, help="Use light or dark colours. [default: same as last time]")
 @click.pass_context
 def command(
-    ctx: click.Context, /, system: str | None, resume: str | None, light: bool | None, **options: Any
+    ctx: click.Context,
+    /,
+    system: str | None,
+    resume: str | None,
+    tools: bool,
+    light: bool | None,
+    **options: Any,
 ) -> int:
     """Chat with a model in the terminal. Press F1 in the chat to see its keys and commands.
 
@@ -102,6 +109,7 @@ def command(
         settings=settings,
         resume=resume,
         light=light,
+        tools=tools,
         remember=options["remember"],
     )
     if ended.signalled:

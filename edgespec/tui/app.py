@@ -65,6 +65,7 @@ class ChatApp(App[None]):
         resume: Saved chat to open: its ID, part of its title, or `last` for the newest.
         store: The saved chats. Defaults to those in the user's data folder.
         light: Whether to use the light theme. Defaults to the theme used last.
+        tools: Whether to start the MCP servers at once.
         remember: Whether to save the history of prompts.
 
     Attributes:
@@ -94,6 +95,7 @@ class ChatApp(App[None]):
         resume: str | None = None,
         store: ChatStore | None = None,
         light: bool | None = None,
+        tools: bool = False,
         remember: bool = True,
     ) -> None:
         super().__init__()
@@ -111,6 +113,7 @@ class ChatApp(App[None]):
         self._system = system
         self._settings = dict(settings or {})
         self._resume = resume
+        self._tools = tools
         self._remember = remember
         self._loading = LoadingScreen(model_name)
         self._leaving = False
@@ -132,8 +135,10 @@ class ChatApp(App[None]):
         self._show_theme()
         self.run_worker(self._load_model())
 
-    def on_unmount(self) -> None:
+    async def on_unmount(self) -> None:
         self.model_thread.close()
+        if self.chat is not None:
+            await asyncio.to_thread(self.chat.tool_use.close)
 
     def on_chat_view_preferences_changed(self) -> None:
         """Apply and save changed preferences."""
@@ -165,6 +170,8 @@ class ChatApp(App[None]):
             chat.call_later(chat.offer_unfinished)
         else:
             chat.call_later(chat.resume, self._resume)
+        if self._tools:
+            chat.run_worker(chat.tool_use.start_servers())
 
     async def _loaded(self, loading: Future[_T]) -> _T | None:
         """Show the progress of loading and return its result. On failure, quit and return None."""
@@ -242,6 +249,7 @@ class ChatApp(App[None]):
         if self.chat is not None:
             # A reply that stops after `begin_leaving` is saved as unfinished.
             self.chat.begin_leaving()
+            self.chat.tool_use.close()
         self.model_thread.close()
         return self.model_thread.join(_QUIT_SECONDS)
 

@@ -23,6 +23,7 @@ from edgespec.tui.screens.help import HelpScreen
 from edgespec.tui.screens.settings import SettingsScreen
 from edgespec.tui.settings import SCHEMA, accepted
 from edgespec.tui.texts import sentences
+from edgespec.tui.tool_use import unanswered_calls
 from edgespec.tui.turns import TurnScreen
 from edgespec.tui.widgets.prompt import PromptInput
 from edgespec.tui.widgets.reply_markdown import ReplyMarkdown
@@ -93,6 +94,7 @@ class ChatScreen(TurnScreen):
 
     async def send_message(self, message: Message, place: int | None) -> None:
         """Send a message, or send it as a new version of the message at `place`, and start the reply."""
+        await self.tool_use.answer_pending(self.current_chat)
         if place is None:
             await self.take_turn(self.current_chat.send(message))
         else:
@@ -185,6 +187,9 @@ class ChatScreen(TurnScreen):
                 self.say("There is no unfinished reply to continue.")
                 return
             await self.open_chat(unfinished)
+        if (calls := unanswered_calls(self.current_chat)) and not self.writing:
+            self.tool_use.begin(calls)
+            return
         place = self.current_chat.last_place("user", "tool", "assistant")
         if place is not None and not self.writing:
             await self.take_turn(self.current_chat.continue_reply(place))

@@ -80,6 +80,7 @@ class ChatView(Screen[None]):
         self.history = history
         self.code_copier = CodeCopier()
         self.editing: int | None = None
+        self.calling_tools = False
         self.transcript = Transcript(self.current_chat, self._welcome(), id="transcript")
         files = FileThread()
         self.paths = PathList(files, id="paths", compact=True)
@@ -137,8 +138,8 @@ class ChatView(Screen[None]):
 
     @property
     def writing(self) -> bool:
-        """True while a reply is being generated."""
-        return self.current_chat.turn is not None
+        """True while a reply is being generated, or the tools that it calls are running."""
+        return self.current_chat.turn is not None or self.calling_tools
 
     def _measure_memory(self) -> None:
         self._memory_bytes = self.runtime.memory_bytes()

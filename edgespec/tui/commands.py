@@ -185,6 +185,10 @@ async def _theme(screen: ChatScreen, argument: str) -> None:
         screen.action_theme()
 
 
+async def _tools(screen: ChatScreen, argument: str) -> None:
+    await screen.tool_use.command(argument)
+
+
 def _unquoted(text: str) -> str:
     for quotes in ('"""', '"', "'"):
         if len(text) >= 2 * len(quotes) and text.startswith(quotes) and text.endswith(quotes):
@@ -219,6 +223,7 @@ COMMANDS = (
     Command("think", "[on|off|auto]", "choose whether the model reasons before it answers", think),
     Command("schema", "[file|none]", "make replies satisfy the JSON schema in a file", _schema),
     Command("system", "[text|none]", "show or change the system prompt", _system),
+    Command("tools", "[on|off]", "choose the tools that the model can call (MCP servers)", _tools),
     Command("preset", "[name|save name]", "use or save a system prompt, model and settings", preset),
     Command("new", "", "start a new chat; this one stays saved", "new_chat"),
     Command("load", "[title]", "open a saved chat", _load, ("open", "chats", "list")),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from edgespec.chat.message import Message
@@ -68,7 +68,10 @@ async def finish_edit(screen: ChatScreen, place: int, message: Message) -> None:
     if role == "user":
         await screen.take_turn(chat.edit(place, message))
         return
-    tree = chat.tree.add(ChatEntry(Message(role, message.content)), chat.tree.parents[place])
+    changed = Message(role, message.content)
+    if role == "tool":
+        changed = replace(chat.tree.messages[place].message, content=message.content)
+    tree = chat.tree.add(ChatEntry(changed), chat.tree.parents[place])
     await _show(screen, tree, len(tree.path) - 1)
 
 

@@ -7,13 +7,14 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from time import monotonic, thread_time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from edgespec.errors import ChatFileError, OptionError
 from edgespec.tui.chat_view import ChatView
 from edgespec.tui.open_chat import OpenChat, RunningTurn, version_label
 from edgespec.tui.speed_history import SpeedHistory
 from edgespec.tui.texts import sentences, was_cpu_busy
+from edgespec.tui.tool_use import ToolUse
 from edgespec.tui.widgets.messages import ReplyMessage, UserMessage
 from edgespec.tui.worker import Ask, ChatState
 
@@ -44,6 +45,10 @@ class TurnScreen(ChatView):
     _ticks = 0
     _is_cpu_busy = False
     _drawn_at = _spent_at = 0.0
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.tool_use = ToolUse(self)
 
     def on_mount(self) -> None:
         self._tick_timer = self.set_interval(_TICK_SECONDS, self._tick, pause=True)
@@ -114,7 +119,7 @@ class TurnScreen(ChatView):
 
     @property
     def idle(self) -> bool:
-        return self._job is None
+        return self._job is None and not self.calling_tools
 
     def begin_leaving(self) -> None:
         """Prepare to quit: save stopped replies as unfinished. Can be called from any thread."""
@@ -128,6 +133,7 @@ class TurnScreen(ChatView):
     def stop_reply(self) -> None:
         self._stopped = True
         self._thread.cancel()
+        self.tool_use.stop()
 
     async def when_free(self, action: Callable[[], Awaitable[None]]) -> None:
         """Run `action` now, or once the running reply has been stopped."""
@@ -166,7 +172,8 @@ class TurnScreen(ChatView):
             await transcript.add(UserMessage(turn.sent, turn.prompt[-1].files, label))
         self._reply = await transcript.start_reply(resume=turn.continued is not None)
         await self._report_save()
-        self._start(self._thread.ask(Ask(chat.system, turn.prompt, dict(chat.settings), turn.written)))
+        options = {**chat.settings, **self.tool_use.options}
+        self._start(self._thread.ask(Ask(chat.system, turn.prompt, options, turn.written)))
         if self._stopped:
             self._thread.cancel()
         self.archive.save_while_written(chat, self.runtime.target.name)
@@ -253,6 +260,8 @@ class TurnScreen(ChatView):
                 self.say("Stopped. Type /continue to finish the reply.")
             self._is_cpu_busy = was_cpu_busy(ended.stats)
             await self.save()
+            if entry.message.tool_calls and self._after_reply is None and not self._leaving:
+                self.tool_use.begin(entry.message.tool_calls)
             return
         if state is None and turn.written:
             chat.tree = turn.with_text()
@@ -272,6 +281,17 @@ class TurnScreen(ChatView):
         await self.transcript.show_chat(chat, welcome=self._welcome())
         if (turn.edited is not None or not turn.sent) and not self._leaving:
             await self.save()
+
+    async def after_calls(self, *, stopped: bool) -> None:
+        """Let the model go on after its tool calls, unless the user stopped them."""
+        if self._after_reply is not None:
+            action, self._after_reply = self._after_reply, None
+            await action()
+        elif not (stopped or self._leaving):
+            place = self.current_chat.last_place("tool")
+            assert place is not None
+            await self.take_turn(self.current_chat.continue_reply(place))
+        self.refresh_facts()
 
     def _give_back_text(self, turn: RunningTurn) -> None:
         """Put a message that got no reply back into the input, so that the user can resend it."""

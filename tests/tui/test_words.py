@@ -63,7 +63,7 @@ def test_other_text_is_a_message(text: str) -> None:
         ("exti", "quit"),
         ("color", "colours"),
         ("xyzzy", "help"),
-        ("foo", "help"),
+        ("xyz", "help"),
     ],
 )
 def test_the_nearest_command(typed: str, name: str) -> None:
