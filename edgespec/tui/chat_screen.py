@@ -17,6 +17,7 @@ from edgespec.tui.clipboard import copy_with_desktop_tool
 from edgespec.tui.deletion import delete_chat
 from edgespec.tui.editor import write_prompt
 from edgespec.tui.files import sending
+from edgespec.tui.model_choice import pick_model
 from edgespec.tui.open_chat import OpenChat
 from edgespec.tui.screens.dialogs import SystemScreen
 from edgespec.tui.screens.help import HelpScreen
@@ -50,6 +51,7 @@ class ChatScreen(TurnScreen):
         _key("f2,ctrl+b", "chats", "list of saved chats", _MAIN),
         _key("f3", "details", "speed and memory of a reply", _MAIN),
         _key("f6,ctrl+s", "settings", "settings", _MAIN),
+        _key("f9", "models", "choose or download a model", _MAIN),
         _key("ctrl+q", "app.quit", "quit; the chat is saved", _MAIN),
         _key("f1", "help", "show this page", _OTHER),
         _key("f4,ctrl+t", "origin", "colour words that came from accepted guesses", _OTHER),
@@ -379,6 +381,9 @@ class ChatScreen(TurnScreen):
         self.current_chat.settings = settings
         await self.transcript.note(note)
         await self.save()
+
+    def action_models(self) -> None:
+        self.run_worker(pick_model(self))
 
     def action_help(self) -> None:
         self.app.push_screen(

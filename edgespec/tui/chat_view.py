@@ -20,6 +20,7 @@ from edgespec.errors import ChatFileError
 from edgespec.tui import commands, selection
 from edgespec.tui.archive import Archive
 from edgespec.tui.copying import CodeCopier
+from edgespec.tui.downloads import Downloads
 from edgespec.tui.files.file_thread import FileThread
 from edgespec.tui.history import History
 from edgespec.tui.open_chat import OpenChat, version_label
@@ -79,6 +80,7 @@ class ChatView(Screen[None]):
         self.archive = archive
         self.history = history
         self.code_copier = CodeCopier()
+        self.downloads = Downloads()
         self.editing: int | None = None
         self.calling_tools = False
         self.transcript = Transcript(self.current_chat, self._welcome(), id="transcript")
@@ -183,6 +185,7 @@ class ChatView(Screen[None]):
             context_tokens=self.runtime.context_tokens,
             memory_bytes=self._memory_bytes,
             dropped_messages=self._state.dropped_messages,
+            downloads=self.downloads.status,
         )
         draft = self.runtime.draft
         models = self.runtime.target.name + (f" with draft model {draft.name}" if draft is not None else "")

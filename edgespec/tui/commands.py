@@ -156,7 +156,7 @@ async def _model(screen: ChatScreen, argument: str) -> None:
     if argument:
         await choose_model(screen, _unquoted(argument))
     else:
-        await screen.transcript.note(f"This chat uses {screen.runtime.target.name}.")
+        screen.action_models()
 
 
 async def _pin(screen: ChatScreen, _argument: str) -> None:
@@ -218,7 +218,7 @@ class Command:
 COMMANDS = (
     Command("help", "", "show all keyboard shortcuts and commands", "help", ("?", "h")),
     Command("show", "", "show the models, the speed-up and the settings", _show, ("info",)),
-    Command("model", "[name]", "show the model, or switch to another one", _model, ("models",)),
+    Command("model", "[name]", "choose or download a model", _model, ("models",)),
     Command("set", "[name value]", "show all settings, or change one of them", _set, ("settings",)),
     Command("think", "[on|off|auto]", "choose whether the model reasons before it answers", think),
     Command("schema", "[file|none]", "make replies satisfy the JSON schema in a file", _schema),
