@@ -27,7 +27,6 @@ class Opened:
         self.end = ChatEnd()
 
     def __call__(self, load: Any, **options: Any) -> ChatEnd:
-        options.pop("load_other", None)
         self.load, self.options = load, options
         return self.end
 
