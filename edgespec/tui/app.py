@@ -298,6 +298,7 @@ def run_chat(load: Load, **options: Any) -> ChatEnd:
             sys.setswitchinterval(before)
             model_stopped = app.stop_model()
             app.save_turn()
+            app.archive.finish_all_deletions()
         if not model_stopped:
             for error in app.archive.unsaved.values():
                 sys.stderr.write(f"error: {error}\n")

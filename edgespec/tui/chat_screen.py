@@ -14,11 +14,12 @@ from edgespec.chat.store import Setting, StoredChat
 from edgespec.errors import ChatFileError, OptionError
 from edgespec.tui import commands, selection
 from edgespec.tui.clipboard import copy_with_desktop_tool
+from edgespec.tui.deletion import delete_chat
 from edgespec.tui.editor import write_prompt
 from edgespec.tui.files import sending
 from edgespec.tui.model_choice import pick_model
 from edgespec.tui.open_chat import OpenChat
-from edgespec.tui.screens.dialogs import ConfirmScreen, SystemScreen
+from edgespec.tui.screens.dialogs import SystemScreen
 from edgespec.tui.screens.help import HelpScreen
 from edgespec.tui.screens.settings import SettingsScreen
 from edgespec.tui.settings import SCHEMA, accepted
@@ -134,6 +135,8 @@ class ChatScreen(TurnScreen):
             self.stop_reply()
         elif self.editing is not None:
             self.leave_edit()
+        elif self.sidebar.has_focus and self.sidebar.clear_query():
+            return
         elif self._panels and (self._width_class == "-narrow" or not self.prompt.has_focus):
             if self._width_class == "-narrow":
                 await self.show_panels(set())
@@ -325,28 +328,10 @@ class ChatScreen(TurnScreen):
 
         await self.when_free(opened)
 
-    @work
     async def action_delete_chat(self) -> None:
-        """Ask for confirmation, then delete the chat highlighted in the list."""
-        option = self.sidebar.highlighted_option
-        if not isinstance(option, ChatOption):
-            return
-        question = (
-            f"Delete “{option.chat.title}”? This cannot be undone. Your other chats will be kept, but the"
-            " history of your prompts and the data cached to speed up replies will also be deleted, because"
-            " they may contain text from this chat."
-        )
-        if not await self.app.push_screen_wait(ConfirmScreen(question, "Delete")):
-            return
-        try:
-            await self.archive.delete(option.chat.id)
-        except ChatFileError as error:
-            await self.show_error(error)
-            return
-        if option.chat.id == self.current_chat.id:
-            await self.action_new_chat()
-        await self.refresh_sidebar()
-        self.sidebar.focus()
+        """Delete the chat highlighted in the list."""
+        if isinstance(option := self.sidebar.highlighted_option, ChatOption):
+            await delete_chat(self, option.chat)
 
     async def action_chats(self) -> None:
         shown = await self.toggle_panel("sidebar")

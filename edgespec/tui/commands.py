@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from edgespec import spelling
+from edgespec.chat.exporting import messages_as_markdown
 from edgespec.errors import OptionError
 from edgespec.tui import selection
+from edgespec.tui.deletion import restore_chat
 from edgespec.tui.editor import show_message
 from edgespec.tui.model_choice import choose_model
 from edgespec.tui.presets import preset
@@ -25,6 +27,7 @@ from edgespec.tui.settings import (
 )
 from edgespec.tui.texts import memory_rows, sentences, show_rows
 from edgespec.tui.thinking import think
+from edgespec.tui.transfer import export_chat, import_chats
 from edgespec.tui.why import show_why
 from edgespec.tui.widgets.messages import Panel
 from edgespec.tui.widgets.pairs import Pairs
@@ -44,7 +47,7 @@ async def _copy(screen: ChatScreen, argument: str) -> None:
     elif part in ("code", "block"):
         await screen.action_copy_code()
     elif part in ("chat", "all"):
-        await screen.copy(screen.current_chat.as_markdown(), "chat")
+        await screen.copy(messages_as_markdown(screen.current_chat.messages), "chat")
     elif part in ("", "reply", "last"):
         await screen.action_copy_reply()
     else:
@@ -145,7 +148,8 @@ async def _delete(screen: ChatScreen, _argument: str) -> None:
 
 
 async def _undo(screen: ChatScreen, _argument: str) -> None:
-    await selection.undo(screen)
+    if not await restore_chat(screen):
+        await selection.undo(screen)
 
 
 async def _model(screen: ChatScreen, argument: str) -> None:
@@ -153,6 +157,16 @@ async def _model(screen: ChatScreen, argument: str) -> None:
         await choose_model(screen, _unquoted(argument))
     else:
         screen.action_models()
+
+
+async def _pin(screen: ChatScreen, _argument: str) -> None:
+    chat = screen.current_chat
+    if not chat.entries:
+        screen.say("There is nothing to pin: the chat is empty.")
+        return
+    chat.pinned = not chat.pinned
+    if await screen.save():
+        screen.say("This chat now stays at the top of the list." if chat.pinned else "Unpinned this chat.")
 
 
 async def _vi(screen: ChatScreen, argument: str) -> None:
@@ -221,9 +235,12 @@ COMMANDS = (
     Command("undo", "", "restore what was deleted last", _undo),
     Command("copy", "[code [n]|chat]", "copy the last reply, a code block of it, or the whole chat", _copy),
     Command("editor", "", "open the last reply in your text editor", _editor, ("view",)),
+    Command("export", "[file]", "write this chat to a file: .md, .json or .html", export_chat),
+    Command("import", "file", "add chats exported by ChatGPT, Claude or Open WebUI", import_chats),
     Command("quit", "", "quit; the chat is saved", "app.quit", ("exit", "bye", "q")),
     Command("clear", "", "start a new chat with the same system prompt and settings", "clear", ("reset",)),
-    Command("save", "[title]", "save the chat now, optionally under a new title", _save),
+    Command("save", "[title]", "save the chat now, optionally under a new title", _save, ("rename",)),
+    Command("pin", "", "keep this chat at the top of the list of chats, or stop that", _pin),
     Command("details", "", "show or hide details of the last reply", "details", ("stats",)),
     Command("why", "", "explain the speed of the last reply", show_why),
     Command("race", "[message]", "compare a reply with and without the speed-up", open_race),

@@ -107,6 +107,7 @@ class OpenChat:
         tree: The messages, including earlier versions and those deleted since the chat was opened.
         saved_at: Timestamp of the saved version that this program last wrote or read, or None.
         unfinished: Whether the last reply is incomplete because the program ended or an error occurred.
+        pinned: Whether the chat stays at the top of the list of chats.
         turn: The message being answered and its reply so far. None if no reply is being generated.
     """
 
@@ -118,6 +119,7 @@ class OpenChat:
     tree: MessageTree[ChatEntry] = field(default_factory=MessageTree)
     saved_at: datetime | None = None
     unfinished: bool = False
+    pinned: bool = False
     turn: RunningTurn | None = None
 
     @classmethod
@@ -127,6 +129,7 @@ class OpenChat:
             *(chat.system, dict(settings), chat.id, chat.title, chat.created, chat.tree.map(ChatEntry)),
             saved_at=chat.updated,
             unfinished=chat.unfinished,
+            pinned=chat.pinned,
         )
 
     @property
@@ -201,11 +204,8 @@ class OpenChat:
             system=self.system,
             sampling=dict(self.settings),
             unfinished=self.unfinished or turn is not None,
+            pinned=self.pinned,
         )
-
-    def as_markdown(self) -> str:
-        names = {"user": "You", "assistant": "Model", "system": "System", "tool": "Tool"}
-        return "\n\n".join(f"**{names[entry.role]}:**\n\n{entry.content.strip()}" for entry in self.entries)
 
 
 def version_label(tree: MessageTree[ChatEntry], place: int) -> str:

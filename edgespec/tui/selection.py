@@ -42,7 +42,12 @@ async def select(screen: ChatScreen, step: int) -> None:
 
     Moving down from the last message returns to the input.
     """
-    message = await screen.transcript.neighbour(screen.selected, step)
+    selected = screen.selected
+    message = await screen.transcript.neighbour(selected, step)
+    if message is None and selected is None:
+        # An empty chat has no messages. Shift+Tab moves the focus as it does elsewhere.
+        screen.focus_previous()
+        return
     screen.transcript.release_anchor()
     screen.set_focus(message or screen.prompt)
 
