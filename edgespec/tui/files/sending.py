@@ -24,7 +24,8 @@ async def send(screen: ChatScreen, text: str, place: int | None) -> None:
 
     If a file cannot be attached, nothing is sent, and the text returns to the input.
     """
-    if references := find_references(text):
+    is_question = place is None or screen.current_chat.tree.messages[place].role == "user"
+    if is_question and (references := find_references(text)):
         # Reading can take seconds, in which the screen must handle other keys.
         screen.run_worker(_send_with_files(screen, text, place, references))
     else:
