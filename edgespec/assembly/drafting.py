@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from functools import partial
 from typing import cast
 
@@ -106,7 +107,7 @@ class _DrafterFactory:
         )
         self.made["suffix"] = suffix
         needed = self._options.named_drafters | self._automatic_self_drafts(draft)
-        makers = {
+        makers: dict[str, Callable[[], Drafter | MissingDrafter]] = {
             "lookahead": self._make_lookahead,
             "layerskip": self._make_layerskip,
             "lowbit": self._make_lowbit,
