@@ -106,9 +106,10 @@ class Archive:
 
     async def list(self) -> Sequence[StoredChat]:
         """Return all chats, newest first."""
-        return await asyncio.to_thread(self._list)
+        return await asyncio.to_thread(self.list_now)
 
-    def _list(self) -> Sequence[StoredChat]:
+    def list_now(self) -> Sequence[StoredChat]:
+        """Return all chats, newest first. Blocks until the files are read."""
         with self._lock:
             return self._store.list()
 
@@ -117,7 +118,11 @@ class Archive:
 
         `last` means the newest chat. Returns None if there is no such chat.
         """
-        chats = await self.list()
+        return await asyncio.to_thread(self.find_now, wanted)
+
+    def find_now(self, wanted: str) -> StoredChat | None:
+        """Return what `find` returns. Blocks until the files are read."""
+        chats = self.list_now()
         if wanted == "last":
             return next((chat for chat in chats if not chat.problem), None)
         words = wanted.casefold()
@@ -129,9 +134,10 @@ class Archive:
 
     async def load(self, chat_id: str) -> SavedChat:
         """Read and return a saved chat."""
-        return await asyncio.to_thread(self._load, chat_id)
+        return await asyncio.to_thread(self.load_now, chat_id)
 
-    def _load(self, chat_id: str) -> SavedChat:
+    def load_now(self, chat_id: str) -> SavedChat:
+        """Read and return a saved chat. Blocks until the file is read."""
         with self._lock:
             return self._store.load(chat_id)
 

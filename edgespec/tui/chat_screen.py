@@ -22,6 +22,7 @@ from edgespec.tui.open_chat import OpenChat
 from edgespec.tui.screens.dialogs import SystemScreen
 from edgespec.tui.screens.help import HelpScreen
 from edgespec.tui.screens.settings import SettingsScreen
+from edgespec.tui.setting_commands import check_settings
 from edgespec.tui.settings import SCHEMA, accepted
 from edgespec.tui.texts import sentences
 from edgespec.tui.tool_use import unanswered_calls
@@ -374,10 +375,7 @@ class ChatScreen(TurnScreen):
 
     async def set_settings(self, settings: dict[str, Setting], note: str) -> None:
         """Apply settings from the next message on, and show `note`. Raises OptionError if that fails."""
-        if "method" in settings:
-            self.runtime.method_for(str(settings["method"]))
-        if SCHEMA in settings:
-            self.runtime.check_options(schema=str(settings[SCHEMA]))
+        check_settings(settings, self.runtime)
         self.current_chat.settings = settings
         await self.transcript.note(note)
         await self.save()
@@ -412,7 +410,7 @@ class ChatScreen(TurnScreen):
             self.say("No reply in this chat includes the model's reasoning.")
 
     def action_theme(self) -> None:
-        self.preferences.light = not self.preferences.light
+        self.preferences.theme = "dark" if self.preferences.theme == "light" else "light"
         self.post_message(self.PreferencesChanged())
 
     def use_vi_keys(self, use: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -68,7 +68,7 @@ class ChatView(Screen[None]):
         model_name: str,
         system: str | None,
         settings: Mapping[str, Setting],
-        typed: str = "",
+        take_typed: Callable[[], str],
     ) -> None:
         super().__init__()
         self.runtime = runtime
@@ -94,7 +94,7 @@ class ChatView(Screen[None]):
         self._details = Details(id="details")
         self._status = StatusLine(id="status")
         self._thread = thread
-        self._typed = typed
+        self._take_typed = take_typed
         self.speeds = SpeedHistory()
         self._last_stats: Stats | None = None
         self._state = ChatState()
@@ -119,7 +119,7 @@ class ChatView(Screen[None]):
         self.set_interval(_MEMORY_SECONDS, self._measure_memory)
         self.transcript.set_origin(self.preferences.origin)
         # Remove line breaks at the end of text that the user typed while the model was loading.
-        self.prompt.replace_text(self._typed.rstrip("\n"))
+        self.prompt.replace_text(self._take_typed().rstrip("\n"))
         self.prompt.use_vi_keys(self.preferences.vi)
         self.prompt.focus()
 

@@ -190,6 +190,36 @@ class OpenChat:
             self.turn.ended.set()
             self.turn = None
 
+    def finish_turn(self, reply: Reply | None, message: Message | None, *, leaving: bool) -> ChatEntry | None:
+        """End the running turn, and add its reply to the chat unless no text was generated.
+
+        Args:
+            reply: The reply. None if it failed.
+            message: The reply as a message. None if it failed.
+            leaving: Whether the program is about to end. A reply that was stopped is then unfinished.
+
+        Returns:
+            The new message, or None if no text was generated.
+        """
+        turn = self.turn
+        assert turn is not None
+        try:
+            if reply is not None and message is not None:
+                if not (reply.answer or reply.reasoning) and reply.finish_reason == "cancelled":
+                    return None
+                self.tree = turn.with_reply(message)
+                self.unfinished = leaving and reply.finish_reason == "cancelled"
+            elif turn.written:
+                self.tree = turn.with_text()
+                self.unfinished = True
+            else:
+                return None
+        finally:
+            self.end_turn()
+        entry = self.entries[-1]
+        entry.reply = reply
+        return entry
+
     def saved(self, target: str, turn: RunningTurn | None = None) -> SavedChat:
         """Return a copy of the chat to save, including `turn` or, by default, the running turn."""
         turn = turn or self.turn

@@ -19,7 +19,7 @@ from edgespec.tui.widgets.messages import ReplyMessage, UserMessage
 from edgespec.tui.worker import Ask, ChatState
 
 if TYPE_CHECKING:
-    from edgespec import Runtime
+    from edgespec import Reply, Runtime
 
 __all__ = ["TurnScreen"]
 
@@ -235,52 +235,41 @@ class TurnScreen(ChatView):
     async def _end_turn(self, state: ChatState | None, turn: RunningTurn, reply: ReplyMessage) -> None:
         chat, transcript = self.current_chat, self.transcript
         ended = state.reply if state is not None else None
-        if (
-            state is not None
-            and ended is not None
-            and (ended.answer or ended.reasoning or ended.finish_reason != "cancelled")
-        ):
-            chat.tree = turn.with_reply(state.messages[-1])
-            chat.unfinished = self._leaving and ended.finish_reason == "cancelled"
-            chat.end_turn()
+        message = state.messages[-1] if state is not None else None
+        entry = chat.finish_turn(ended, message, leaving=self._leaving)
+        if entry is None:
+            # No text was generated, so show the previous conversation again.
+            await reply.finish(reply.text, reply.reasoning, None)
+            self._give_back_text(turn)
+            await transcript.show_chat(chat, welcome=self._welcome())
+            if (turn.edited is not None or not turn.sent) and not self._leaving:
+                await self.save()
+            return
+        if ended is not None:
             self._last_stats = ended.stats
-            transcript.follow()
-            entry, versions = chat.entries[-1], version_label(chat.tree, chat.tree.path[-1])
-            await reply.finish(entry.content, entry.reasoning, ended, versions)
-            entry.chunks, entry.reply = tuple(reply.chunks), ended
-            entry.thought_seconds = reply.thoughts.seconds
+        transcript.follow()
+        versions = version_label(chat.tree, chat.tree.path[-1])
+        await reply.finish(entry.content, entry.reasoning, ended, versions)
+        entry.chunks = tuple(reply.chunks)
+        entry.thought_seconds = reply.thoughts.seconds
+        if ended is not None:
             await transcript.prune()
-            if turn.continued is not None and not ended.text:
-                self.say("The reply was already complete.")
-            elif was_cpu_busy(ended.stats) and not self._is_cpu_busy:
-                await self.transcript.note(
-                    "This reply was slower than usual, because other programs use the processor."
-                )
-            elif ended.finish_reason == "cancelled" and not self._leaving and self._after_reply is None:
-                self.say("Stopped. Type /continue to finish the reply.")
-            self._is_cpu_busy = was_cpu_busy(ended.stats)
-            await self.save()
-            if entry.message.tool_calls and self._after_reply is None and not self._leaving:
-                self.tool_use.begin(entry.message.tool_calls)
-            return
-        if state is None and turn.written:
-            chat.tree = turn.with_text()
-            chat.unfinished = True
-            chat.end_turn()
-            transcript.follow()
-            entry, versions = chat.entries[-1], version_label(chat.tree, chat.tree.path[-1])
-            await reply.finish(entry.content, entry.reasoning, None, versions)
-            entry.chunks = tuple(reply.chunks)
-            entry.thought_seconds = reply.thoughts.seconds
-            await self.save()
-            return
-        # No text was generated, so show the previous conversation again.
-        chat.end_turn()
-        await reply.finish(reply.text, reply.reasoning, None)
-        self._give_back_text(turn)
-        await self.transcript.show_chat(chat, welcome=self._welcome())
-        if (turn.edited is not None or not turn.sent) and not self._leaving:
-            await self.save()
+            await self._report_ending(ended, turn)
+        await self.save()
+        if ended is not None and entry.message.tool_calls and self._after_reply is None and not self._leaving:
+            self.tool_use.begin(entry.message.tool_calls)
+
+    async def _report_ending(self, ended: Reply, turn: RunningTurn) -> None:
+        """Tell the user if a reply was complete before, was slowed down, or can be continued."""
+        if turn.continued is not None and not ended.text:
+            self.say("The reply was already complete.")
+        elif was_cpu_busy(ended.stats) and not self._is_cpu_busy:
+            await self.transcript.note(
+                "This reply was slower than usual, because other programs use the processor."
+            )
+        elif ended.finish_reason == "cancelled" and not self._leaving and self._after_reply is None:
+            self.say("Stopped. Type /continue to finish the reply.")
+        self._is_cpu_busy = was_cpu_busy(ended.stats)
 
     async def after_calls(self, *, stopped: bool) -> None:
         """Let the model go on after its tool calls, unless the user stopped them."""

@@ -26,7 +26,7 @@ async def test_a_question_gets_a_streamed_markdown_reply(demo: Load, tmp_path: P
     async with driving(demo, tmp_path, settings=STEADY) as d:
         welcome = d.transcript()
         assert "demo-draft" in welcome
-        assert "--target 8b-q4" in welcome
+        assert "Press F9 to choose and download a real model" in " ".join(welcome.split())
         assert "The demo model is so small" in " ".join(welcome.split())
         await d.say(ASK)
         reply = d.chat.transcript.query_one(ReplyMessage)
