@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Protocol
 
 from edgespec.chat.message import Message, Role, reply_message
@@ -132,7 +133,7 @@ class Chat:
             ):
                 self.messages, self.dropped_messages, self._used_tokens = before
             else:
-                self.messages = [*messages, reply_message(written_before + reply.text)]
+                self.messages = [*messages, _reply_message(written_before, reply)]
                 self._used_tokens = prompt_tokens + len(reply.tokens)
 
         stream = self._runtime.stream_messages(
@@ -150,3 +151,16 @@ class Chat:
 
     def _with_system(self, messages: Sequence[Message]) -> list[Message]:
         return [*([Message("system", self.system)] if self.system else []), *messages]
+
+
+def _reply_message(written_before: str, reply: Reply) -> Message:
+    """Return the message of a reply that continues the text `written_before`.
+
+    The calls of a reply that ended early may be incomplete. They stay text, so that the model can continue
+    them.
+    """
+    message = reply_message(written_before + reply.text)
+    if not reply.tool_calls or reply.finish_reason != "stop":
+        return message
+    answer = reply_message(written_before).content + reply.answer
+    return replace(message, content=answer, tool_calls=reply.tool_calls)

@@ -69,6 +69,7 @@ class AvailableModel:
         needed_bytes: Approximate memory that both models need with a context of 8,192 tokens.
         fits: Whether `needed_bytes` is within the memory budget. True if the size is unknown.
         speed: The expected speed. None if this machine has not been measured.
+        path: Its file or folder. None if it is not on this machine.
         entry: Its entry in the catalogue, if it has one.
         family: Name of the model family. Empty if unknown.
         notice: What to know before using it. Empty if there is nothing.
@@ -83,6 +84,7 @@ class AvailableModel:
     needed_bytes: int
     fits: bool
     speed: SpeedPrediction | None
+    path: Path | None = None
     entry: ModelEntry | None = None
     family: str = ""
     notice: str = ""
@@ -205,7 +207,9 @@ def _installed_model(
     machine: MachineSpeed | None,
     budget_bytes: int,
 ) -> AvailableModel:
-    draft = next(iter(draft_options(resolve(model.reference, allow_download=False), installed)), None)
+    options = draft_options(resolve(model.reference, allow_download=False), installed)
+    # Prefer draft models on this machine that the same backend runs.
+    draft = min(options, key=lambda each: (each.path is None, each.format != form.name), default=None)
     weights = draft_weights = None
     try:
         weights = _weights(form, model.path, model.entry)
@@ -235,6 +239,7 @@ def _installed_model(
         needed_bytes=needed,
         fits=needed <= budget_bytes,
         speed=speed,
+        path=model.path,
         entry=model.entry,
         family=model.info.family,
         notice=model.entry.notice if model.entry else "",
@@ -278,9 +283,10 @@ def _found_model(entry: ModelEntry, machine: MachineSpeed | None, budget_bytes: 
     """Describe a model found on Hugging Face."""
     size_bytes, parameters = entry.approximate_file_bytes, entry.parameters
     needed = needed_bytes(size_bytes, parameters) if size_bytes else 0
+    path = cached_model(entry.repository, None)
     return AvailableModel(
         reference=short_name(entry),
-        place="hub" if cached_model(entry.repository, None) else "search",
+        place="hub" if path else "search",
         parameters=parameters,
         size_bytes=size_bytes,
         draft=short_name(draft) if (draft := recommended_draft(entry)) else "",
@@ -288,6 +294,7 @@ def _found_model(entry: ModelEntry, machine: MachineSpeed | None, budget_bytes: 
         needed_bytes=needed,
         fits=needed <= budget_bytes,
         speed=predict_entry(entry, machine) if machine and size_bytes else None,
+        path=path,
         entry=entry,
         family=entry.family,
         notice=entry.notice,

@@ -262,6 +262,8 @@ def _stream(url: str, path: Path, size_bytes: int, etag: str, report: Callable[[
                         "try again later to resume the download",
                     ) from error
                 time.sleep(_RETRY_SECONDS)
+                # The user may have cancelled the download while no data arrived.
+                report(done_bytes)
     has_checksum = len(etag) in (_GIT_ETAG_CHARACTERS, _SHA256_ETAG_CHARACTERS)
     if size_bytes and done_bytes != size_bytes:
         problem = f"it has {done_bytes} bytes instead of {size_bytes}"

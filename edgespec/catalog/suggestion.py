@@ -6,10 +6,8 @@ import math
 from typing import NamedTuple
 
 from edgespec.catalog.catalogue import ModelEntry, load_catalogue
-from edgespec.catalog.speedup_estimate import estimate_speedup
-from edgespec.files import format_bytes
 
-__all__ = ["Suggestion", "needed_bytes", "short_name", "suggest_model"]
+__all__ = ["Suggestion", "needed_bytes", "short_name", "suggest_models"]
 
 # Endings of the aliases of recommended models, such as `8b-q4`, by file format.
 _ALIAS_SUFFIX = {"gguf": "-q4", "mlx": "-mlx"}
@@ -24,35 +22,17 @@ _OTHER_BYTES = 768 << 20
 
 
 class Suggestion(NamedTuple):
-    """A target and its draft model.
+    """A target and its draft model, if it has one.
 
     Attributes:
         target: Model reference of the target.
-        draft: Model reference of the draft model.
+        draft: Model reference of the draft model. Empty if there is none.
         download_bytes: Approximate size of both files.
-        needed_bytes: Approximate memory that both models need.
-        speedup: Expected speed-up over plain decoding on machines that verify several tokens cheaply.
     """
 
     target: str
     draft: str
     download_bytes: int
-    needed_bytes: int
-    speedup: float
-
-    def describe(self, command: str, budget_bytes: int) -> str:
-        """Return the suggestion as text for the screen, with the command that runs it.
-
-        Args:
-            command: The command that starts a chat.
-            budget_bytes: Memory that edgespec may use.
-        """
-        return (
-            f"{command} --target {self.target} --draft {self.draft} (downloads"
-            f" {format_bytes(self.download_bytes)}; needs about {format_bytes(self.needed_bytes)} of the"
-            f" {format_bytes(budget_bytes)} of memory that edgespec can use here; expected speed-up: 1.0x to"
-            f" {self.speedup:.1f}x, depending on this machine)"
-        )
 
 
 def needed_bytes(file_bytes: int, parameters: int) -> int:
@@ -65,31 +45,31 @@ def needed_bytes(file_bytes: int, parameters: int) -> int:
     return round(file_bytes + _OTHER_BYTES + _CACHE_BYTES * math.sqrt(parameters / _CACHE_PARAMETERS))
 
 
-def suggest_model(budget_bytes: int, model_format: str = "gguf") -> Suggestion | None:
-    """Return the largest recommended model that fits, with its draft model. Reads only the catalogue.
+def suggest_models(budget_bytes: int, model_format: str = "gguf") -> list[Suggestion]:
+    """Return the three largest recommended models that fit, with their draft models, smallest first.
+
+    Reads only the catalogue.
 
     Args:
         budget_bytes: Memory that edgespec may use.
         model_format: `gguf` or `mlx`.
 
     Returns:
-        The suggestion, or None if no model fits.
+        The suggestions. Fewer than three, or none, if memory is tight.
     """
     suggestions = []
+    # Without a draft model of their own, only the models that draft for others are recommended.
+    drafters = {entry.drafts[0] for entry in load_catalogue().entries if entry.drafts}
     for entry in load_catalogue().entries:
         target = _alias(entry)
         found = load_catalogue().find(entry.drafts[0]) if entry.drafts else None
-        if entry.format != model_format or not target or found is None or not (draft := _alias(found[0])):
+        draft = _alias(found[0]) if found else ""
+        if entry.format != model_format or not target or not (draft or entry.name in drafters):
             continue
-        size_bytes = entry.approximate_file_bytes + found[0].approximate_file_bytes
-        needed = needed_bytes(size_bytes, entry.parameters)
-        if size_bytes <= _MAX_DOWNLOAD_BYTES and needed <= budget_bytes:
-            speedup = estimate_speedup(
-                found[0].parameters / entry.parameters,
-                found[0].approximate_file_bytes / entry.approximate_file_bytes,
-            )
-            suggestions.append(Suggestion(target, draft, size_bytes, needed, speedup))
-    return max(suggestions, key=lambda each: each.download_bytes, default=None)
+        size_bytes = entry.approximate_file_bytes + (found[0].approximate_file_bytes if found else 0)
+        if size_bytes <= _MAX_DOWNLOAD_BYTES and needed_bytes(size_bytes, entry.parameters) <= budget_bytes:
+            suggestions.append(Suggestion(target, draft, size_bytes))
+    return sorted(suggestions, key=lambda each: each.download_bytes)[-3:]
 
 
 def _alias(entry: ModelEntry) -> str:

@@ -29,7 +29,7 @@ from edgespec.files import (
     write_private_file,
 )
 
-__all__ = ["ChatStore", "SavedChat", "Setting", "StoredChat", "title_of"]
+__all__ = ["ChatStore", "SavedChat", "Setting", "StoredChat", "chat_from_json", "title_of"]
 
 Setting = str | int | float | bool | list[str]
 """Type of the value of one setting in a chat file."""
@@ -76,6 +76,7 @@ class SavedChat:
         sampling: Settings that differ from their defaults.
         unfinished: Whether the last message has no reply, or only part of one, because the program ended
             first.
+        pinned: Whether the chat stays at the top of the list of chats.
     """
 
     id: str
@@ -87,6 +88,7 @@ class SavedChat:
     system: str | None = None
     sampling: Mapping[str, Setting] = field(default_factory=dict)
     unfinished: bool = False
+    pinned: bool = False
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -107,6 +109,7 @@ class SavedChat:
             "open": self.tree.tip,
             "sampling": dict(self.sampling),
             **({"unfinished": True} if self.unfinished else {}),
+            **({"pinned": True} if self.pinned else {}),
         }
 
 
@@ -122,6 +125,9 @@ class StoredChat:
         message_count: Number of messages.
         unfinished: Whether the last message has no complete reply. See `SavedChat`.
         problem: Why the file cannot be read. Empty if it can.
+        pinned: Whether the chat stays at the top of the list.
+        text: The text of all messages, for searching.
+        folded_text: `text` in a form for comparisons that ignore case.
     """
 
     id: str
@@ -131,6 +137,9 @@ class StoredChat:
     message_count: int
     unfinished: bool = False
     problem: str = ""
+    pinned: bool = False
+    text: str = field(default="", repr=False)
+    folded_text: str = field(default="", repr=False)
 
 
 class ChatStore:
@@ -138,6 +147,8 @@ class ChatStore:
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder if folder is not None else data_folder() / "chats"
+        # The entries of unchanged files, with the time of the last change and the size when they were read.
+        self._entries: dict[Path, tuple[tuple[int, int], StoredChat]] = {}
 
     def new_id(self) -> str:
         """Return an unused chat ID made of the current time and random digits."""
@@ -204,17 +215,71 @@ class ChatStore:
 
     def load(self, chat_id: str) -> SavedChat:
         """Read the chat with this ID. Raises ChatFileError."""
-        return read_chat(self._path(chat_id))
+        return read_chat(self._path(chat_id), chat_id)
 
     def delete(self, chat_id: str) -> None:
-        """Delete the chat with this ID, if it exists. Raises ChatFileError."""
-        path = self._path(chat_id)
+        """Delete the chat with this ID, hidden or not, if it exists.
+
+        If another program still had a hidden chat open and has saved it again, that version is kept.
+
+        Raises:
+            ChatFileError: The chat could not be deleted.
+        """
+        path, hidden = self._path(chat_id), self._hidden_path(chat_id)
         try:
-            path.unlink(missing_ok=True)
+            (hidden if hidden.exists() else path).unlink(missing_ok=True)
         except OSError as error:
             raise ChatFileError(
                 f"cannot delete {path}: {error_reason(error)}", write_advice(error, self.folder)
             ) from error
+
+    def hide(self, chat_id: str) -> None:
+        """Remove a chat from the list, so that `restore` or `delete` can follow. Raises ChatFileError."""
+        self._move(self._path(chat_id), self._hidden_path(chat_id))
+        with suppress(OSError):
+            os.utime(self._hidden_path(chat_id))
+
+    def restore(self, chat_id: str) -> str:
+        """Return a hidden chat to the list.
+
+        Returns:
+            The ID of the chat. It is a new one if another program still had the chat open and has saved it
+            again.
+
+        Raises:
+            ChatFileError: The chat could not be restored.
+        """
+        path, hidden = self._path(chat_id), self._hidden_path(chat_id)
+        with self._locked():
+            if not path.exists():
+                self._move(hidden, path)
+                return chat_id
+            chat = replace(read_chat(hidden, chat_id), id=self.new_id())
+            self.save(chat)
+            with suppress(OSError):
+                hidden.unlink()
+        return chat.id
+
+    def _move(self, path: Path, target: Path) -> None:
+        try:
+            path.rename(target)
+        except OSError as error:
+            raise ChatFileError(
+                f"cannot rename {path} to {target.name}: {error_reason(error)}",
+                write_advice(error, self.folder),
+            ) from error
+
+    def hidden_before(self, time: float) -> Sequence[str]:
+        """Return the IDs of chats that were hidden before `time`, in seconds since 1970."""
+        hidden = []
+        for path in self.folder.glob(".*.deleted"):
+            with suppress(OSError):
+                if path.stat().st_mtime < time:
+                    hidden.append(path.name[1 : -len(".deleted")])
+        return hidden
+
+    def _hidden_path(self, chat_id: str) -> Path:
+        return self._path(chat_id).with_name(f".{chat_id}.deleted")
 
     def list(self) -> list[StoredChat]:
         """Return all chats, newest first, including unreadable files and why they cannot be read."""
@@ -227,7 +292,17 @@ class ChatStore:
                 f"cannot list the chats in {self.folder}: {error_reason(error)}",
                 "set EDGESPEC_DATA_DIR to a folder you can read",
             ) from error
-        return sorted(map(_entry, paths), key=lambda chat: (chat.updated, chat.id), reverse=True)
+        self._entries = {path: self._read_entry(path) for path in paths}
+        entries = [entry for _, entry in self._entries.values()]
+        return sorted(entries, key=lambda chat: (chat.updated, chat.id), reverse=True)
+
+    def _read_entry(self, path: Path) -> tuple[tuple[int, int], StoredChat]:
+        """Return the entry of a file, which is read only if it has changed."""
+        state = (0, 0)
+        with suppress(OSError):
+            state = (path.stat().st_mtime_ns, path.stat().st_size)
+        known = self._entries.get(path)
+        return known if known is not None and known[0] == state else (state, _entry(path))
 
     def _path(self, chat_id: str) -> Path:
         # The ID becomes a file name, so an invalid one could point to another folder.
@@ -263,22 +338,28 @@ def _tree_json(tree: MessageTree[Message]) -> list[dict[str, object]]:
 
 def _entry(path: Path) -> StoredChat:
     try:
-        chat = read_chat(path)
+        chat = read_chat(path, path.stem)
     except ChatFileError as error:
         updated = datetime.fromtimestamp(0, UTC)
         with suppress(OSError):
             updated = datetime.fromtimestamp(path.stat().st_mtime, UTC)
         return StoredChat(path.stem, path, path.name, updated, 0, problem=error.what)
-    return StoredChat(path.stem, path, chat.title, chat.updated, len(chat.messages), chat.unfinished)
+    text = "\n".join(message.content for message in chat.tree.messages)
+    return StoredChat(
+        *(path.stem, path, chat.title, chat.updated, len(chat.messages), chat.unfinished),
+        pinned=chat.pinned,
+        text=text,
+        folded_text=text.casefold(),
+    )
 
 
-def read_chat(path: Path) -> SavedChat:
-    """Read and validate one chat file. Raises ChatFileError."""
+def read_chat(path: Path, chat_id: str) -> SavedChat:
+    """Read and validate the file of the chat with this ID. Raises ChatFileError."""
     try:
         size_bytes = regular_file_bytes(path)
         if size_bytes > _MAX_FILE_BYTES:
             raise ValueError(f"the file has {size_bytes:,} bytes, which is too large for a chat")
-        return _checked(path, json.loads(path.read_bytes().decode("utf-8")))
+        return _checked(path, chat_id, json.loads(path.read_bytes().decode("utf-8")))
     except FileNotFoundError:
         raise ChatFileError(f"there is no saved chat at {path}", "choose from the list of chats") from None
     except OSError as error:
@@ -301,7 +382,7 @@ def read_chat(path: Path) -> SavedChat:
     )
 
 
-def _checked(path: Path, json_value: object) -> SavedChat:
+def _checked(path: Path, chat_id: str, json_value: object) -> SavedChat:
     data = _typed(json_value, dict, "the file")
     version = _typed(data.get("version"), int, "`version`")
     if not 1 <= version <= VERSION:
@@ -310,9 +391,22 @@ def _checked(path: Path, json_value: object) -> SavedChat:
             f" to {VERSION}",
             "upgrade edgespec, or open the chat with the version that wrote it",
         )
+    chat = _from_json(data, version)
+    if chat.id != chat_id:
+        raise ValueError(f"the chat ID {chat.id[:80]!r} does not match the file name")
+    return chat
+
+
+def chat_from_json(data: Mapping[str, object]) -> SavedChat:
+    """Return a chat from a JSON object that `SavedChat.to_json` made, without its ID. Raises ValueError."""
+    version = _typed(data.get("version"), int, "`version`")
+    if not 1 <= version <= VERSION:
+        raise ValueError(f"the chat has format version {version}")
+    return replace(_from_json(data, version), id="")
+
+
+def _from_json(data: Mapping[str, object], version: int) -> SavedChat:
     texts = {name: _typed(data.get(name), str, f"`{name}`") for name in _TEXTS}
-    if texts["id"] != path.stem:
-        raise ValueError(f"the chat ID {texts['id'][:80]!r} does not match the file name")
     items = _typed(data.get("messages"), list, "`messages`")
     tree = MessageTree.linear(as_message(number, item) for number, item in enumerate(items, 1))
     if version > 1:
@@ -331,6 +425,7 @@ def _checked(path: Path, json_value: object) -> SavedChat:
         system=None if system is None else _typed(system, str, "`system`"),
         sampling={name: _setting(name, value) for name, value in sampling.items()},
         unfinished=_typed(data.get("unfinished", False), bool, "`unfinished`"),
+        pinned=_typed(data.get("pinned", False), bool, "`pinned`"),
     )
 
 

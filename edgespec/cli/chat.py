@@ -15,7 +15,6 @@ from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.options import LOAD_NAMES, REPLY_NAMES, declared_options, pick, preset_option
 from edgespec.cli.screen import is_terminal
 from edgespec.cli.settings import preset_of
-from edgespec.errors import OptionError
 
 if TYPE_CHECKING:
     from edgespec import Runtime
@@ -51,10 +50,27 @@ _REPLY_NAMES = tuple(name for name in REPLY_NAMES if name not in _UNUSED)
     "--resume", metavar="[ID|TITLE]", is_flag=False, flag_value="last",
     help="Continue the last chat, or the one with this id or title.",
 )  # fmt: skip
+@click.option(
+    "--plain", is_flag=True,
+    help="Chat line by line, without colours and cursor movement, for screen readers. This is also the"
+    " default in pipes and on terminals that cannot draw the chat.",
+)  # fmt: skip
+@click.option(
+    "--no-mouse", is_flag=True, help="Do not react to the mouse, so that the terminal selects text."
+)
+@click.option("--tools", is_flag=True, help="Start the MCP servers, whose tools the model can then call.")
 @click.option("--light/--dark", default=None, help="Use light or dark colours. [default: same as last time]")
 @click.pass_context
 def command(
-    ctx: click.Context, /, system: str | None, resume: str | None, light: bool | None, **options: Any
+    ctx: click.Context,
+    /,
+    system: str | None,
+    resume: str | None,
+    plain: bool,
+    no_mouse: bool,
+    tools: bool,
+    light: bool | None,
+    **options: Any,
 ) -> int:
     """Chat with a model in the terminal. Press F1 in the chat to see its keys and commands.
 
@@ -62,17 +78,14 @@ def command(
     opens the last chat, and /continue finishes a reply that was interrupted. Without --target, you chat with
     the built-in demo model.
     """
-    if not (is_terminal(sys.stdin) and is_terminal(sys.stdout)):
-        raise click.UsageError("the chat needs a terminal; in scripts and pipes use `edgespec generate`", ctx)
-    if os.name == "posix" and (terminal := os.environ.get("TERM", "")) in ("", "dumb"):
-        raise OptionError(
-            f"this terminal cannot show the chat (TERM is {terminal or 'not set'})",
-            "use another terminal, or `edgespec generate`",
-        )
+    if sys.stdin is None:
+        raise click.UsageError("the chat needs an input, but stdin is closed", ctx)
+    is_plain = plain or not _has_screen()
 
     from edgespec.installation import chat_command
     from edgespec.options import load_arguments_for_another_model
     from edgespec.tui.app import run_chat
+    from edgespec.tui.plain import run_plain_chat
 
     def load(progress: Progress) -> Runtime:
         import edgespec
@@ -94,16 +107,17 @@ def command(
         for name in _REPLY_NAMES
         if name not in LOAD_NAMES and ctx.get_parameter_source(name) is not ParameterSource.DEFAULT
     }
-    ended = run_chat(
-        load,
-        load_other=load_other,
-        model_name=options["target"],
-        system=system,
-        settings=settings,
-        resume=resume,
-        light=light,
-        remember=options["remember"],
-    )
+    asked: dict[str, Any] = {
+        "model_name": options["target"],
+        "system": system,
+        "settings": settings,
+        "resume": resume,
+    }
+    if is_plain:
+        ended = run_plain_chat(load, **asked)
+    else:
+        looks = {"light": light, "mouse": not no_mouse, "remember": options["remember"], "tools": tools}
+        ended = run_chat(load, load_other=load_other, **asked, **looks)
     if ended.signalled:
         return INTERRUPTED
     if ended.resume:
@@ -120,5 +134,15 @@ def command(
         if (preset := preset_of(ctx)) is not None:
             models += ["--preset", preset]
         resume_words = ["--resume", *([ended.resume] if ended.resume != "last" else [])]
-        click.echo(f"To continue this chat: {chat_command()} {shlex.join([*models, *resume_words])}")
+        click.echo(
+            f"To continue this chat: {chat_command()} {shlex.join([*models, *resume_words])}", err=is_plain
+        )
     return DONE
+
+
+def _has_screen() -> bool:
+    """Return whether the full-screen chat can be drawn. In a browser, Textual's driver draws it."""
+    if os.environ.get("TEXTUAL_DRIVER"):
+        return True
+    is_dumb = os.name == "posix" and os.environ.get("TERM", "") in ("", "dumb")
+    return is_terminal(sys.stdin) and is_terminal(sys.stdout) and not is_dumb

@@ -13,6 +13,7 @@ from edgespec.cli.help import HelpfulCommand, SectionOption
 from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.options import LOAD_NAMES, SAMPLING_NAMES, declared_options, pick
 from edgespec.cli.screen import note, print_json, printable
+from edgespec.cli.serve_chat import DEFAULT_CHAT_PORT, chat_words, serve_chat
 from edgespec.errors import CancelledError
 
 __all__ = ["command"]
@@ -20,9 +21,17 @@ __all__ = ["command"]
 _REPLY_NAMES = ("max_tokens", *SAMPLING_NAMES)
 
 
+class _ServeCommand(HelpfulCommand):
+    """Keeps the arguments as they were typed, because --chat passes them on."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.obj = list(args)
+        return super().parse_args(ctx, args)
+
+
 @click.command(
     "serve",
-    cls=HelpfulCommand,
+    cls=_ServeCommand,
     params=declared_options("target", "draft", *_REPLY_NAMES, *LOAD_NAMES),
     short_help="Let editors, agents and scripts use models over HTTP.",
     examples=(
@@ -31,6 +40,7 @@ _REPLY_NAMES = ("max_tokens", *SAMPLING_NAMES)
         "edgespec serve --target 70b-q4 --draft 8b-q4 --memory 48GiB --idle-unload 0",
         "edgespec serve --host 0.0.0.0 --api-key my-secret",
         "edgespec serve --port 8080 --allow-origin https://chat.example.com",
+        "edgespec serve --chat --target 8b-q4",
     ),
 )
 @click.option(
@@ -39,9 +49,9 @@ _REPLY_NAMES = ("max_tokens", *SAMPLING_NAMES)
     " [default: 127.0.0.1]",
 )  # fmt: skip
 @click.option(
-    "--port", default=11435, type=click.IntRange(0, 65535), metavar="PORT",
+    "--port", type=click.IntRange(0, 65535), metavar="PORT",
     cls=SectionOption,
-    help="Port to listen on; 0 chooses a free one. [default: 11435]",
+    help=f"Port to listen on; 0 chooses a free one. [default: 11435, or {DEFAULT_CHAT_PORT} with --chat]",
 )  # fmt: skip
 @click.option(
     "--api-key", metavar="KEY", envvar="EDGESPEC_API_KEY", cls=SectionOption,
@@ -64,10 +74,16 @@ _REPLY_NAMES = ("max_tokens", *SAMPLING_NAMES)
     help="Number of requests that may wait for each model. More get an error. [default: 16]",
 )  # fmt: skip
 @click.option(
+    "--chat", is_flag=True, cls=SectionOption,
+    help="Offer the terminal chat in a browser on this machine, instead of an API. Each tab is a chat of"
+    " its own.",
+)  # fmt: skip
+@click.option(
     "--json", "as_json", is_flag=True, cls=SectionOption,
     help="Print the server's addresses as JSON when it is ready.",
 )  # fmt: skip
-def command(as_json: bool, **options: Any) -> int:
+@click.pass_context
+def command(ctx: click.Context, /, as_json: bool, chat: bool, port: int | None, **options: Any) -> int:
     """Let editors, agents and scripts on this machine use models over HTTP.
 
     Programs that can use OpenAI's API work with the address http://127.0.0.1:11435/v1 and any API key. Those
@@ -77,6 +93,11 @@ def command(as_json: bool, **options: Any) -> int:
 
     Settings such as --temperature apply to requests that do not set them. Press Ctrl-C to stop.
     """
+    if chat:
+        words, chat_port = chat_words(ctx, ctx.obj), DEFAULT_CHAT_PORT if port is None else port
+        interruptible(lambda stop: serve_chat(stop, words, chat_port, options["api_key"], as_json=as_json))
+        return DONE
+    options["port"] = 11435 if port is None else port
     interruptible(lambda stop: _serve(stop, as_json, options))
     return DONE
 

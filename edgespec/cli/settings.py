@@ -257,6 +257,9 @@ def _from_file(
             from edgespec.catalog.catalogue import user_aliases_path
 
             refuse((name,), f"{name} are not settings", f"move the {name} to {user_aliases_path()}")
+        elif name in ("tools", "presets"):
+            place = config_folder() / ("tools.toml" if name == "tools" else "presets")
+            refuse((name,), f"{name} are not settings", f"move the {name} to {place}")
         else:
             known = COMMANDS if isinstance(given, dict) else SETTINGS
             refuse((name,), f"there is no setting {name[:_MAX_NAME]!r}", suggestion(name, known))

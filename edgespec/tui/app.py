@@ -8,15 +8,16 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from textual.app import App
 from textual.filter import LineFilter
 
 from edgespec.chat.prompt_history import PromptHistory
 from edgespec.chat.store import ChatStore, Setting
-from edgespec.errors import CancelledError, ChatFileError, EdgespecError
+from edgespec.errors import CancelledError, ConfigurationError, EdgespecError, OptionError
 from edgespec.tui.archive import Archive
+from edgespec.tui.chat_end import ChatEnd, resume_value
 from edgespec.tui.chat_screen import ChatScreen
 from edgespec.tui.controls import NoControls
 from edgespec.tui.ending import EndWatch
@@ -24,7 +25,9 @@ from edgespec.tui.environment import check_textual_variables
 from edgespec.tui.history import History
 from edgespec.tui.preferences import Preferences
 from edgespec.tui.screens.loading import LoadingScreen
-from edgespec.tui.themes import DARK, THEMES
+from edgespec.tui.texts import sentences
+from edgespec.tui.themes import DARK
+from edgespec.tui.user_themes import find_theme
 from edgespec.tui.worker import Load, ModelThread
 
 if TYPE_CHECKING:
@@ -65,6 +68,7 @@ class ChatApp(App[None]):
         resume: Saved chat to open: its ID, part of its title, or `last` for the newest.
         store: The saved chats. Defaults to those in the user's data folder.
         light: Whether to use the light theme. Defaults to the theme used last.
+        tools: Whether to start the MCP servers at once.
         remember: Whether to save the history of prompts.
 
     Attributes:
@@ -94,6 +98,7 @@ class ChatApp(App[None]):
         resume: str | None = None,
         store: ChatStore | None = None,
         light: bool | None = None,
+        tools: bool = False,
         remember: bool = True,
     ) -> None:
         super().__init__()
@@ -106,16 +111,15 @@ class ChatApp(App[None]):
         self.chat: ChatScreen | None = None
         self.preferences = Preferences.read(self._preferences_path)
         if light is not None:
-            self.preferences.light = light
+            self.preferences.theme = "light" if light else "dark"
         self._model_name = model_name
         self._system = system
         self._settings = dict(settings or {})
         self._resume = resume
+        self._tools = tools
         self._remember = remember
         self._loading = LoadingScreen(model_name)
         self._leaving = False
-        for theme in THEMES.values():
-            self.register_theme(theme)
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         return [*super().get_line_filters(), _NO_CONTROLS]
@@ -132,8 +136,10 @@ class ChatApp(App[None]):
         self._show_theme()
         self.run_worker(self._load_model())
 
-    def on_unmount(self) -> None:
+    async def on_unmount(self) -> None:
         self.model_thread.close()
+        if self.chat is not None:
+            await asyncio.to_thread(self.chat.tool_use.close)
 
     def on_chat_view_preferences_changed(self) -> None:
         """Apply and save changed preferences."""
@@ -141,7 +147,16 @@ class ChatApp(App[None]):
         self.preferences.write(self._preferences_path)
 
     def _show_theme(self) -> None:
-        self.theme = THEMES["light" if self.preferences.light else "dark"].name
+        try:
+            theme = find_theme(self.preferences.theme)
+        except (ConfigurationError, OptionError) as error:
+            theme = DARK
+            self.notify(sentences(error.what, error.next_step), markup=False, timeout=10)
+        self.register_theme(theme)
+        if self.theme == theme.name:
+            # The user may have edited the theme's file.
+            self.mutate_reactive(ChatApp.theme)
+        self.theme = theme.name
 
     async def _load_model(self) -> None:
         await self.push_screen(self._loading)
@@ -157,7 +172,7 @@ class ChatApp(App[None]):
             model_name=self._model_name,
             system=self._system,
             settings=self._settings,
-            typed=self._loading.typed,
+            take_typed=self._loading.take_typed,
         )
         self._leaving = False
         await self.switch_screen(chat)
@@ -165,6 +180,8 @@ class ChatApp(App[None]):
             chat.call_later(chat.offer_unfinished)
         else:
             chat.call_later(chat.resume, self._resume)
+        if self._tools:
+            chat.run_worker(chat.tool_use.start_servers())
 
     async def _loaded(self, loading: Future[_T]) -> _T | None:
         """Show the progress of loading and return its result. On failure, quit and return None."""
@@ -242,6 +259,7 @@ class ChatApp(App[None]):
         if self.chat is not None:
             # A reply that stops after `begin_leaving` is saved as unfinished.
             self.chat.begin_leaving()
+            self.chat.tool_use.close()
         self.model_thread.close()
         return self.model_thread.join(_QUIT_SECONDS)
 
@@ -255,23 +273,13 @@ class ChatApp(App[None]):
         await self.action_quit()
 
 
-class ChatEnd(NamedTuple):
-    """How the terminal chat ended.
-
-    Attributes:
-        signalled: Whether a signal ended it.
-        resume: The value of `--resume` that opens the same chat: `last` or its ID. Empty if the chat was
-            empty.
-        switched_to: A reference to the model used last, if the user has switched to it. Otherwise empty.
-    """
-
-    signalled: bool = False
-    resume: str = ""
-    switched_to: str = ""
-
-
-def run_chat(load: Load, **options: Any) -> ChatEnd:
+def run_chat(load: Load, *, mouse: bool = True, **options: Any) -> ChatEnd:
     """Run the chat until the user quits. Takes the arguments of `ChatApp`.
+
+    Args:
+        load: Function that loads the model.
+        mouse: Whether the chat reacts to the mouse. If not, the terminal selects text with it.
+        **options: The other arguments of `ChatApp`.
 
     Raises:
         CancelledError: Loading was cancelled.
@@ -285,11 +293,12 @@ def run_chat(load: Load, **options: Any) -> ChatEnd:
     sys.setswitchinterval(_SWITCH_SECONDS)
     with EndWatch(app.save_turn, app.leave_soon, app.stop_model) as watch:
         try:
-            app.run()
+            app.run(mouse=mouse)
         finally:
             sys.setswitchinterval(before)
             model_stopped = app.stop_model()
             app.save_turn()
+            app.archive.finish_all_deletions()
         if not model_stopped:
             for error in app.archive.unsaved.values():
                 sys.stderr.write(f"error: {error}\n")
@@ -305,16 +314,5 @@ def run_chat(load: Load, **options: Any) -> ChatEnd:
             "the chat was closed by an internal error; your messages are saved",
             "report the traceback above, and run `edgespec chat --resume` to continue",
         )
-    return ChatEnd(watch.signalled, _resume_value(app), app.switched_to)
-
-
-def _resume_value(app: ChatApp) -> str:
-    """Return the value of `--resume` that opens the chat shown last. Empty if that chat has no messages."""
-    if app.chat is None or not app.chat.current_chat.entries:
-        return ""
-    chat_id = app.chat.current_chat.id
-    try:
-        newest = next((chat.id for chat in app.store.list() if not chat.problem), "")
-    except ChatFileError:
-        newest = ""
-    return "last" if chat_id == newest else chat_id
+    resume = "" if app.chat is None else resume_value(app.chat.current_chat, app.store)
+    return ChatEnd(watch.signalled, resume, app.switched_to)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from threading import Lock, Thread
-from time import monotonic
+from time import monotonic, time
 
 from edgespec.chat.store import ChatStore, SavedChat, StoredChat, title_of
 from edgespec.errors import ChatFileError, EdgespecError
 from edgespec.tui.open_chat import OpenChat, RunningTurn
 
-__all__ = ["Archive"]
+__all__ = ["UNDO_SECONDS", "Archive"]
+
+UNDO_SECONDS = 60.0
+"""Time in which a deleted chat can be restored."""
 
 _SAVE_SECONDS = 1.0
 # Maximum fraction of time spent saving. Chats that take long to save are saved less often.
@@ -26,11 +30,13 @@ class Archive:
         unsaved: The errors of chats whose last save failed, by chat ID. Each message names the chat.
         branched: Set to True when a chat was saved under a new ID, because another program had changed it.
             The caller resets it to False after telling the user.
+        hidden: The IDs of chats that are deleted but can still be restored, last deleted last.
     """
 
     def __init__(self, store: ChatStore) -> None:
         self.unsaved: dict[str, ChatFileError] = {}
         self.branched = False
+        self.hidden: list[str] = []
         self._store = store
         self._lock = Lock()
 
@@ -100,9 +106,10 @@ class Archive:
 
     async def list(self) -> Sequence[StoredChat]:
         """Return all chats, newest first."""
-        return await asyncio.to_thread(self._list)
+        return await asyncio.to_thread(self.list_now)
 
-    def _list(self) -> Sequence[StoredChat]:
+    def list_now(self) -> Sequence[StoredChat]:
+        """Return all chats, newest first. Blocks until the files are read."""
         with self._lock:
             return self._store.list()
 
@@ -111,7 +118,11 @@ class Archive:
 
         `last` means the newest chat. Returns None if there is no such chat.
         """
-        chats = await self.list()
+        return await asyncio.to_thread(self.find_now, wanted)
+
+    def find_now(self, wanted: str) -> StoredChat | None:
+        """Return what `find` returns. Blocks until the files are read."""
+        chats = self.list_now()
         if wanted == "last":
             return next((chat for chat in chats if not chat.problem), None)
         words = wanted.casefold()
@@ -123,11 +134,60 @@ class Archive:
 
     async def load(self, chat_id: str) -> SavedChat:
         """Read and return a saved chat."""
-        return await asyncio.to_thread(self._load, chat_id)
+        return await asyncio.to_thread(self.load_now, chat_id)
 
-    def _load(self, chat_id: str) -> SavedChat:
+    def load_now(self, chat_id: str) -> SavedChat:
+        """Read and return a saved chat. Blocks until the file is read."""
         with self._lock:
             return self._store.load(chat_id)
+
+    async def add(self, chats: Sequence[SavedChat]) -> None:
+        """Save imported chats under new IDs."""
+        await asyncio.to_thread(self._add, chats)
+
+    def _add(self, chats: Sequence[SavedChat]) -> None:
+        for chat in chats:
+            # Let replies be saved between the chats of a large import.
+            with self._lock:
+                self._store.save(replace(chat, id=self._store.new_id()))
+
+    async def hide(self, chat_id: str) -> None:
+        """Remove a chat from the list, but keep it until `finish_deletion`."""
+        await asyncio.to_thread(self._hide, chat_id)
+
+    def _hide(self, chat_id: str) -> None:
+        with self._lock:
+            self._store.hide(chat_id)
+            self.unsaved.pop(chat_id, None)
+            self.hidden.append(chat_id)
+
+    async def restore(self) -> StoredChat | None:
+        """Return the chat that was hidden last to the list of chats."""
+        return await asyncio.to_thread(self._restore)
+
+    def _restore(self) -> StoredChat | None:
+        with self._lock:
+            if not self.hidden:
+                return None
+            chat_id = self._store.restore(self.hidden[-1])
+            self.hidden.pop()
+            return next((chat for chat in self._store.list() if chat.id == chat_id), None)
+
+    async def finish_deletion(self, chat_id: str) -> None:
+        """Delete a chat that is still hidden, and cached data that may contain its text."""
+        if chat_id in self.hidden:
+            self.hidden.remove(chat_id)
+            await self.delete(chat_id)
+
+    def finish_all_deletions(self) -> None:
+        """Delete all hidden chats, and those that an earlier program did not get to delete.
+
+        Call this after the model is closed, which can save its cache.
+        """
+        old = self._store.hidden_before(time() - 2 * UNDO_SECONDS)
+        for chat_id in {*self.hidden, *old}:
+            self._delete(chat_id)
+        self.hidden.clear()
 
     async def delete(self, chat_id: str) -> None:
         """Delete a chat, all saved replies, the prefix cache and the history of prompts.

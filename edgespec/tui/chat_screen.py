@@ -14,14 +14,18 @@ from edgespec.chat.store import Setting, StoredChat
 from edgespec.errors import ChatFileError, OptionError
 from edgespec.tui import commands, selection
 from edgespec.tui.clipboard import copy_with_desktop_tool
+from edgespec.tui.deletion import delete_chat
 from edgespec.tui.editor import write_prompt
 from edgespec.tui.files import sending
+from edgespec.tui.model_choice import pick_model
 from edgespec.tui.open_chat import OpenChat
-from edgespec.tui.screens.dialogs import ConfirmScreen, SystemScreen
+from edgespec.tui.screens.dialogs import SystemScreen
 from edgespec.tui.screens.help import HelpScreen
 from edgespec.tui.screens.settings import SettingsScreen
+from edgespec.tui.setting_commands import check_settings
 from edgespec.tui.settings import SCHEMA, accepted
 from edgespec.tui.texts import sentences
+from edgespec.tui.tool_use import unanswered_calls
 from edgespec.tui.turns import TurnScreen
 from edgespec.tui.widgets.prompt import PromptInput
 from edgespec.tui.widgets.reply_markdown import ReplyMarkdown
@@ -48,6 +52,7 @@ class ChatScreen(TurnScreen):
         _key("f2,ctrl+b", "chats", "list of saved chats", _MAIN),
         _key("f3", "details", "speed and memory of a reply", _MAIN),
         _key("f6,ctrl+s", "settings", "settings", _MAIN),
+        _key("f9", "models", "choose or download a model", _MAIN),
         _key("ctrl+q", "app.quit", "quit; the chat is saved", _MAIN),
         _key("f1", "help", "show this page", _OTHER),
         _key("f4,ctrl+t", "origin", "colour words that came from accepted guesses", _OTHER),
@@ -92,6 +97,7 @@ class ChatScreen(TurnScreen):
 
     async def send_message(self, message: Message, place: int | None) -> None:
         """Send a message, or send it as a new version of the message at `place`, and start the reply."""
+        await self.tool_use.answer_pending(self.current_chat)
         if place is None:
             await self.take_turn(self.current_chat.send(message))
         else:
@@ -124,10 +130,14 @@ class ChatScreen(TurnScreen):
         """Hide the list of paths, stop the reply, cancel editing or close a side column."""
         if self.paths.display:
             self.paths.hide()
+        elif self.prompt.leave_insert_mode():
+            return
         elif self.writing:
             self.stop_reply()
         elif self.editing is not None:
             self.leave_edit()
+        elif self.sidebar.has_focus and self.sidebar.clear_query():
+            return
         elif self._panels and (self._width_class == "-narrow" or not self.prompt.has_focus):
             if self._width_class == "-narrow":
                 await self.show_panels(set())
@@ -180,6 +190,9 @@ class ChatScreen(TurnScreen):
                 self.say("There is no unfinished reply to continue.")
                 return
             await self.open_chat(unfinished)
+        if (calls := unanswered_calls(self.current_chat)) and not self.writing:
+            self.tool_use.begin(calls)
+            return
         place = self.current_chat.last_place("user", "tool", "assistant")
         if place is not None and not self.writing:
             await self.take_turn(self.current_chat.continue_reply(place))
@@ -316,28 +329,10 @@ class ChatScreen(TurnScreen):
 
         await self.when_free(opened)
 
-    @work
     async def action_delete_chat(self) -> None:
-        """Ask for confirmation, then delete the chat highlighted in the list."""
-        option = self.sidebar.highlighted_option
-        if not isinstance(option, ChatOption):
-            return
-        question = (
-            f"Delete “{option.chat.title}”? This cannot be undone. Your other chats will be kept, but the"
-            " history of your prompts and the data cached to speed up replies will also be deleted, because"
-            " they may contain text from this chat."
-        )
-        if not await self.app.push_screen_wait(ConfirmScreen(question, "Delete")):
-            return
-        try:
-            await self.archive.delete(option.chat.id)
-        except ChatFileError as error:
-            await self.show_error(error)
-            return
-        if option.chat.id == self.current_chat.id:
-            await self.action_new_chat()
-        await self.refresh_sidebar()
-        self.sidebar.focus()
+        """Delete the chat highlighted in the list."""
+        if isinstance(option := self.sidebar.highlighted_option, ChatOption):
+            await delete_chat(self, option.chat)
 
     async def action_chats(self) -> None:
         shown = await self.toggle_panel("sidebar")
@@ -380,13 +375,13 @@ class ChatScreen(TurnScreen):
 
     async def set_settings(self, settings: dict[str, Setting], note: str) -> None:
         """Apply settings from the next message on, and show `note`. Raises OptionError if that fails."""
-        if "method" in settings:
-            self.runtime.method_for(str(settings["method"]))
-        if SCHEMA in settings:
-            self.runtime.check_options(schema=str(settings[SCHEMA]))
+        check_settings(settings, self.runtime)
         self.current_chat.settings = settings
         await self.transcript.note(note)
         await self.save()
+
+    def action_models(self) -> None:
+        self.run_worker(pick_model(self))
 
     def action_help(self) -> None:
         self.app.push_screen(
@@ -415,7 +410,13 @@ class ChatScreen(TurnScreen):
             self.say("No reply in this chat includes the model's reasoning.")
 
     def action_theme(self) -> None:
-        self.preferences.light = not self.preferences.light
+        self.preferences.theme = "dark" if self.preferences.theme == "light" else "light"
+        self.post_message(self.PreferencesChanged())
+
+    def use_vi_keys(self, use: bool) -> None:
+        """Switch the vi keys of the input on or off, and remember that."""
+        self.preferences.vi = use
+        self.prompt.use_vi_keys(use)
         self.post_message(self.PreferencesChanged())
 
     async def action_earlier(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ from edgespec.errors import ChatFileError
 from edgespec.tui import commands, selection
 from edgespec.tui.archive import Archive
 from edgespec.tui.copying import CodeCopier
+from edgespec.tui.downloads import Downloads
 from edgespec.tui.files.file_thread import FileThread
 from edgespec.tui.history import History
 from edgespec.tui.open_chat import OpenChat, version_label
@@ -67,7 +68,7 @@ class ChatView(Screen[None]):
         model_name: str,
         system: str | None,
         settings: Mapping[str, Setting],
-        typed: str = "",
+        take_typed: Callable[[], str],
     ) -> None:
         super().__init__()
         self.runtime = runtime
@@ -79,7 +80,9 @@ class ChatView(Screen[None]):
         self.archive = archive
         self.history = history
         self.code_copier = CodeCopier()
+        self.downloads = Downloads()
         self.editing: int | None = None
+        self.calling_tools = False
         self.transcript = Transcript(self.current_chat, self._welcome(), id="transcript")
         files = FileThread()
         self.paths = PathList(files, id="paths", compact=True)
@@ -91,7 +94,7 @@ class ChatView(Screen[None]):
         self._details = Details(id="details")
         self._status = StatusLine(id="status")
         self._thread = thread
-        self._typed = typed
+        self._take_typed = take_typed
         self.speeds = SpeedHistory()
         self._last_stats: Stats | None = None
         self._state = ChatState()
@@ -116,7 +119,8 @@ class ChatView(Screen[None]):
         self.set_interval(_MEMORY_SECONDS, self._measure_memory)
         self.transcript.set_origin(self.preferences.origin)
         # Remove line breaks at the end of text that the user typed while the model was loading.
-        self.prompt.replace_text(self._typed.rstrip("\n"))
+        self.prompt.replace_text(self._take_typed().rstrip("\n"))
+        self.prompt.use_vi_keys(self.preferences.vi)
         self.prompt.focus()
 
     def _welcome(self) -> Welcome:
@@ -136,8 +140,8 @@ class ChatView(Screen[None]):
 
     @property
     def writing(self) -> bool:
-        """True while a reply is being generated."""
-        return self.current_chat.turn is not None
+        """True while a reply is being generated, or the tools that it calls are running."""
+        return self.current_chat.turn is not None or self.calling_tools
 
     def _measure_memory(self) -> None:
         self._memory_bytes = self.runtime.memory_bytes()
@@ -181,6 +185,7 @@ class ChatView(Screen[None]):
             context_tokens=self.runtime.context_tokens,
             memory_bytes=self._memory_bytes,
             dropped_messages=self._state.dropped_messages,
+            downloads=self.downloads.status,
         )
         draft = self.runtime.draft
         models = self.runtime.target.name + (f" with draft model {draft.name}" if draft is not None else "")
@@ -208,7 +213,7 @@ class ChatView(Screen[None]):
         editing = self.editing is not None
         role = "" if self.editing is None else self.current_chat.tree.messages[self.editing].role
         names = {"user": "Editing your message", "assistant": "Editing the reply"}
-        prompt.border_title = names.get(role, "Editing the message" if role else "")
+        prompt.border_title = names.get(role, "Editing the message" if role else prompt.vi_mode.upper())
         if (message := self.selected) is not None:
             label = "" if message.place is None else version_label(self.current_chat.tree, message.place)
             prompt.border_title = f"Version {label}" if label else ""
@@ -235,6 +240,10 @@ class ChatView(Screen[None]):
     def _input_changed(self) -> None:
         self._refresh_hints()
         self.prompt.follow_references()
+
+    @on(PromptInput.ModeChanged)
+    def _mode_changed(self) -> None:
+        self._refresh_hints()
 
     @on(PromptInput.SelectionChanged)
     def _cursor_moved(self) -> None:

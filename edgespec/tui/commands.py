@@ -8,23 +8,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from edgespec import spelling
+from edgespec.chat.exporting import messages_as_markdown
 from edgespec.errors import OptionError
 from edgespec.tui import selection
+from edgespec.tui.deletion import restore_chat
 from edgespec.tui.editor import show_message
 from edgespec.tui.model_choice import choose_model
 from edgespec.tui.presets import preset
-from edgespec.tui.race import open_race
-from edgespec.tui.settings import (
-    SCHEMA,
-    SETTINGS,
-    default_text,
-    parse,
-    read_schema,
-    setting_named,
-    shown,
-)
-from edgespec.tui.texts import memory_rows, sentences, show_rows
+from edgespec.tui.setting_commands import SettingsChange, changed_schema, changed_settings, unquoted
+from edgespec.tui.texts import memory_rows, show_rows
+from edgespec.tui.theme_command import choose_theme
 from edgespec.tui.thinking import think
+from edgespec.tui.transfer import export_chat, import_chats
 from edgespec.tui.why import show_why
 from edgespec.tui.widgets.messages import Panel
 from edgespec.tui.widgets.pairs import Pairs
@@ -32,7 +27,7 @@ from edgespec.tui.widgets.pairs import Pairs
 if TYPE_CHECKING:
     from edgespec.tui.chat_screen import ChatScreen
 
-__all__ = ["COMMANDS", "Command", "Typed", "completion", "hint", "nearest", "read", "run"]
+__all__ = ["COMMANDS", "Command", "Typed", "completion", "hint", "nearest", "read", "run", "unknown"]
 
 _Run: TypeAlias = Callable[["ChatScreen", str], Awaitable[None]]
 
@@ -44,7 +39,7 @@ async def _copy(screen: ChatScreen, argument: str) -> None:
     elif part in ("code", "block"):
         await screen.action_copy_code()
     elif part in ("chat", "all"):
-        await screen.copy(screen.current_chat.as_markdown(), "chat")
+        await screen.copy(messages_as_markdown(screen.current_chat.messages), "chat")
     elif part in ("", "reply", "last"):
         await screen.action_copy_reply()
     else:
@@ -63,50 +58,30 @@ async def _editor(screen: ChatScreen, _argument: str) -> None:
 
 async def _system(screen: ChatScreen, argument: str) -> None:
     if argument:
-        await screen.set_system(None if argument.lower() == "none" else _unquoted(argument))
+        await screen.set_system(None if argument.lower() == "none" else unquoted(argument))
     else:
         screen.action_system()
 
 
 async def _set(screen: ChatScreen, argument: str) -> None:
-    # Also accept Ollama's syntax, such as `/set parameter temperature 0.5`.
-    words = argument.removeprefix("parameter ").replace("=", " ", 1).split(maxsplit=1)
-    if not words:
+    word, _, text = argument.partition(" ")
+    if not word:
         screen.action_settings()
-        return
-    text = words[1] if len(words) == 2 else ""
-    if words[0] == "system":
-        await _system(screen, text)
-        return
-    name, settings = setting_named(words[0]), dict(screen.current_chat.settings)
-    if not text:
-        value = (
-            shown(settings[name])
-            if name in settings
-            else f"{default_text(name, screen.runtime, settings)} (default)"
-        )
-        await screen.transcript.note(sentences(f"{name}: {value}", SETTINGS[name].hint))
-        return
-    if text.lower() in ("default", "none", "off") and not (name == "method" and text == "none"):
-        settings.pop(name, None)
-        note = f"{name} is back to its default: {default_text(name, screen.runtime, settings)}."
+    elif word == "system":
+        await _system(screen, text.strip())
     else:
-        settings[name] = parse(name, _unquoted(text))
-        note = f"{name} is now {shown(settings[name])}."
-    await screen.set_settings(settings, note)
+        await _apply(screen, changed_settings(argument, screen.current_chat.settings, screen.runtime))
 
 
 async def _schema(screen: ChatScreen, argument: str) -> None:
-    settings = dict(screen.current_chat.settings)
-    if not argument:
-        has_schema = SCHEMA in settings
-        await screen.transcript.note(f"schema: {settings[SCHEMA]}" if has_schema else "There is no schema.")
-    elif argument.lower() in ("none", "off"):
-        settings.pop(SCHEMA, None)
-        await screen.set_settings(settings, "The schema is removed.")
+    await _apply(screen, changed_schema(argument, screen.current_chat.settings))
+
+
+async def _apply(screen: ChatScreen, change: SettingsChange) -> None:
+    if change.settings is None:
+        await screen.transcript.note(change.note)
     else:
-        settings[SCHEMA] = read_schema(_unquoted(argument))
-        await screen.set_settings(settings, f"Replies now satisfy the schema in {argument}.")
+        await screen.set_settings(change.settings, change.note)
 
 
 async def _show(screen: ChatScreen, _argument: str) -> None:
@@ -119,13 +94,20 @@ async def _memory(screen: ChatScreen, _argument: str) -> None:
     await screen.transcript.show_panel(Panel("Memory", Pairs(rows, stack_below=24)))
 
 
+async def _race(screen: ChatScreen, argument: str) -> None:
+    # Imported on use, because importing what runs a race delays the first screen.
+    from edgespec.tui.race import open_race
+
+    await open_race(screen, argument)
+
+
 async def _save(screen: ChatScreen, argument: str) -> None:
-    await screen.save_as(_unquoted(argument))
+    await screen.save_as(unquoted(argument))
 
 
 async def _load(screen: ChatScreen, argument: str) -> None:
     if argument:
-        await screen.open_by_title(_unquoted(argument))
+        await screen.open_by_title(unquoted(argument))
     else:
         await screen.show_chats()
 
@@ -145,29 +127,37 @@ async def _delete(screen: ChatScreen, _argument: str) -> None:
 
 
 async def _undo(screen: ChatScreen, _argument: str) -> None:
-    await selection.undo(screen)
+    if not await restore_chat(screen):
+        await selection.undo(screen)
 
 
 async def _model(screen: ChatScreen, argument: str) -> None:
     if argument:
-        await choose_model(screen, _unquoted(argument))
+        await choose_model(screen, unquoted(argument))
     else:
-        await screen.transcript.note(f"This chat uses {screen.runtime.target.name}.")
+        screen.action_models()
 
 
-async def _theme(screen: ChatScreen, argument: str) -> None:
-    theme = argument.lower()
-    if theme not in ("", "light", "dark"):
-        raise OptionError(f"Unknown theme {argument!r}", "Choose light or dark")
-    if not theme or (theme == "light") != screen.preferences.light:
-        screen.action_theme()
+async def _pin(screen: ChatScreen, _argument: str) -> None:
+    chat = screen.current_chat
+    if not chat.entries:
+        screen.say("There is nothing to pin: the chat is empty.")
+        return
+    chat.pinned = not chat.pinned
+    if await screen.save():
+        screen.say("This chat now stays at the top of the list." if chat.pinned else "Unpinned this chat.")
 
 
-def _unquoted(text: str) -> str:
-    for quotes in ('"""', '"', "'"):
-        if len(text) >= 2 * len(quotes) and text.startswith(quotes) and text.endswith(quotes):
-            return text[len(quotes) : -len(quotes)].strip()
-    return text
+async def _vi(screen: ChatScreen, argument: str) -> None:
+    if argument.lower() not in ("", "on", "off"):
+        raise OptionError(f"Unknown argument {argument!r} for /vi", "Choose on or off")
+    use = argument.lower() == "on" if argument else not screen.preferences.vi
+    screen.use_vi_keys(use)
+    screen.say(f"vi keys are {'on: press Esc for normal mode' if use else 'off'}.")
+
+
+async def _tools(screen: ChatScreen, argument: str) -> None:
+    await screen.tool_use.command(argument)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,11 +182,12 @@ class Command:
 COMMANDS = (
     Command("help", "", "show all keyboard shortcuts and commands", "help", ("?", "h")),
     Command("show", "", "show the models, the speed-up and the settings", _show, ("info",)),
-    Command("model", "[name]", "show the model, or switch to another one", _model, ("models",)),
+    Command("model", "[name]", "choose or download a model", _model, ("models",)),
     Command("set", "[name value]", "show all settings, or change one of them", _set, ("settings",)),
     Command("think", "[on|off|auto]", "choose whether the model reasons before it answers", think),
     Command("schema", "[file|none]", "make replies satisfy the JSON schema in a file", _schema),
     Command("system", "[text|none]", "show or change the system prompt", _system),
+    Command("tools", "[on|off]", "choose the tools that the model can call (MCP servers)", _tools),
     Command("preset", "[name|save name]", "use or save a system prompt, model and settings", preset),
     Command("new", "", "start a new chat; this one stays saved", "new_chat"),
     Command("load", "[title]", "open a saved chat", _load, ("open", "chats", "list")),
@@ -208,15 +199,19 @@ COMMANDS = (
     Command("undo", "", "restore what was deleted last", _undo),
     Command("copy", "[code [n]|chat]", "copy the last reply, a code block of it, or the whole chat", _copy),
     Command("editor", "", "open the last reply in your text editor", _editor, ("view",)),
+    Command("export", "[file]", "write this chat to a file: .md, .json or .html", export_chat),
+    Command("import", "file", "add chats exported by ChatGPT, Claude or Open WebUI", import_chats),
     Command("quit", "", "quit; the chat is saved", "app.quit", ("exit", "bye", "q")),
     Command("clear", "", "start a new chat with the same system prompt and settings", "clear", ("reset",)),
-    Command("save", "[title]", "save the chat now, optionally under a new title", _save),
+    Command("save", "[title]", "save the chat now, optionally under a new title", _save, ("rename",)),
+    Command("pin", "", "keep this chat at the top of the list of chats, or stop that", _pin),
     Command("details", "", "show or hide details of the last reply", "details", ("stats",)),
     Command("why", "", "explain the speed of the last reply", show_why),
-    Command("race", "[message]", "compare a reply with and without the speed-up", open_race),
+    Command("race", "[message]", "compare a reply with and without the speed-up", _race),
     Command("memory", "", "show memory use", _memory),
     Command("colours", "", "colour words that came from accepted guesses", "origin", ("colors", "origin")),
-    Command("theme", "[light|dark]", "switch between light and dark", _theme),
+    Command("vi", "[on|off]", "switch vi keys in the input on or off", _vi),
+    Command("theme", "[name]", "list the colour themes, or choose one", choose_theme),
 )  # fmt: skip
 
 _BY_NAME = {name: command for command in COMMANDS for name in (command.name, *command.aliases)}
@@ -245,14 +240,19 @@ def read(text: str) -> Typed | None:
 async def run(screen: ChatScreen, typed: Typed) -> None:
     """Run a typed slash command. Raises OptionError if the command or its argument is invalid."""
     if typed.command is None:
-        raise OptionError(
-            f"Unknown command /{typed.name}",
-            f"Did you mean /{nearest(typed.name)}? To send this as a message, type a space first",
-        )
+        raise unknown(typed)
     if isinstance(typed.command.run, str):
         await screen.run_action(typed.command.run)
     else:
         await typed.command.run(screen, typed.argument)
+
+
+def unknown(typed: Typed) -> OptionError:
+    """Return the error for a command with an unknown name."""
+    return OptionError(
+        f"Unknown command /{typed.name}",
+        f"Did you mean /{nearest(typed.name)}? To send this as a message, type a space first",
+    )
 
 
 def nearest(name: str) -> str:

@@ -8,10 +8,15 @@ from rich.segment import Segment
 from textual.color import Color
 from textual.filter import LineFilter
 
-__all__ = ["NoControls"]
+__all__ = ["NoControls", "without_controls"]
 
 # Control characters, and characters that change the text direction and can disguise a name.
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+
+
+def without_controls(text: str) -> str:
+    """Return the text without control characters other than line breaks and tabs."""
+    return _CONTROLS.sub(lambda found: found[0] if found[0] in "\n\t" else "", text)
 
 
 class NoControls(LineFilter):

@@ -70,7 +70,8 @@ def _edited(app: App[None], text: str) -> str:
         except OSError as error:
             raise OptionError(f"The editor {command[0]} failed: {error_reason(error)}", _ADVICE) from error
     if status:
-        raise OptionError(f"The text was not changed: {command[0]} exited with status {status}", _ADVICE)
+        ending = f"exited with status {status}" if status > 0 else "was interrupted"
+        raise OptionError(f"The text was not changed: {command[0]} {ending}", _ADVICE)
     return edited
 
 

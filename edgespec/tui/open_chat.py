@@ -107,6 +107,7 @@ class OpenChat:
         tree: The messages, including earlier versions and those deleted since the chat was opened.
         saved_at: Timestamp of the saved version that this program last wrote or read, or None.
         unfinished: Whether the last reply is incomplete because the program ended or an error occurred.
+        pinned: Whether the chat stays at the top of the list of chats.
         turn: The message being answered and its reply so far. None if no reply is being generated.
     """
 
@@ -118,6 +119,7 @@ class OpenChat:
     tree: MessageTree[ChatEntry] = field(default_factory=MessageTree)
     saved_at: datetime | None = None
     unfinished: bool = False
+    pinned: bool = False
     turn: RunningTurn | None = None
 
     @classmethod
@@ -127,6 +129,7 @@ class OpenChat:
             *(chat.system, dict(settings), chat.id, chat.title, chat.created, chat.tree.map(ChatEntry)),
             saved_at=chat.updated,
             unfinished=chat.unfinished,
+            pinned=chat.pinned,
         )
 
     @property
@@ -187,6 +190,36 @@ class OpenChat:
             self.turn.ended.set()
             self.turn = None
 
+    def finish_turn(self, reply: Reply | None, message: Message | None, *, leaving: bool) -> ChatEntry | None:
+        """End the running turn, and add its reply to the chat unless no text was generated.
+
+        Args:
+            reply: The reply. None if it failed.
+            message: The reply as a message. None if it failed.
+            leaving: Whether the program is about to end. A reply that was stopped is then unfinished.
+
+        Returns:
+            The new message, or None if no text was generated.
+        """
+        turn = self.turn
+        assert turn is not None
+        try:
+            if reply is not None and message is not None:
+                if not (reply.answer or reply.reasoning) and reply.finish_reason == "cancelled":
+                    return None
+                self.tree = turn.with_reply(message)
+                self.unfinished = leaving and reply.finish_reason == "cancelled"
+            elif turn.written:
+                self.tree = turn.with_text()
+                self.unfinished = True
+            else:
+                return None
+        finally:
+            self.end_turn()
+        entry = self.entries[-1]
+        entry.reply = reply
+        return entry
+
     def saved(self, target: str, turn: RunningTurn | None = None) -> SavedChat:
         """Return a copy of the chat to save, including `turn` or, by default, the running turn."""
         turn = turn or self.turn
@@ -201,11 +234,8 @@ class OpenChat:
             system=self.system,
             sampling=dict(self.settings),
             unfinished=self.unfinished or turn is not None,
+            pinned=self.pinned,
         )
-
-    def as_markdown(self) -> str:
-        names = {"user": "You", "assistant": "Model", "system": "System", "tool": "Tool"}
-        return "\n\n".join(f"**{names[entry.role]}:**\n\n{entry.content.strip()}" for entry in self.entries)
 
 
 def version_label(tree: MessageTree[ChatEntry], place: int) -> str:

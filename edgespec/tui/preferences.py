@@ -6,6 +6,7 @@ import json
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from edgespec.files import read_regular_file, write_private_file
 
@@ -17,16 +18,18 @@ class Preferences:
     """The user's choice of theme and visible panels.
 
     Attributes:
-        light: Whether to use the light theme.
+        theme: Name of the colour theme.
         details: Whether to show the details column.
         origin: Whether to colour tokens by their origin (draft or target).
+        vi: Whether the input has vi keys.
         sidebar: Whether to show the list of chats.
     """
 
-    light: bool = False
+    theme: str = "dark"
     details: bool = False
     origin: bool = False
     sidebar: bool = False
+    vi: bool = False
 
     @classmethod
     def read(cls, path: Path) -> Preferences:
@@ -37,8 +40,13 @@ class Preferences:
             return cls()
         if not isinstance(data, dict):
             return cls()
-        names = {field.name for field in fields(cls)}
-        known = {name: value for name, value in data.items() if name in names and isinstance(value, bool)}
+        if data.get("light") is True:
+            # Written by versions that had no other themes than light and dark.
+            data.setdefault("theme", "light")
+        kinds = {field.name: type(field.default) for field in fields(cls)}
+        known: dict[str, Any] = {
+            name: value for name, value in data.items() if type(value) is kinds.get(name)
+        }
         return cls(**known)
 
     def write(self, path: Path) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from edgespec.bench.race import DEFAULT_RACE_TOKENS, Race, run_race
 from edgespec.chat.message import Message
@@ -13,21 +14,38 @@ from edgespec.tui.screens.race import RaceProgress, RaceScreen
 if TYPE_CHECKING:
     from edgespec import ReplyStream, Runtime
     from edgespec.tui.chat_screen import ChatScreen
+    from edgespec.tui.open_chat import OpenChat
+    from edgespec.tui.worker import ModelThread
 
-__all__ = ["open_race"]
+__all__ = ["StartedRace", "open_race", "start_race"]
+
+
+class StartedRace(NamedTuple):
+    """A race that runs in the model thread."""
+
+    prompt: str
+    race: Future[Race]
+    progress: RaceProgress
 
 
 async def open_race(screen: ChatScreen, argument: str) -> None:
-    """Race the reply to `argument`, or to the last message if it is empty.
-
-    The race continues this chat with its settings, but adds nothing to it.
+    """Race the reply to `argument`, or to the last message if it is empty, and show the race.
 
     Raises:
         OptionError: There is no message, or a reply is being generated.
     """
-    chat = screen.current_chat
     if screen.writing:
         raise OptionError("The reply is not finished yet", "Press Esc to stop it, then type /race again")
+    started = start_race(screen.model_thread, screen.current_chat, argument)
+    await screen.app.push_screen(RaceScreen(*started, screen.model_thread.cancel))
+
+
+def start_race(thread: ModelThread, chat: OpenChat, argument: str) -> StartedRace:
+    """Start a race. It continues the chat with its settings, but adds nothing to it.
+
+    Raises:
+        OptionError: There is no message.
+    """
     messages = chat.messages
     if argument:
         messages = (*messages, Message("user", argument))
@@ -39,8 +57,8 @@ async def open_race(screen: ChatScreen, argument: str) -> None:
     # Bounds the time of the race and the cost of drawing it.
     options["max_tokens"] = min(int(str(options.get("max_tokens", DEFAULT_RACE_TOKENS))), DEFAULT_RACE_TOKENS)
     progress = RaceProgress()
-    race = screen.model_thread.submit(_work(chat.system, messages, options, progress))
-    await screen.app.push_screen(RaceScreen(messages[-1].content, race, progress, screen.model_thread.cancel))
+    race = thread.submit(_work(chat.system, messages, options, progress))
+    return StartedRace(messages[-1].content, race, progress)
 
 
 def _work(

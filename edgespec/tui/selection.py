@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from edgespec.chat.message import Message
 from edgespec.chat.message_tree import MessageTree
+from edgespec.errors import OptionError
+from edgespec.tui.editor import show_message
 from edgespec.tui.numbers import count
 from edgespec.tui.open_chat import ChatEntry, OpenChat
+from edgespec.tui.texts import sentences
 
 if TYPE_CHECKING:
     from edgespec.tui.chat_screen import ChatScreen
@@ -39,7 +42,12 @@ async def select(screen: ChatScreen, step: int) -> None:
 
     Moving down from the last message returns to the input.
     """
-    message = await screen.transcript.neighbour(screen.selected, step)
+    selected = screen.selected
+    message = await screen.transcript.neighbour(selected, step)
+    if message is None and selected is None:
+        # An empty chat has no messages. Shift+Tab moves the focus as it does elsewhere.
+        screen.focus_previous()
+        return
     screen.transcript.release_anchor()
     screen.set_focus(message or screen.prompt)
 
@@ -60,7 +68,10 @@ async def finish_edit(screen: ChatScreen, place: int, message: Message) -> None:
     if role == "user":
         await screen.take_turn(chat.edit(place, message))
         return
-    tree = chat.tree.add(ChatEntry(Message(role, message.content)), chat.tree.parents[place])
+    changed = Message(role, message.content)
+    if role == "tool":
+        changed = replace(chat.tree.messages[place].message, content=message.content)
+    tree = chat.tree.add(ChatEntry(changed), chat.tree.parents[place])
     await _show(screen, tree, len(tree.path) - 1)
 
 
@@ -87,6 +98,19 @@ async def go_on(screen: ChatScreen, place: int) -> None:
 async def copy(screen: ChatScreen, place: int) -> None:
     """Copy the text of a message."""
     await screen.copy(screen.current_chat.tree.messages[place].content.strip(), "message")
+
+
+async def copy_code(screen: ChatScreen, place: int) -> None:
+    """Copy the last code block of a message or, if pressed again, the one before."""
+    await screen.code_copier.copy_next(screen, screen.current_chat.tree.messages[place])
+
+
+async def open_in_editor(screen: ChatScreen, place: int) -> None:
+    """Open a message in the user's text editor, to read it."""
+    try:
+        show_message(screen, screen.current_chat.tree.messages[place].message)
+    except OptionError as error:
+        screen.say(sentences(error.what, error.next_step))
 
 
 async def fork(screen: ChatScreen, place: int) -> None:
@@ -176,6 +200,8 @@ ACTIONS = (
     MessageAction("c", "c copy", copy),
     MessageAction("d", "d delete", delete),
     MessageAction("f", "f fork", fork),
+    MessageAction("b", "b copy code", copy_code),
+    MessageAction("o", "o open in editor", open_in_editor),
     MessageAction("u", "", undo),
     MessageAction("left", "", _older_version),
     MessageAction("right", "", _newer_version),

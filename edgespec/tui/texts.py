@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from edgespec.errors import EdgespecError
 from edgespec.files import format_bytes
-from edgespec.installation import chat_command
-from edgespec.tui.numbers import count, parameters_text, percent
+from edgespec.tui.numbers import count, parameters_text, percent, rate
 from edgespec.tui.settings import SCHEMA, SETTINGS, default_text, shown
 
 if TYPE_CHECKING:
@@ -128,19 +127,25 @@ def notices(runtime: Runtime) -> list[str]:
 
 
 def _real_model(runtime: Runtime) -> list[str]:
-    """Return a notice that suggests a real model to a user of the demo, if one fits this machine."""
-    from edgespec.catalog.suggestion import suggest_model
+    """Return a notice that suggests real models that fit this machine to a user of the demo."""
+    from edgespec.assembly.speed_prediction import predict_entry
+    from edgespec.catalog import load_catalogue
+    from edgespec.catalog.suggestion import suggest_models
 
     plan, is_mlx = runtime.memory().plan, runtime.target.name == "demo-mlx"
     if plan is None or not (is_mlx or runtime.target.name == "demo"):
         return []
-    budget_bytes = plan.budget_bytes("memory")
-    suggestion = suggest_model(budget_bytes, "mlx" if is_mlx else "gguf")
-    if suggestion is None:
+    models = suggest_models(plan.budget_bytes("memory"), "mlx" if is_mlx else "gguf")
+    if not models:
         return []
-    described = suggestion.describe(chat_command(), budget_bytes)
-    advice = "To see how fast each model would be on this machine, run `edgespec recommend`."
-    return [f"To chat with a larger model, run: {described}. {advice}"]
+    named = []
+    for each in models:
+        found = load_catalogue().find(each.target)
+        speed = predict_entry(found[0]) if found else None
+        about = f", about {rate(speed.fastest_tokens_per_second)}" if speed else ""
+        named.append(f"{each.target} ({format_bytes(each.download_bytes)}{about})")
+    advice = "The demo is a toy for offline use. Press F9 to choose and download a real model."
+    return [f"{advice} These fit this machine: {', '.join(named)}."]
 
 
 def show_rows(

@@ -1,10 +1,10 @@
-"""The light and dark colour themes."""
+"""The built-in colour themes."""
 
 from __future__ import annotations
 
 from textual.theme import Theme
 
-__all__ = ["DARK", "LIGHT", "THEMES"]
+__all__ = ["DARK", "HIGH_CONTRAST", "LIGHT", "THEMES"]
 
 DARK = Theme(
     name="edgespec-dark",
@@ -54,4 +54,29 @@ LIGHT = Theme(
     },
 )
 
-THEMES = {"dark": DARK, "light": LIGHT}
+# Black and white, and colours that are bright enough to reach a contrast of 7 to 1.
+HIGH_CONTRAST = Theme(
+    name="edgespec-high-contrast",
+    dark=True,
+    primary="#6cf0ff",
+    success="#5dff5d",
+    warning="#ffd83d",
+    error="#ff9a9a",
+    foreground="#ffffff",
+    background="#000000",
+    surface="#000000",
+    panel="#1a1a1a",
+    variables={
+        "muted": "#d8d8d8",
+        "faint": "#8a8a8a",
+        "code": "#1a1a1a",
+        "border-blurred": "#d8d8d8",
+        "scrollbar": "#d8d8d8",
+        "scrollbar-background": "#000000",
+        "scrollbar-background-hover": "#000000",
+        "scrollbar-background-active": "#000000",
+        "block-cursor-text-style": "none",
+    },
+)
+
+THEMES = {"dark": DARK, "light": LIGHT, "high-contrast": HIGH_CONTRAST}

@@ -7,18 +7,19 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from time import monotonic, thread_time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from edgespec.errors import ChatFileError, OptionError
 from edgespec.tui.chat_view import ChatView
 from edgespec.tui.open_chat import OpenChat, RunningTurn, version_label
 from edgespec.tui.speed_history import SpeedHistory
 from edgespec.tui.texts import sentences, was_cpu_busy
+from edgespec.tui.tool_use import ToolUse
 from edgespec.tui.widgets.messages import ReplyMessage, UserMessage
 from edgespec.tui.worker import Ask, ChatState
 
 if TYPE_CHECKING:
-    from edgespec import Runtime
+    from edgespec import Reply, Runtime
 
 __all__ = ["TurnScreen"]
 
@@ -44,6 +45,10 @@ class TurnScreen(ChatView):
     _ticks = 0
     _is_cpu_busy = False
     _drawn_at = _spent_at = 0.0
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.tool_use = ToolUse(self)
 
     def on_mount(self) -> None:
         self._tick_timer = self.set_interval(_TICK_SECONDS, self._tick, pause=True)
@@ -114,7 +119,7 @@ class TurnScreen(ChatView):
 
     @property
     def idle(self) -> bool:
-        return self._job is None
+        return self._job is None and not self.calling_tools
 
     def begin_leaving(self) -> None:
         """Prepare to quit: save stopped replies as unfinished. Can be called from any thread."""
@@ -128,6 +133,7 @@ class TurnScreen(ChatView):
     def stop_reply(self) -> None:
         self._stopped = True
         self._thread.cancel()
+        self.tool_use.stop()
 
     async def when_free(self, action: Callable[[], Awaitable[None]]) -> None:
         """Run `action` now, or once the running reply has been stopped."""
@@ -166,7 +172,8 @@ class TurnScreen(ChatView):
             await transcript.add(UserMessage(turn.sent, turn.prompt[-1].files, label))
         self._reply = await transcript.start_reply(resume=turn.continued is not None)
         await self._report_save()
-        self._start(self._thread.ask(Ask(chat.system, turn.prompt, dict(chat.settings), turn.written)))
+        options = {**chat.settings, **self.tool_use.options}
+        self._start(self._thread.ask(Ask(chat.system, turn.prompt, options, turn.written)))
         if self._stopped:
             self._thread.cancel()
         self.archive.save_while_written(chat, self.runtime.target.name)
@@ -228,50 +235,52 @@ class TurnScreen(ChatView):
     async def _end_turn(self, state: ChatState | None, turn: RunningTurn, reply: ReplyMessage) -> None:
         chat, transcript = self.current_chat, self.transcript
         ended = state.reply if state is not None else None
-        if (
-            state is not None
-            and ended is not None
-            and (ended.answer or ended.reasoning or ended.finish_reason != "cancelled")
-        ):
-            chat.tree = turn.with_reply(state.messages[-1])
-            chat.unfinished = self._leaving and ended.finish_reason == "cancelled"
-            chat.end_turn()
+        message = state.messages[-1] if state is not None else None
+        entry = chat.finish_turn(ended, message, leaving=self._leaving)
+        if entry is None:
+            # No text was generated, so show the previous conversation again.
+            await reply.finish(reply.text, reply.reasoning, None)
+            self._give_back_text(turn)
+            await transcript.show_chat(chat, welcome=self._welcome())
+            if (turn.edited is not None or not turn.sent) and not self._leaving:
+                await self.save()
+            return
+        if ended is not None:
             self._last_stats = ended.stats
-            transcript.follow()
-            entry, versions = chat.entries[-1], version_label(chat.tree, chat.tree.path[-1])
-            await reply.finish(entry.content, entry.reasoning, ended, versions)
-            entry.chunks, entry.reply = tuple(reply.chunks), ended
-            entry.thought_seconds = reply.thoughts.seconds
+        transcript.follow()
+        versions = version_label(chat.tree, chat.tree.path[-1])
+        await reply.finish(entry.content, entry.reasoning, ended, versions)
+        entry.chunks = tuple(reply.chunks)
+        entry.thought_seconds = reply.thoughts.seconds
+        if ended is not None:
             await transcript.prune()
-            if turn.continued is not None and not ended.text:
-                self.say("The reply was already complete.")
-            elif was_cpu_busy(ended.stats) and not self._is_cpu_busy:
-                await self.transcript.note(
-                    "This reply was slower than usual, because other programs use the processor."
-                )
-            elif ended.finish_reason == "cancelled" and not self._leaving and self._after_reply is None:
-                self.say("Stopped. Type /continue to finish the reply.")
-            self._is_cpu_busy = was_cpu_busy(ended.stats)
-            await self.save()
-            return
-        if state is None and turn.written:
-            chat.tree = turn.with_text()
-            chat.unfinished = True
-            chat.end_turn()
-            transcript.follow()
-            entry, versions = chat.entries[-1], version_label(chat.tree, chat.tree.path[-1])
-            await reply.finish(entry.content, entry.reasoning, None, versions)
-            entry.chunks = tuple(reply.chunks)
-            entry.thought_seconds = reply.thoughts.seconds
-            await self.save()
-            return
-        # No text was generated, so show the previous conversation again.
-        chat.end_turn()
-        await reply.finish(reply.text, reply.reasoning, None)
-        self._give_back_text(turn)
-        await self.transcript.show_chat(chat, welcome=self._welcome())
-        if (turn.edited is not None or not turn.sent) and not self._leaving:
-            await self.save()
+            await self._report_ending(ended, turn)
+        await self.save()
+        if ended is not None and entry.message.tool_calls and self._after_reply is None and not self._leaving:
+            self.tool_use.begin(entry.message.tool_calls)
+
+    async def _report_ending(self, ended: Reply, turn: RunningTurn) -> None:
+        """Tell the user if a reply was complete before, was slowed down, or can be continued."""
+        if turn.continued is not None and not ended.text:
+            self.say("The reply was already complete.")
+        elif was_cpu_busy(ended.stats) and not self._is_cpu_busy:
+            await self.transcript.note(
+                "This reply was slower than usual, because other programs use the processor."
+            )
+        elif ended.finish_reason == "cancelled" and not self._leaving and self._after_reply is None:
+            self.say("Stopped. Type /continue to finish the reply.")
+        self._is_cpu_busy = was_cpu_busy(ended.stats)
+
+    async def after_calls(self, *, stopped: bool) -> None:
+        """Let the model go on after its tool calls, unless the user stopped them."""
+        if self._after_reply is not None:
+            action, self._after_reply = self._after_reply, None
+            await action()
+        elif not (stopped or self._leaving):
+            place = self.current_chat.last_place("tool")
+            assert place is not None
+            await self.take_turn(self.current_chat.continue_reply(place))
+        self.refresh_facts()
 
     def _give_back_text(self, turn: RunningTurn) -> None:
         """Put a message that got no reply back into the input, so that the user can resend it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from edgespec.reply_options import REPLY_OPTIONS
@@ -10,10 +11,11 @@ from edgespec.tui.texts import reason_text, sentences, sources_text
 from edgespec.tui.widgets.messages import Panel
 
 if TYPE_CHECKING:
-    from edgespec import MethodReport, Stats
+    from edgespec import MethodReport, Runtime, Stats
+    from edgespec.chat.store import Setting
     from edgespec.tui.chat_screen import ChatScreen
 
-__all__ = ["show_why", "why"]
+__all__ = ["show_why", "why", "why_text"]
 
 # Below this acceptance rate, guesses are rejected too often to gain much.
 _LOW_ACCEPTANCE = 0.5
@@ -23,20 +25,26 @@ _GOOD_GAIN = 0.3
 
 async def show_why(screen: ChatScreen, _argument: str) -> None:
     """Show the three sentences about the current or last reply."""
-    if screen.stats is None:
-        text = "There is no reply yet. Send a message first."
-    else:
-        temperature = screen.current_chat.settings.get("temperature", REPLY_OPTIONS["temperature"].default)
-        text = "\n".join(
-            why(
-                screen.method,
-                screen.stats,
-                has_draft_model=screen.runtime.draft is not None,
-                is_demo=screen.runtime.target.name.startswith("demo"),
-                is_random=float(str(temperature)) > 0,
-            )
-        )
+    text = why_text(screen.runtime, screen.method, screen.stats, screen.current_chat.settings)
     await screen.transcript.show_panel(Panel("Why this speed", text))
+
+
+def why_text(
+    runtime: Runtime, method: MethodReport, stats: Stats | None, settings: Mapping[str, Setting]
+) -> str:
+    """Return the three sentences about the last reply in a chat with these settings."""
+    if stats is None:
+        return "There is no reply yet. Send a message first."
+    temperature = settings.get("temperature", REPLY_OPTIONS["temperature"].default)
+    return "\n".join(
+        why(
+            method,
+            stats,
+            has_draft_model=runtime.draft is not None,
+            is_demo=runtime.target.name.startswith("demo"),
+            is_random=float(str(temperature)) > 0,
+        )
+    )
 
 
 def why(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import click
 import pytest
 
 from edgespec.catalog import load_catalogue, resolve
-from edgespec.catalog.suggestion import suggest_model
+from edgespec.catalog.suggestion import suggest_models
 from edgespec.cli.commands import load_command
 from edgespec.installation import chat_command
 from tests.catalog import stand_in_hub
@@ -20,27 +19,26 @@ GIB = 1 << 30
 
 
 @pytest.mark.parametrize(
-    ("budget_bytes", "pair"), [(4 * GIB, None), (5 * GIB, ("3b-q4", "1b-q4")), (64 * GIB, ("8b-q4", "1b-q4"))]
+    ("budget_bytes", "pair"),
+    [(4 * GIB, ("1b-q4", "")), (5 * GIB, ("3b-q4", "1b-q4")), (64 * GIB, ("8b-q4", "1b-q4"))],
 )
-def test_the_largest_model_that_fits(budget_bytes: int, pair: tuple[str, str] | None) -> None:
-    suggestion = suggest_model(budget_bytes)
-    assert (suggestion and suggestion[:2]) == pair
+def test_the_largest_model_that_fits(budget_bytes: int, pair: tuple[str, str]) -> None:
+    suggestions = suggest_models(budget_bytes)
+    assert suggestions[-1][:2] == pair
+    sizes = [each.download_bytes for each in suggestions]
+    assert sizes == sorted(sizes)
 
 
 def test_mlx_models_are_suggested_for_the_mlx_demo() -> None:
-    suggestion = suggest_model(64 * GIB, "mlx")
-    assert suggestion is not None
-    assert suggestion[:2] == ("8b-mlx", "1b-mlx")
+    assert suggest_models(64 * GIB, "mlx")[-1][:2] == ("8b-mlx", "1b-mlx")
 
 
 @pytest.mark.parametrize("budget_bytes", [5 * GIB, 64 * GIB])
 def test_the_command_parses_and_both_models_can_be_downloaded(
     hub: StandInHub, monkeypatch: pytest.MonkeyPatch, budget_bytes: int
 ) -> None:
-    suggestion = suggest_model(budget_bytes)
-    assert suggestion is not None
-    text = suggestion.describe("edgespec chat", budget_bytes)
-    words = shlex.split(text.partition(" (")[0])
+    suggestion = suggest_models(budget_bytes)[-1]
+    words = ["edgespec", "chat", "--target", suggestion.target, "--draft", suggestion.draft]
     command = load_command("chat")
     assert isinstance(command, click.Command)
     options = command.make_context("chat", words[2:]).params

@@ -9,11 +9,12 @@ import pytest
 
 import edgespec
 import edgespec.tui.app
+import edgespec.tui.plain
 from edgespec.cli import chat
 from edgespec.errors import ModelFileError
 from edgespec.load_options import LOAD_OPTIONS
 from edgespec.reply_options import REPLY_OPTIONS
-from edgespec.tui.app import ChatEnd
+from edgespec.tui.chat_end import ChatEnd
 from tests.cli.conftest import Run, one_line_error
 
 
@@ -40,19 +41,32 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Opened:
     return notes
 
 
-def test_it_needs_a_terminal(run: Run) -> None:
-    assert one_line_error(run("chat"), 2).endswith("use `edgespec generate`")
-
-
-@pytest.mark.parametrize(("terminal", "named"), [("dumb", "TERM is dumb"), ("", "TERM is not set")])
-def test_terminal_that_cannot_draw_is_refused(
-    run: Run, opened: Opened, monkeypatch: pytest.MonkeyPatch, terminal: str, named: str
+@pytest.mark.parametrize("terminal", ["dumb", ""])
+def test_terminal_that_cannot_draw_gets_the_plain_chat(
+    run: Run, opened: Opened, monkeypatch: pytest.MonkeyPatch, terminal: str
 ) -> None:
+    plain = Opened()
+    monkeypatch.setattr(edgespec.tui.plain, "run_plain_chat", plain)
     monkeypatch.setenv("TERM", terminal)
-    error = one_line_error(run("chat"), 2)
-    assert named in error
-    assert error.endswith("`edgespec generate`")
+    result = run("chat", "--target", "8b-q4")
+    assert result.exit_code == 0, result.output
     assert opened.load is None
+    assert plain.options == {"model_name": "8b-q4", "system": None, "settings": {}, "resume": None}
+
+
+def test_plain_can_be_asked_for(run: Run, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Opened()
+    monkeypatch.setattr(edgespec.tui.plain, "run_plain_chat", plain)
+    assert run("chat", "--plain").exit_code == 0
+    assert opened.load is None
+    assert plain.load is not None
+
+
+def test_a_pipe_gets_the_plain_chat(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Opened()
+    monkeypatch.setattr(edgespec.tui.plain, "run_plain_chat", plain)
+    assert run("chat").exit_code == 0
+    assert plain.load is not None
 
 
 def test_model_options_go_to_load(run: Run, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,12 +85,16 @@ def test_model_options_go_to_load(run: Run, opened: Opened, monkeypatch: pytest.
 
 def test_only_the_settings_that_were_written_are_set(run: Run, opened: Opened) -> None:
     run("chat")
+    del opened.options["load_other"]
     assert opened.options == {
         "model_name": "demo",
         "system": None,
         "settings": {},
         "resume": None,
         "light": None,
+        "mouse": True,
+        "tools": False,
+        "remember": True,
     }
     run(
         "chat",

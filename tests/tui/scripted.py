@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from edgespec import (
     Capabilities,
+    MemoryPlan,
     MemoryUse,
     MethodReport,
     ModelFacts,
@@ -227,6 +228,7 @@ class ScriptedRuntime:
     loss_limits: tuple[float, float] | None = (0.02, 2.0)
     asked: list[tuple[str | None, str, dict[str, Any]]] = field(default_factory=list)
     closed: bool = False
+    plan: MemoryPlan | None = None
 
     def method_for(self, method: str) -> MethodReport:
         if "lowbit" in parse_method(method):

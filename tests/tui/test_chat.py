@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from textual.widgets import Input, Static, TextArea
+from textual.widgets import Input, TextArea
 
 from edgespec.chat.store import ChatStore, Setting
 from edgespec.tui.screens.dialogs import SystemScreen
@@ -26,7 +26,7 @@ async def test_a_question_gets_a_streamed_markdown_reply(demo: Load, tmp_path: P
     async with driving(demo, tmp_path, settings=STEADY) as d:
         welcome = d.transcript()
         assert "demo-draft" in welcome
-        assert "--target 8b-q4" in welcome
+        assert "Press F9 to choose and download a real model" in " ".join(welcome.split())
         assert "The demo model is so small" in " ".join(welcome.split())
         await d.say(ASK)
         reply = d.chat.transcript.query_one(ReplyMessage)
@@ -280,15 +280,18 @@ async def test_list_of_chats_opens_deletes_and_explains_broken_files(demo: Load,
         options.highlighted = options.get_option_index(str(good))
         options.focus()
         await d.press("delete")
-        await d.sees("Delete “")
-        assert "Your other chats will be kept" in str(d.app.screen.query(Static).first().render())
-        await d.press("escape")
-        await until(d.pilot, lambda: d.app.screen is d.chat)
-        assert good.exists()
-        await d.press("delete")
-        await d.sees("Delete “")
-        await d.press("y")
+        await d.sees("Deleted “")
         await until(d.pilot, lambda: not good.exists() and not d.chat.current_chat.entries)
+        d.chat.prompt.focus()
+        await d.say("/undo")
+        assert good.exists()
+        assert len(d.chat.current_chat.entries) == 2
+        d.chat.sidebar.highlighted = d.chat.sidebar.get_option_index(str(good))
+        d.chat.sidebar.focus()
+        await d.press("delete")
+        await until(d.pilot, lambda: not good.exists())
+        d.app.archive.finish_all_deletions()
+        assert sorted(path.name for path in good.parent.glob("*")) == [".lock", "broken.json"]
 
 
 async def test_save_and_load_by_title(demo: Load, tmp_path: Path) -> None:

@@ -57,3 +57,14 @@ async def test_a_click_copies_a_block(tmp_path: Path) -> None:
         await d.sees("copy")
         await d.pilot.click(mark)
         await _copied(d, "print(1)\nprint(2)", "Copied the code block.")
+
+
+async def test_the_code_blocks_of_a_selected_message(tmp_path: Path) -> None:
+    scripts = [Script(text=THREE), Script(text="None here.")]
+    async with driving(loading(ScriptedRuntime(scripts=scripts)), tmp_path) as d:
+        await d.say("hello")
+        await d.say("again")
+        await d.press("shift+up", "b")
+        await d.sees("There is no code block to copy yet.")
+        await d.press("up", "up", "b", "b")
+        await _copied(d, "print(1)\nprint(2)", "Copied the code block 2 of 3.")

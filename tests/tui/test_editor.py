@@ -51,6 +51,7 @@ async def test_a_prompt_is_written_in_the_editor(tmp_path: Path, monkeypatch: py
     ("code", "message"),
     [
         ("exit 3", "exited with status 3"),
+        ("kill -INT $$", "was interrupted"),
         ('rm "$1"', "failed: no such file"),
         ('printf "\\377" > "$1"', "UTF-8"),
         ('rm "$1"; mkfifo "$1"', "not a regular file"),
@@ -102,6 +103,9 @@ async def test_the_last_reply_is_opened_to_read_it(tmp_path: Path, monkeypatch: 
         await d.sees("There is no reply to open yet.")
         await d.say("hello")
         before = d.chat.current_chat.messages
+        await d.press("shift+up", "up", "o")
+        assert (tmp_path / "seen").read_text() == "hello"
+        await d.press("escape")
         await d.say("/editor")
         assert (tmp_path / "seen").read_text() == before[-1].content
         assert d.chat.current_chat.messages == before

@@ -53,18 +53,19 @@ class TestReferences:
         assert [reference(path) for path in ("a.py", "my notes.txt")] == ["@a.py", '@"my notes.txt"']
 
     @pytest.mark.parametrize(
-        ("line", "path"),
+        ("line", "found"),
         [
-            ("@", ""),
-            ("see @sr", "sr"),
-            ('@"my no', "my no"),
+            ("@", ("", 0)),
+            ("see @sr", ("sr", 4)),
+            ("@node_modules/@types", ("node_modules/@types", 0)),
+            ('@"my no', ("my no", 0)),
             ("me@sr", None),
             ("@a b", None),
             ('@"a b"', None),
         ],
     )
-    def test_at_the_cursor(self, line: str, path: str | None) -> None:
-        assert open_reference(line) == path
+    def test_at_the_cursor(self, line: str, found: tuple[str, int] | None) -> None:
+        assert open_reference(line) == found
 
     def test_that_look_like_files(self) -> None:
         code = ["alice", "property", 'app.get("/")', "pytest.fixture", "cache[str]"]
@@ -176,7 +177,7 @@ async def test_folders_and_patterns(tmp_path: Path, demo: Load) -> None:
 
 async def test_dropped_files_become_references(tmp_path: Path, demo: Load) -> None:
     async with driving(demo, tmp_path) as d:
-        await d.write("see ")
+        await d.write("see")
         d.app.post_message(events.Paste(f"{os.getcwd()}/my\\ notes.txt"))
         await shows_chip(d, "my notes.txt")
         assert d.chat.prompt.text == f'see @"{os.getcwd()}/my notes.txt" '

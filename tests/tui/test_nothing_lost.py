@@ -262,7 +262,7 @@ class TestNothingHangs:
             raise SystemExit(3)
 
         real_run = ChatApp.run
-        monkeypatch.setattr(ChatApp, "run", lambda app: real_run(app, headless=True))
+        monkeypatch.setattr(ChatApp, "run", lambda app, **_: real_run(app, headless=True))
         with pytest.raises(RuntimeError, match="SystemExit: 3"):
             run_chat(load, store=ChatStore(tmp_path / "chats"))
 
@@ -287,7 +287,7 @@ class TestNothingHangs:
 
         monkeypatch.setattr(PromptInput, "render_line", fail)
         real_run = ChatApp.run
-        monkeypatch.setattr(ChatApp, "run", lambda app: real_run(app, headless=True))
+        monkeypatch.setattr(ChatApp, "run", lambda app, **_: real_run(app, headless=True))
         with pytest.raises(EdgespecError, match="the chat was closed by an internal error"):
             run_chat(loading(ScriptedRuntime()), store=ChatStore(tmp_path / "chats"))
 
@@ -408,7 +408,7 @@ def _ask_and_quit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
         await d.press("ctrl+q")
 
     real_run = ChatApp.run
-    monkeypatch.setattr(ChatApp, "run", lambda app: real_run(app, headless=True, auto_pilot=use))
+    monkeypatch.setattr(ChatApp, "run", lambda app, **_: real_run(app, headless=True, auto_pilot=use))
     ended = run_chat(loading(ScriptedRuntime()), store=ChatStore(folder / "chats"))
     assert ended.resume == "last"
     return ended.signalled

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from edgespec.chat.exporting import messages_as_markdown
 from edgespec.chat.message import Message
 from edgespec.chat.message_tree import MessageTree
 from edgespec.chat.store import ChatStore, SavedChat
@@ -85,7 +86,7 @@ async def test_copying_takes_the_answer_only(tmp_path: Path, monkeypatch: pytest
         await driver.say("How do I sort files?")
         await driver.press("ctrl+y")
         assert copied == [ANSWER]
-        assert "The user wants" not in driver.chat.current_chat.as_markdown()
+        assert "The user wants" not in messages_as_markdown(driver.chat.current_chat.messages)
 
 
 async def test_colours_show_where_tokens_came_from(tmp_path: Path) -> None:

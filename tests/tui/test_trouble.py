@@ -84,7 +84,7 @@ def test_run_chat_raises_what_loading_raised(tmp_path: Path, monkeypatch: pytest
         raise problem
 
     real_run = ChatApp.run
-    monkeypatch.setattr(ChatApp, "run", lambda app: real_run(app, headless=True))
+    monkeypatch.setattr(ChatApp, "run", lambda app, **_: real_run(app, headless=True))
     with pytest.raises(ModelFileError) as caught:
         run_chat(load, store=ChatStore(tmp_path / "chats"))
     assert caught.value is problem

@@ -48,10 +48,10 @@ def missing_files(references: Sequence[str]) -> list[str]:
     return [path for path in map(without_punctuation, references) if _LIKELY_PATH.fullmatch(path)]
 
 
-def open_reference(line: str) -> str | None:
-    """Return the path that is being typed at the end of a line, or None if it ends with something else."""
+def open_reference(line: str) -> tuple[str, int] | None:
+    """Return the path that is being typed at the end of a line, and the column of its `@`."""
     match = _OPEN.search(line)
-    return match[1].removeprefix('"') if match else None
+    return (match[1].removeprefix('"'), match.start()) if match else None
 
 
 def ending_reference(line: str) -> tuple[str, int] | None:

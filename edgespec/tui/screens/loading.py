@@ -48,6 +48,11 @@ class LoadingScreen(Screen[None]):
         elif event.key == "backspace":
             self.typed = self.typed[:-1]
 
+    def take_typed(self) -> str:
+        """Return the text typed so far and forget it."""
+        typed, self.typed = self.typed, ""
+        return typed
+
     def show_stopping(self) -> None:
         """Tell the user that loading will stop soon."""
         self._hint.update(Content("Stopping. Press Esc again to quit immediately."))

@@ -32,7 +32,7 @@ class SettingsScreen(FormScreen[dict[str, Setting]]):
         Binding("up", "app.focus_previous", "Previous", show=False),
         Binding("down", "app.focus_next", "Next", show=False),
     ]
-    heading = "Settings for this chat (empty = default)"
+    heading = "Settings (empty = default)"
 
     def __init__(self, settings: Mapping[str, Setting], runtime: Runtime) -> None:
         super().__init__()

@@ -134,6 +134,7 @@ class ReplyMessage(MessageWidget):
         chunks: Sequence[TextChunk] = (),
         reply: Reply | None = None,
         origin: bool = False,
+        calls_tools: bool = False,
         versions: str = "",
     ) -> None:
         super().__init__(classes="reply")
@@ -144,6 +145,7 @@ class ReplyMessage(MessageWidget):
         self.chunks: list[TextChunk] = list(chunks)
         self.reply = reply
         self._origin = origin
+        self._calls_tools = calls_tools
         self._stream: MarkdownStream | None = None
         self._drawn = limited_markdown(text)
 
@@ -187,7 +189,9 @@ class ReplyMessage(MessageWidget):
         drawn = limited_markdown(self.text)
         added = drawn[len(self._drawn) :]
         self._drawn += added
-        if self.text or self.reasoning:
+        if any(chunk.tool_call for chunk in chunks):
+            self._show_end(Content("calling a tool…"))
+        elif self.text or self.reasoning:
             self._show_end(_LEGEND if self.coloured else Content(self._hidden_note()))
         if self.coloured:
             self._refresh_views()
@@ -198,6 +202,7 @@ class ReplyMessage(MessageWidget):
     async def finish(self, text: str, reasoning: str, reply: Reply | None, versions: str = "") -> None:
         """Mark the reply as finished and show its final text."""
         self.reply, self.reasoning, self._versions = reply, reasoning, _versions_line(versions)
+        self._calls_tools = reply is not None and bool(reply.tool_calls)
         if self._stream is not None:
             await self._stream.stop()
             self._stream = None
@@ -249,10 +254,16 @@ class ReplyMessage(MessageWidget):
         if not self.writing:
             self._refresh_thoughts()
             self._show_end(self._closing_line(coloured))
+            # The calls of a reply are shown below it, so one without other text needs no space.
+            self.display = bool(self.text or self.reasoning or not self._calls_tools)
 
     def _show_end(self, line: Content) -> None:
         self._end.update(line)
         self._end.display = bool(line)
+
+    @property
+    def _lacks_answer(self) -> bool:
+        return bool(self.reasoning) and not self.text and not self._calls_tools
 
     def _hidden_note(self) -> str:
         hidden = 0 if self.coloured else len(self.text) - len(self._drawn)
@@ -260,7 +271,7 @@ class ReplyMessage(MessageWidget):
 
     def _closing_line(self, coloured: bool) -> Content:
         reason = self.reply.finish_reason if self.reply is not None else "stop"
-        ending = _ENDINGS.get(reason, "ended without an answer" if self.reasoning and not self.text else "")
+        ending = _ENDINGS.get(reason, "ended without an answer" if self._lacks_answer else "")
         if self.reply is not None and self.reply.context_full:
             ending = "stopped: the context is full"
         if not coloured:

@@ -14,6 +14,7 @@ from textual.widgets import TextArea
 from edgespec.tui.commands import completion
 from edgespec.tui.files.references import ending_reference, open_reference, reference
 from edgespec.tui.history import History
+from edgespec.tui.vi_keys import ViKeys
 from edgespec.tui.widgets.files import FileChips, PathList
 from edgespec.tui.widgets.long_texts import MAX_INPUT_CHARACTERS
 
@@ -37,6 +38,9 @@ class PromptInput(TextArea):
 
         text: str
 
+    class ModeChanged(Event):
+        """Posted when the mode of the vi keys may have changed."""
+
     def __init__(
         self,
         sent: History,
@@ -49,6 +53,7 @@ class PromptInput(TextArea):
         self._sent = sent
         self._paths = paths
         self._chips = chips
+        self._vi: ViKeys | None = None
 
     def render_line(self, y: int) -> Strip:
         if self.content_size.width < 1:
@@ -66,7 +71,8 @@ class PromptInput(TextArea):
 
     def follow_references(self) -> None:
         """Update the list of paths and the chips after a change of the text or the cursor."""
-        typed = open_reference(self._line_before_cursor) if self.selection.is_empty else None
+        found = open_reference(self._line_before_cursor) if self.selection.is_empty else None
+        typed = found[0] if found else None
         self._paths.follow(typed)
         self._chips.follow(self.text, typed)
 
@@ -77,12 +83,14 @@ class PromptInput(TextArea):
 
     def choose_path(self, path: str) -> None:
         """Complete the reference at the cursor."""
-        line = self._line_before_cursor
+        found = open_reference(self._line_before_cursor)
+        if found is None:
+            return
         # An open quote keeps the completion going within a folder whose name contains spaces.
         written = reference(path)
         text = written.removesuffix('"') if path.endswith("/") else f"{written} "
         row, column = self.cursor_location
-        self.replace(text, (row, line.rindex("@")), (row, column))
+        self.replace(text, (row, found[1]), (row, column))
 
     def _remove_reference(self) -> bool:
         """Remove the reference before the cursor, if it has a chip."""
@@ -93,8 +101,27 @@ class PromptInput(TextArea):
         self.delete((row, column - found[1]), (row, column))
         return True
 
+    @property
+    def vi_mode(self) -> str:
+        """The mode of the vi keys, `insert` or `normal`. Empty without vi keys."""
+        return self._vi.mode if self._vi is not None else ""
+
+    def use_vi_keys(self, use: bool) -> None:
+        """Switch the vi keys on or off."""
+        self._vi = ViKeys(self) if use else None
+        self.post_message(self.ModeChanged())
+
+    def leave_insert_mode(self) -> bool:
+        """Handle Esc. Return False if it has no meaning for the vi keys."""
+        if self._vi is None or not self.has_focus or not self._vi.key("escape", None):
+            return False
+        self.post_message(self.ModeChanged())
+        return True
+
     async def _on_key(self, event: events.Key) -> None:
-        if self._paths.display and event.key in ("up", "down"):
+        if self._vi is not None and self._vi.key(event.key, event.character):
+            self.post_message(self.ModeChanged())
+        elif self._paths.display and event.key in ("up", "down"):
             (self._paths.action_cursor_up if event.key == "up" else self._paths.action_cursor_down)()
         elif event.key in ("enter", "tab") and (path := self._paths.chosen):
             self.choose_path(path)
@@ -104,6 +131,8 @@ class PromptInput(TextArea):
             # Clear the input before sending, so that keys pressed meanwhile start a new message.
             text = self.text
             self.clear()
+            if self._vi is not None:
+                self.use_vi_keys(True)  # Begin the next message in insert mode.
             self.post_message(self.Sent(text))
         elif event.key == "tab" and self.text.startswith("/"):
             # Without a suggestion, keep the focus, which Tab would otherwise move while a command is typed.
@@ -129,7 +158,9 @@ class PromptInput(TextArea):
             event.stop()
             event.prevent_default()
         elif paths := await self._paths.dropped(event.text):
-            self.insert("".join(f"{reference(path)} " for path in paths))
+            # A reference begins after a space.
+            space = " " if self._line_before_cursor[-1:].strip() else ""
+            self.insert(space + "".join(f"{reference(path)} " for path in paths))
             event.stop()
             event.prevent_default()
 

@@ -33,6 +33,7 @@ class StatusFacts:
         context_tokens: Context size in tokens.
         memory_bytes: Resident memory of the process.
         dropped_messages: Number of oldest messages that no longer fit in the context.
+        downloads: The running downloads, and how far they are.
     """
 
     speed_up: str = ""
@@ -43,6 +44,7 @@ class StatusFacts:
     context_tokens: int = 0
     memory_bytes: int = 0
     dropped_messages: int = 0
+    downloads: str = ""
 
     @property
     def context_nearly_full(self) -> bool:
@@ -60,6 +62,7 @@ class StatusFacts:
             (f"context {used}/{total}", "$warning" if self.context_nearly_full else ""),
             (dropped, "$warning"),
             (f"RAM {format_bytes(self.memory_bytes)}", ""),
+            (self.downloads, "$primary"),
         ]
         return [part for part in parts if part[0]]
 

@@ -13,6 +13,7 @@ from edgespec.tui.open_chat import OpenChat, version_label
 from edgespec.tui.widgets.long_texts import drawing_seconds
 from edgespec.tui.widgets.message_widget import MessageWidget
 from edgespec.tui.widgets.messages import Panel, ReplyMessage, SystemMessage, UserMessage
+from edgespec.tui.widgets.tool_call import ToolCallMessage
 
 __all__ = ["Transcript"]
 
@@ -243,6 +244,10 @@ class Transcript(VerticalScroll):
         widget: MessageWidget
         if entry.role == "user":
             widget = UserMessage(entry.content, entry.message.files, versions)
+        elif entry.role == "tool":
+            calls = (call for each in self._chat.entries for call in each.message.tool_calls)
+            call = next((call for call in calls if call.id == entry.message.tool_call_id), None)
+            widget = ToolCallMessage(call, entry.content)
         elif entry.role == "system":
             widget = SystemMessage(entry.content)
         else:
@@ -252,6 +257,7 @@ class Transcript(VerticalScroll):
                 thought_seconds=entry.thought_seconds,
                 chunks=entry.chunks,
                 reply=entry.reply,
+                calls_tools=bool(entry.message.tool_calls),
                 origin=self._origin,
                 versions=versions,
             )

@@ -1,0 +1,67 @@
+"""Export chats as Markdown, JSON and HTML."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Callable
+
+from markdown_it import MarkdownIt
+
+from edgespec.chat.message import Message
+from edgespec.chat.store import SavedChat, title_of
+
+__all__ = ["FORMATS", "as_html", "as_json", "as_markdown", "messages_as_markdown"]
+
+_NAMES = {"user": "You", "assistant": "Model", "system": "System", "tool": "Tool"}
+_STYLE = (
+    "body{font:16px/1.5 system-ui,sans-serif;max-width:46rem;margin:2rem auto;padding:0 1rem}"
+    ":root{color-scheme:light dark}"
+    "section{border-top:1px solid #8886;padding-top:1rem}h2{font-size:1rem;opacity:.7}"
+    "pre{background:#8882;padding:.75rem;overflow-x:auto}.user{white-space:pre-wrap}"
+)
+
+
+def messages_as_markdown(messages: tuple[Message, ...]) -> str:
+    """Return messages as Markdown, each below the name of its author."""
+    return "\n\n".join(f"**{_NAMES[message.role]}:**\n\n{message.content.strip()}" for message in messages)
+
+
+def as_markdown(chat: SavedChat) -> str:
+    """Return the open conversation of a chat as Markdown."""
+    return f"# {_title(chat)}\n\n{messages_as_markdown(_all_messages(chat))}\n"
+
+
+def as_html(chat: SavedChat) -> str:
+    """Return the open conversation of a chat as an HTML page that needs no other files."""
+    # Without `html`, tags in a reply are shown as text, so that a page cannot run what a model wrote.
+    markdown = MarkdownIt("gfm-like", {"html": False, "linkify": False})
+    sections = "".join(
+        f'<section><h2>{_NAMES[message.role]}</h2><div class="{message.role}">'
+        f"{html.escape(message.content) if message.role == 'user' else markdown.render(message.content)}"
+        "</div></section>\n"
+        for message in _all_messages(chat)
+    )
+    title = html.escape(_title(chat))
+    return (
+        f'<!doctype html>\n<html><head><meta charset="utf-8"><title>{title}</title>'
+        f"<style>{_STYLE}</style></head>\n"
+        f"<body><h1>{title}</h1>\n{sections}</body></html>\n"
+    )
+
+
+def as_json(chat: SavedChat) -> str:
+    """Return a chat with all versions of its messages as JSON, which edgespec can import."""
+    return json.dumps(chat.to_json(), ensure_ascii=False, indent=1) + "\n"
+
+
+FORMATS: dict[str, Callable[[SavedChat], str]] = {".md": as_markdown, ".json": as_json, ".html": as_html}
+"""The function that exports a chat, for each suffix of a file name."""
+
+
+def _title(chat: SavedChat) -> str:
+    return chat.title or title_of(chat.messages)
+
+
+def _all_messages(chat: SavedChat) -> tuple[Message, ...]:
+    return (*((Message("system", chat.system),) if chat.system else ()), *chat.messages)

@@ -1,0 +1,237 @@
+"""Import chats from files that ChatGPT, Claude, Open WebUI and edgespec export."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from edgespec.chat.message import Message, Role
+from edgespec.chat.message_tree import MessageTree
+from edgespec.chat.store import SavedChat, chat_from_json
+from edgespec.errors import ChatFileError
+from edgespec.files import error_reason, regular_file_bytes
+
+__all__ = ["Import", "read_export"]
+
+# Files above this size are rejected without being read.
+_MAX_FILE_BYTES = 1 << 30
+# The file with the chats in the ZIP files of ChatGPT and Claude.
+_CHATS_IN_ZIP = "conversations.json"
+_ROLES: dict[str, Role] = {"user": "user", "human": "user", "assistant": "assistant", "system": "system"}
+
+
+@dataclass(slots=True)
+class Import:
+    """The chats in an exported file.
+
+    Attributes:
+        chats: The chats, with empty IDs.
+        left_out: What could not be imported, such as `images`, with the number of its occurrences.
+    """
+
+    chats: list[SavedChat] = field(default_factory=list)
+    left_out: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """A message of another program. `message` is None if it is left out, but not the messages after it."""
+
+    parent: object
+    message: Message | None
+
+
+def read_export(path: Path) -> Import:
+    """Read the chats in an exported file, a JSON file or a ZIP file with `conversations.json`.
+
+    Raises:
+        ChatFileError: The file cannot be read, or contains no chats in a known format.
+    """
+    try:
+        value = json.loads(_content(path).decode("utf-8-sig"))
+    except (OSError, zipfile.BadZipFile, KeyError) as error:
+        reason = error_reason(error) if isinstance(error, OSError) else f"it has no {_CHATS_IN_ZIP}"
+        raise ChatFileError(
+            f"cannot read {path}: {reason}", "check the path and the permissions of the file"
+        ) from error
+    except (ValueError, RecursionError, NotImplementedError, RuntimeError) as error:
+        raise ChatFileError(
+            f"{path.name} is not a file of exported chats: it is not valid JSON",
+            "choose the JSON or ZIP file that ChatGPT, Claude, Open WebUI or edgespec exported",
+        ) from error
+    imported = Import()
+    for item in value if isinstance(value, list) else [value]:
+        try:
+            imported.chats.append(_chat(item, imported.left_out))
+        except (ValueError, ChatFileError, OverflowError):
+            imported.left_out["chats that are damaged or in an unknown format"] += 1
+    if not imported.chats:
+        raise ChatFileError(
+            f"{path.name} contains no chats in a known format",
+            "choose a file that ChatGPT, Claude, Open WebUI or edgespec exported",
+        )
+    return imported
+
+
+def _content(path: Path) -> bytes:
+    if regular_file_bytes(path) > _MAX_FILE_BYTES:
+        raise OSError(f"the file is larger than {_MAX_FILE_BYTES >> 30} GiB")
+    if not zipfile.is_zipfile(path):
+        return path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        entry = archive.getinfo(_CHATS_IN_ZIP)
+        if entry.file_size > _MAX_FILE_BYTES:
+            raise OSError(f"{_CHATS_IN_ZIP} is larger than {_MAX_FILE_BYTES >> 30} GiB")
+        return archive.read(entry)
+
+
+def _chat(item: Any, left_out: Counter[str]) -> SavedChat:
+    """Convert a chat in any known format. Raises ValueError or ChatFileError if it is in none."""
+    if not isinstance(item, dict):
+        raise ValueError("a chat must be an object")
+    if "version" in item and "created" in item:
+        return chat_from_json(item)
+    if isinstance(item.get("mapping"), dict):
+        nodes = {key: _chatgpt_node(node, left_out) for key, node in item["mapping"].items()}
+        tip, title, times = item.get("current_node"), item.get("title"), ("create_time", "update_time")
+    elif isinstance(item.get("chat_messages"), list):
+        nodes = _listed(item["chat_messages"], "uuid", "parent_message_uuid", _claude_message, left_out)
+        tip, title = item.get("current_leaf_message_uuid"), item.get("name")
+        times = ("created_at", "updated_at")
+    elif isinstance(chat := item.get("chat"), dict):
+        history = _object(chat.get("history"))
+        messages = _objects([*_object(history.get("messages")).values()]) or _objects(chat.get("messages"))
+        nodes = _listed(messages, "id", "parentId", _open_webui_message, left_out)
+        tip, title = history.get("currentId"), item.get("title") or chat.get("title")
+        times = ("created_at", "updated_at")
+    else:
+        raise ValueError("the format of the chat is unknown")
+    created = _time(item.get(times[0]))
+    updated = max(created, _time(item.get(times[1])))
+    return SavedChat(
+        "", _tree(nodes, tip), created, updated, " ".join(title.split()) if isinstance(title, str) else ""
+    )
+
+
+def _tree(nodes: Mapping[object, _Node], tip: object) -> MessageTree[Message]:
+    """Arrange messages as a tree. The path to `tip` is open, or else the path to the last message."""
+    tree: MessageTree[Message] = MessageTree()
+    messages: list[Message] = []
+    parents: list[int | None] = []
+    places: dict[object, int | None] = {}
+    for key in nodes:
+        # Place the messages before this one first. Stop at a message that is its own ancestor.
+        waiting: dict[object, None] = {}
+        while key in nodes and key not in places and key not in waiting:
+            waiting[key] = None
+            key = nodes[key].parent
+        place = places.get(key)
+        for each in reversed(waiting):
+            message = nodes[each].message
+            if message is not None:
+                messages.append(message)
+                parents.append(place)
+                place = len(messages) - 1
+            places[each] = place
+    if not messages:
+        return tree
+    end = places.get(tip) if isinstance(tip, str | int) else None
+    tree = MessageTree(tuple(messages), tuple(parents))
+    return tree.ending_at(len(messages) - 1) if end is None else tree.ending_at(end)
+
+
+def _listed(
+    items: Sequence[Any],
+    id_key: str,
+    parent_key: str,
+    convert: Callable[[dict[str, Any], Counter[str]], Message | None],
+    left_out: Counter[str],
+) -> dict[object, _Node]:
+    """Convert a list of messages. A message without a parent key follows the one before it."""
+    nodes: dict[object, _Node] = {}
+    previous: object = None
+    for number, item in enumerate(_objects(items)):
+        key = item.get(id_key) if isinstance(item.get(id_key), str) else number
+        parent = item.get(parent_key, previous)
+        nodes[key] = _Node(parent if isinstance(parent, str | int) else None, convert(item, left_out))
+        previous = key
+    return nodes
+
+
+def _chatgpt_node(node: Any, left_out: Counter[str]) -> _Node:
+    node = node if isinstance(node, dict) else {}
+    parent = node.get("parent")
+    return _Node(parent if isinstance(parent, str) else None, _chatgpt_message(node.get("message"), left_out))
+
+
+def _chatgpt_message(message: Any, left_out: Counter[str]) -> Message | None:
+    if not isinstance(message, dict):
+        return None
+    metadata, author = _object(message.get("metadata")), _object(message.get("author"))
+    if metadata.get("is_visually_hidden_from_conversation"):
+        return None
+    content = _object(message.get("content"))
+    listed = content.get("parts")
+    parts = listed if isinstance(listed, list) else [content.get("text")]
+    role, text = _ROLES.get(str(author.get("role"))), _joined(parts, left_out)
+    if role is None or message.get("recipient", "all") != "all" or "parts" not in content:
+        left_out["tool calls, their results and reasoning"] += bool(text or role is None)
+        return None
+    left_out["attached files"] += len(_objects(metadata.get("attachments")))
+    return Message(role, text) if text else None
+
+
+def _claude_message(message: dict[str, Any], left_out: Counter[str]) -> Message | None:
+    blocks = _objects(message.get("content"))
+    texts = [block.get("text") for block in blocks if block.get("type") == "text"]
+    thoughts = [block.get("thinking") for block in blocks if block.get("type") == "thinking"]
+    left_out["tool calls, their results and reasoning"] += sum(
+        block.get("type") not in ("text", "thinking") for block in blocks
+    )
+    pasted = [each.get("extracted_content") for each in _objects(message.get("attachments"))]
+    left_out["attached files"] += len(_objects(message.get("files")))
+    text = _joined([*(texts or [message.get("text")]), *pasted], left_out)
+    role = _ROLES.get(str(message.get("sender")))
+    if role is None or not (text or thoughts):
+        return None
+    return Message(role, text, _joined(thoughts, left_out) if role == "assistant" else "")
+
+
+def _open_webui_message(message: dict[str, Any], left_out: Counter[str]) -> Message | None:
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [content]
+    text = _joined([part.get("text", part) if isinstance(part, dict) else part for part in parts], left_out)
+    left_out["attached files"] += len(_objects(message.get("files")))
+    role = _ROLES.get(str(message.get("role")))
+    return Message(role, text) if role is not None and text else None
+
+
+def _joined(parts: Sequence[Any], left_out: Counter[str]) -> str:
+    """Join the texts among the parts of a message. Count the others, which are images, audio or video."""
+    left_out["images, audio and video"] += sum(isinstance(part, dict) for part in parts)
+    return "\n\n".join(part for part in parts if isinstance(part, str) and part.strip())
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _objects(value: Any) -> list[dict[str, Any]]:
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def _time(value: Any) -> datetime:
+    """Convert a time in seconds since 1970 or in ISO 8601. Return 1970 if it is neither."""
+    try:
+        if isinstance(value, str):
+            time = datetime.fromisoformat(value)
+            return time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
+        return datetime.fromtimestamp(float(value or 0), UTC)
+    except (ValueError, OverflowError, TypeError, OSError):
+        return datetime.fromtimestamp(0, UTC)

@@ -1,0 +1,171 @@
+"""A connection to one MCP server: start it, list its tools, and call them within time limits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import suppress
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from edgespec.tools.result import ToolResult
+from edgespec.tools.server_config import ServerConfig
+from edgespec.tools.tool import MAX_TOOLS, Tool, accepted_tools, visible
+
+if TYPE_CHECKING:
+    from mcp import Client
+
+    from edgespec.tools.transport import Problems
+
+__all__ = ["ServerConnection"]
+
+# Maximum time in seconds for starting a server and listing its tools. Some download themselves first.
+_START_SECONDS = 60.0
+# Maximum time in seconds for ending a server. The transport needs less, unless the machine is very busy.
+_STOP_SECONDS = 10.0
+# Time in seconds to wait for the reason why a connection was lost.
+_REASON_SECONDS = 2.0
+_MAX_PROBLEM_CHARACTERS = 300
+
+
+class ServerConnection:
+    """A connection to an MCP server. Use it in the event loop of one thread; attributes can be read anywhere.
+
+    Attributes:
+        config: How to reach the server.
+        tools: The server's tools. Empty unless the server is running.
+        left_out: Number of tools that were left out, because there are too many or they are invalid.
+        problem: Why the server does not run. Empty if it runs or was not started.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.config = config
+        self.tools: tuple[Tool, ...] = ()
+        self.left_out = 0
+        self.problem = ""
+        self._client: Client | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._started = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._ended = asyncio.Event()
+
+    @property
+    def running(self) -> bool:
+        """Whether the server has been started and is still connected."""
+        return self._client is not None
+
+    async def start(self) -> None:
+        """Start the server, unless it runs. If that fails, `problem` says why."""
+        if self._task is not None and self._ended.is_set():
+            await asyncio.wait([self._task], timeout=_STOP_SECONDS)
+        if self._task is None or self._task.done():
+            self._started, self._stop, self._ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+            self._task = asyncio.create_task(self._serve(self._started, self._stop))
+        await self._started.wait()
+
+    async def stop(self) -> None:
+        """End the server, if it runs."""
+        self._stop.set()
+        if self._task is not None:
+            self._client = None
+            if not self._started.is_set():
+                self._task.cancel()
+            await asyncio.wait([self._task], timeout=_STOP_SECONDS)
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """Call a tool. Start the server again if it has ended. Failures are results, too."""
+        from edgespec.tools.transport import is_connection_lost
+
+        began = monotonic()
+        await self.start()
+        client = self._client
+        if client is None:
+            return ToolResult.failure(f"the server {self.config.name} does not run: {self.problem}")
+        try:
+            async with asyncio.timeout(self.config.timeout):
+                result = await client.call_tool(name, dict(arguments))
+            return ToolResult.of(result, monotonic() - began)
+        except TimeoutError:
+            problem = f"{name} did not answer within {self.config.timeout:g} seconds"
+        except Exception as error:
+            # A server can cause any error in the SDK, for example with a result of the wrong type.
+            problem = f"{name} failed: {_reason(error)}"
+            if is_connection_lost(error):
+                # The transport learns a moment later why.
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._ended.wait(), _REASON_SECONDS)
+            if self.problem:
+                problem = f"{name} failed: the server {self.config.name} has ended: {self.problem}"
+        return ToolResult.failure(problem, monotonic() - began)
+
+    async def _serve(self, started: asyncio.Event, stop: asyncio.Event) -> None:
+        """Connect to the server, and keep the connection until `stop` is set or the server ends."""
+        from mcp import Client
+
+        from edgespec.tools.transport import Problems, transport
+
+        problems, self.problem = Problems(), ""
+        try:
+            async with asyncio.timeout(_START_SECONDS) as limit:
+                async with Client(
+                    transport(self.config, problems), read_timeout_seconds=self.config.timeout, cache=None
+                ) as client:
+                    self.tools, self.left_out = await self._list_tools(client)
+                    limit.reschedule(None)
+                    self._client = client
+                    started.set()
+                    await _first(stop.wait(), problems.ended.wait())
+                    if not stop.is_set():
+                        self.problem = problems.describe() or "it closed the connection"
+                    self._client, self.tools = None, ()
+                    self._ended.set()
+        except TimeoutError:
+            self.problem = _problem(problems, f"it did not start within {_START_SECONDS:g} seconds")
+        except Exception as error:
+            self.problem = self.problem or _problem(problems, _reason(error))
+        finally:
+            self._client = None
+            self.tools = ()
+            started.set()
+
+    async def _list_tools(self, client: Client) -> tuple[tuple[Tool, ...], int]:
+        """Return the tools of the server, as `accepted_tools`. A server can list them on several pages."""
+        listed, cursor = [], None
+        while True:
+            page = await client.list_tools(cursor=cursor)
+            listed += page.tools
+            cursor = page.next_cursor
+            # Ignore further pages, because even a server that never stops must not keep the user waiting.
+            if not cursor or len(listed) > MAX_TOOLS:
+                return accepted_tools(self.config.name, listed)
+
+
+async def _first(*waiting: Any) -> None:
+    """Wait until one of several coroutines has ended, and cancel the others."""
+    tasks = [asyncio.ensure_future(each) for each in waiting]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _problem(problems: Problems, reason: str) -> str:
+    known = problems.describe()
+    return (
+        known
+        if problems.flooded or problems.exit_status is not None
+        else f"{reason} ({known})"
+        if known
+        else reason
+    )
+
+
+def _reason(error: BaseException) -> str:
+    """Return what went wrong in one line. Groups of errors stand for their first error."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, FileNotFoundError):
+        return f"there is no program {error.filename!r}"
+    text = " ".join(visible(str(error)).split()) or type(error).__name__
+    return text if len(text) <= _MAX_PROBLEM_CHARACTERS else text[:_MAX_PROBLEM_CHARACTERS] + "…"

@@ -1,0 +1,63 @@
+"""The result of a tool call, as text for the model and the screen."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mcp.types import CallToolResult
+
+__all__ = ["ToolResult", "limited"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """The result of a tool call.
+
+    Attributes:
+        text: The result for the model. If the call failed, what went wrong.
+        failed: Whether the call failed.
+        seconds: How long the call took.
+    """
+
+    text: str
+    failed: bool = False
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, result: CallToolResult, seconds: float) -> ToolResult:
+        """Convert the result of the MCP SDK. Contents other than text are described."""
+        parts = [_text(content) for content in result.content]
+        if not parts and result.structured_content is not None:
+            parts = [json.dumps(result.structured_content, ensure_ascii=False)]
+        text = "\n".join(parts) or "(The tool returned nothing.)"
+        return cls(f"Error: {text}" if result.is_error else text, result.is_error, seconds)
+
+    @classmethod
+    def failure(cls, problem: str, seconds: float = 0.0) -> ToolResult:
+        """Return the result of a call that failed outside the tool."""
+        return cls(f"Error: {problem}", True, seconds)
+
+
+def _text(content: Any) -> str:
+    if content.type == "text":
+        return str(content.text)
+    if content.type == "resource":
+        text = getattr(content.resource, "text", None)
+        return f"[data from {content.resource.uri}]" if text is None else str(text)
+    if content.type == "resource_link":
+        return f"[link to {content.uri}]"
+    return f"[{content.type}, {content.mime_type}: models in this chat read only text]"
+
+
+def limited(text: str, max_characters: int) -> str:
+    """Return the start of a text that is too long, with a note for the model and the user."""
+    if len(text) <= max_characters:
+        return text
+    left_out = len(text) - max_characters
+    return (
+        f"{text[:max_characters]}\n[This result has {len(text):,} characters. The last {left_out:,} are left"
+        " out, because they would fill the context.]"
+    )

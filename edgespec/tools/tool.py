@@ -1,0 +1,91 @@
+"""A tool of an MCP server. Names, descriptions and schemas come from the server and are not trusted."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+__all__ = ["MAX_TOOLS", "Tool", "accepted_tools", "visible"]
+
+# Maximum number of tools of one server. Each takes about a hundred tokens of the context.
+MAX_TOOLS = 100
+_MAX_DESCRIPTION_CHARACTERS = 1_000
+_MAX_SCHEMA_CHARACTERS = 20_000
+# The names that the MCP specification recommends.
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+# Control characters, and invisible characters that can hide text or change its direction. Line breaks and
+# tabs are harmless.
+_INVISIBLE = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufe00-\ufe0f\ufeff"
+    r"\ud800-\udfff\U000e0000-\U000e0fff]"
+)
+
+
+def visible(text: str) -> str:
+    r"""Replace control characters and invisible characters by escapes such as `\u200b`."""
+    return _INVISIBLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A tool that the model can call.
+
+    Attributes:
+        server: The user's name for the server.
+        name: The server's name for the tool.
+        description: What the tool does, according to the server.
+        schema: The JSON schema of the tool's arguments.
+    """
+
+    server: str
+    name: str
+    description: str
+    schema: Mapping[str, Any]
+
+    @property
+    def call_name(self) -> str:
+        """The name that the model uses. It is unique, because server names contain no underscores."""
+        return f"{self.server}_{self.name}"
+
+    @property
+    def definition(self) -> dict[str, Any]:
+        """The tool in the format of OpenAI's API, as `Runtime.stream_messages` takes it."""
+        function = {"name": self.call_name, "description": self.description, "parameters": dict(self.schema)}
+        return {"type": "function", "function": function}
+
+
+class _Listed(Protocol):
+    """The part of `mcp.types.Tool` that is used."""
+
+    name: str
+    description: str | None
+    input_schema: dict[str, Any]
+
+
+def accepted_tools(server: str, listed: Iterable[_Listed]) -> tuple[tuple[Tool, ...], int]:
+    """Return the tools that a server lists, and how many were left out.
+
+    Tools with an invalid or repeated name or a huge schema are left out, and those after the first 100.
+    """
+    tools: dict[str, Tool] = {}
+    left_out = 0
+    for each in listed:
+        valid = _NAME.fullmatch(each.name) and each.name not in tools and len(tools) < MAX_TOOLS
+        if not valid or not _is_small(each.input_schema):
+            left_out += 1
+            continue
+        description = visible(each.description or "")
+        if len(description) > _MAX_DESCRIPTION_CHARACTERS:
+            description = description[:_MAX_DESCRIPTION_CHARACTERS] + "…"
+        tools[each.name] = Tool(server, each.name, description, each.input_schema)
+    return tuple(tools.values()), left_out
+
+
+def _is_small(schema: Mapping[str, Any]) -> bool:
+    try:
+        return len(json.dumps(schema)) <= _MAX_SCHEMA_CHARACTERS
+    except (ValueError, RecursionError):
+        return False

@@ -1,0 +1,169 @@
+"""Serve the terminal chat in a browser: the same screen, drawn by textual-serve, on this machine only."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import secrets
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from urllib.parse import quote
+
+import aiohttp_jinja2
+import jinja2
+from aiohttp import web
+from textual_serve.server import Server
+
+from edgespec.errors import EdgespecError
+from edgespec.files import error_reason
+
+__all__ = ["BrowserChat"]
+
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+# Maximum time in seconds that the chats get to save and end when the server stops.
+_STOP_SECONDS = 8.0
+# The chat needs nothing from elsewhere. This also stops the page from loading fonts from Google.
+_POLICY = (
+    "default-src 'none'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline';"
+    " img-src 'self' data:; font-src 'self'; connect-src 'self' ws:; frame-ancestors 'none'; base-uri 'none'"
+)
+_HEADERS = {
+    "Content-Security-Policy": _POLICY,
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
+
+
+class BrowserChat(Server):
+    """Serves the chat on 127.0.0.1. Each browser tab gets a chat process, which ends with the tab.
+
+    textual-serve itself checks nothing, so a guard checks every request before it:
+
+    - The Host header must be this server's address. Otherwise, a web page could reach the server by pointing
+      its own host name at 127.0.0.1 (DNS rebinding).
+    - The Origin header, which browsers send with web sockets, must be this server's address.
+    - The page and its web socket need the key. Only textual-serve's own scripts and styles do not.
+
+    Args:
+        words: The command of a chat process.
+        port: The port. 0 chooses a free one.
+        key: The key, or None to make a random one.
+
+    Attributes:
+        address: The address of the chat, with a random key.
+
+    Raises:
+        EdgespecError: The port cannot be used.
+    """
+
+    def __init__(self, words: Sequence[str], port: int, key: str | None = None) -> None:
+        self._socket = _bind(port)
+        port = self._socket.getsockname()[1]
+        command = subprocess.list2cmdline(words) if sys.platform == "win32" else shlex.join(words)
+        super().__init__(
+            command, host="127.0.0.1", port=port, title="edgespec", public_url=f"http://127.0.0.1:{port}"
+        )
+        self._key = key or secrets.token_urlsafe(24)
+        self.address = f"{self.public_url}/?key={'YOUR_KEY' if key else self._key}"
+        self._hosts = {f"{name}:{port}" for name in ("127.0.0.1", "localhost")}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopped = asyncio.Event()
+        self._stop_requested = False
+
+    def run(self, on_ready: Callable[[], None]) -> None:
+        """Serve the chat until `stop` is called. Blocks the thread."""
+        asyncio.run(self._run(on_ready))
+
+    def stop(self) -> None:
+        """End all chats and the server. Can be called from any thread and from signal handlers."""
+        self._stop_requested = True
+        if self._loop is not None:
+            # The loop is closed if the server has already stopped.
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._stopped.set)
+
+    async def _run(self, on_ready: Callable[[], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        if self._stop_requested:
+            return
+        # textual-serve logs the tracebacks of closed connections.
+        logging.getLogger("textual-serve").setLevel(logging.CRITICAL)
+        runner = web.AppRunner(await self._make_app(), access_log=None, shutdown_timeout=_STOP_SECONDS)
+        await runner.setup()
+        try:
+            await web.SockSite(runner, self._socket).start()
+            on_ready()
+            await self._stopped.wait()
+        finally:
+            await runner.cleanup()
+
+    async def _make_app(self) -> web.Application:
+        app = web.Application(middlewares=[self._guard])
+        aiohttp_jinja2.setup(app, loader=jinja2.FileSystemLoader(self.templates_path), autoescape=True)
+        app.add_routes(
+            [
+                web.get("/", self.handle_index, name="index"),
+                # The page appends the size of the terminal to the address, so the key is part of the path.
+                web.get("/ws/{key}", self.handle_websocket, name="websocket"),
+                web.static("/static", self.statics_path, name="static"),
+            ]
+        )
+        return app
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        """Pass the request on if its Host, Origin and key are acceptable."""
+        host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
+        if host not in self._hosts:
+            raise web.HTTPForbidden(text=f"The host name {host[:100]!r} is not the address of this chat.\n")
+        if origin is not None and origin != f"http://{host}":
+            raise web.HTTPForbidden(text=f"The web page {origin[:100]!r} may not use this chat.\n")
+        is_static = request.path.startswith("/static/")
+        if not is_static and not self._is_key(request.match_info.get("key") or request.query.get("key", "")):
+            raise web.HTTPUnauthorized(text="The key is wrong. Open the address from the terminal.\n")
+        response = await handler(request)
+        if not response.prepared:
+            response.headers.update(_HEADERS)
+        return response
+
+    def _is_key(self, given: str) -> bool:
+        return hmac.compare_digest(_digest(given), _digest(self._key))
+
+    @aiohttp_jinja2.template("app_index.html")
+    async def handle_index(self, request: web.Request) -> dict[str, object]:
+        """Return what the page needs: the addresses of the web socket and of the static files."""
+        base = f"//{request.headers['Host']}"
+        font_size = request.query.get("fontsize", "16")
+        return {
+            "font_size": font_size if font_size.isdecimal() else "16",
+            "app_websocket_url": f"ws:{base}/ws/{quote(request.query['key'], safe='')}",
+            "config": {"static": {"url": f"http:{base}/static/"}},
+            "application": {"name": self.title},
+        }
+
+
+def _digest(key: str) -> bytes:
+    """Return a hash of the key, so that comparing keys takes the same time for all lengths."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _bind(port: int) -> socket.socket:
+    bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(("127.0.0.1", port))
+    except OSError as error:
+        bound.close()
+        raise EdgespecError(
+            f"cannot listen on 127.0.0.1 port {port}: {error_reason(error)}",
+            "another server may be using the port; choose another one with --port",
+        ) from error
+    return bound

@@ -1,0 +1,93 @@
+"""Download models in the background while the chat goes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from threading import Event, Thread
+
+import edgespec
+from edgespec.tui.numbers import percent
+
+__all__ = ["Download", "Downloads"]
+
+
+@dataclass(slots=True)
+class Download:
+    """The download of a model, and of the draft model that goes with it. Its thread updates the attributes.
+
+    Attributes:
+        reference: A reference to the model.
+        draft: A reference to the draft model. Empty if there is none.
+        draft_share: The draft model's share of the bytes to download.
+        fraction: Completed fraction of both models.
+        cancelled: Set when the user has cancelled the download.
+        ended: Set when the download has finished, failed or stopped.
+        error: Why it did not finish. None if it did.
+    """
+
+    reference: str
+    draft: str = ""
+    draft_share: float = 0.0
+    fraction: float = 0.0
+    cancelled: Event = field(default_factory=Event)
+    ended: Event = field(default_factory=Event)
+    error: Exception | None = None
+
+    def run(self) -> None:
+        """Download the model, then its draft model."""
+        shares = [(self.reference, 0.0, 1 - self.draft_share)]
+        if self.draft:
+            shares.append((self.draft, 1 - self.draft_share, self.draft_share))
+        try:
+            for reference, start, share in shares:
+                self._download(reference, start, share)
+        except Exception as error:
+            self.error = error
+        self.ended.set()
+
+    def _download(self, reference: str, start: float, share: float) -> None:
+        def progress(_description: str, fraction: float) -> bool:
+            self.fraction = start + share * fraction
+            return not self.cancelled.is_set()
+
+        edgespec.download_model(reference, progress)
+
+    @property
+    def state(self) -> str:
+        """Whether the download runs, and how far it is, in a few words."""
+        if self.ended.is_set():
+            return f"stopped at {percent(self.fraction)}" if self.error else "downloaded"
+        return "stopping" if self.cancelled.is_set() else f"downloading {percent(self.fraction)}"
+
+
+class Downloads:
+    """The downloads since the chat was started. Call all methods from the screen's thread."""
+
+    def __init__(self) -> None:
+        self._downloads: dict[str, Download] = {}
+
+    def start(self, download: Download) -> None:
+        """Start a download. It resumes where an earlier one stopped."""
+        self._downloads[download.reference] = download
+        # A daemon, so that quitting does not wait for it. The next download resumes it.
+        Thread(target=download.run, name="edgespec-download", daemon=True).start()
+
+    def find(self, reference: str) -> Download | None:
+        """Return the last download of a model, or None."""
+        return self._downloads.get(reference)
+
+    def is_running(self, reference: str) -> bool:
+        """Return whether a model is being downloaded."""
+        download = self.find(reference)
+        return download is not None and not download.ended.is_set()
+
+    def stop(self, reference: str) -> None:
+        """Stop a model's download. What is downloaded already is kept."""
+        if (download := self.find(reference)) is not None:
+            download.cancelled.set()
+
+    @property
+    def status(self) -> str:
+        """The running downloads, for the status line. Empty if there are none."""
+        running = [each for each in self._downloads.values() if not each.ended.is_set()]
+        return ", ".join(f"{each.state} of {each.reference}" for each in running)

@@ -1,0 +1,98 @@
+"""Texts about models for the list of models: their size, memory, expected speed and draft model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from textual.content import Content
+
+from edgespec.files import format_bytes
+
+if TYPE_CHECKING:
+    from edgespec import AvailableModel
+    from edgespec.tui.downloads import Download
+
+__all__ = ["details_text", "row_text", "speed_text"]
+
+_PLACES = {
+    "embedded": "included in edgespec: a toy for offline use",
+    "hub": "in the Hugging Face cache",
+    "ollama": "stored by Ollama",
+    "lmstudio": "stored by LM Studio",
+    "catalogue": "on Hugging Face",
+    "search": "on Hugging Face",
+}
+# Widths of the columns in cells, and the least width of a row that shows each of them.
+_COLUMNS = {"size": (12, 0), "fits": (11, 46), "speed": (13, 58), "draft": (18, 74)}
+
+
+def row_text(model: AvailableModel, width: int, *, is_used: bool, download: Download | None) -> Content:
+    """Return a model's row in the list, which is `width` cells wide. A narrow row shows fewer columns."""
+    values = {
+        "size": f"~{_size(model)}" if not model.is_installed and model.size_bytes else _size(model),
+        "fits": "" if not model.size_bytes else "fits" if model.fits else "too large",
+        "speed": speed_text(model),
+        "draft": f"+ {model.draft}" if model.draft else "",
+    }
+    columns = [(name, size) for name, (size, least) in _COLUMNS.items() if width >= least]
+    right = "".join(f"  {values[name]}"[:size].ljust(size) for name, size in columns)
+    if download is not None and not model.is_installed:
+        right = f"  {download.state}".ljust(len(right))
+    name_width = width - len(right) - 2
+    name = model.reference if len(model.reference) <= name_width else f"…{model.reference[1 - name_width :]}"
+    return Content.assemble(
+        ("• " if is_used else "  ", "$primary"),
+        (name.ljust(name_width), "" if model.fits else "$muted"),
+        (right, "$muted"),
+    )
+
+
+def _size(model: AvailableModel) -> str:
+    return format_bytes(model.size_bytes) if model.size_bytes else "size ?"
+
+
+def speed_text(model: AvailableModel) -> str:
+    """Return the expected speed, such as `12 tok/s`. Empty if this machine was not measured."""
+    if model.speed is None:
+        return ""
+    speed = model.speed.fastest_tokens_per_second
+    return f"{speed:,.0f} tok/s" if speed >= 10 else f"{speed:.1f} tok/s"
+
+
+def details_text(
+    model: AvailableModel, budget_bytes: int | None, *, is_used: bool, is_downloading: bool
+) -> Content:
+    """Return what the list says about the highlighted model, and what Enter does."""
+    memory = "Its size is unknown."
+    if model.needed_bytes:
+        budget = f" {format_bytes(budget_bytes)} may be used." if budget_bytes is not None else ""
+        memory = f"It needs about {format_bytes(model.needed_bytes)} of memory.{budget}"
+    draft = f" with the draft model {model.draft}" if model.draft else ""
+    if model.speed is None:
+        speed = f"It works{draft}. Ctrl+S measures its speed." if draft else "Ctrl+S measures its speed."
+    else:
+        gain = f", {model.speed.speedup:.1f}x as fast as without it" if draft else ""
+        speed = f"Expected speed: {speed_text(model)}{draft}{gain}."
+    return Content.assemble(
+        (f"{model.reference}, {_PLACES[model.place]}", "bold"),
+        "\n",
+        (_action(model, is_used, is_downloading), "$primary" if model.fits else "$warning"),
+        f"\n{memory} {speed}",
+    )
+
+
+def _action(model: AvailableModel, is_used: bool, is_downloading: bool) -> str:
+    if is_used:
+        return "This chat uses this model."
+    if is_downloading:
+        return "Enter stops the download. It can be resumed later."
+    if not model.is_installed and not model.fits:
+        return "Too large for this machine."
+    if model.is_installed:
+        warning = "" if model.fits else " It may not fit in memory."
+        return f"Enter switches to this model.{warning}"
+    size = f" {format_bytes(model.download_bytes)}" if model.download_bytes else ""
+    terms = (
+        f" First, {model.notice.removesuffix(' first')}." if model.place == "search" and model.notice else ""
+    )
+    return f"Enter downloads{size} in the background.{terms}"

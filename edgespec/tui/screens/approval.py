@@ -1,0 +1,96 @@
+"""The dialog that asks whether the model may call a tool."""
+
+from __future__ import annotations
+
+import json
+from time import monotonic
+from typing import ClassVar, Literal, TypeAlias
+
+from textual import events
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical, VerticalScroll
+from textual.content import Content
+from textual.screen import ModalScreen
+from textual.widgets import Button, Static
+
+from edgespec.tools.tool import Tool, visible
+
+__all__ = ["ApprovalScreen", "Decision", "readable_arguments"]
+
+Decision: TypeAlias = Literal["once", "chat", "always", "refuse", "stop"]
+# The dialog can open while the user is typing. It reacts only after this many seconds without a key.
+_QUIET_SECONDS = 0.5
+_CHECK_SECONDS = 0.05
+
+
+class ApprovalScreen(ModalScreen[Decision]):
+    """Dialog that shows a tool call with its arguments. Its result is what the user decided.
+
+    All texts about the call come from the model and the server, so they are shown without markup, and their
+    control characters as escapes.
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "choose('stop')", "Stop", show=False, priority=True),
+        Binding("up", "app.focus_previous", "Previous", show=False),
+        Binding("down", "app.focus_next", "Next", show=False),
+    ]
+
+    def __init__(self, tool: Tool, arguments: str) -> None:
+        super().__init__()
+        self._tool = tool
+        self._arguments = arguments
+        self._last_key = monotonic()
+        self._decided = False
+
+    def compose(self) -> ComposeResult:
+        tool = self._tool
+        with Vertical(classes="dialog -large -approval") as dialog:
+            dialog.border_title = "Allow this tool call?"
+            dialog.border_subtitle = "↑ ↓ Enter · Esc stops the reply"
+            yield Static(
+                Content.assemble("Tool ", (tool.name, "bold"), " of the server ", (tool.server, "bold"))
+            )
+            with VerticalScroll(classes="approval-text", can_focus=False):
+                yield Static(Content(readable_arguments(self._arguments)))
+            yield Button("Allow once", action="screen.choose('once')", compact=True)
+            yield Button("Allow in this chat", action="screen.choose('chat')", compact=True)
+            yield Button("Always allow this tool", action="screen.choose('always')", compact=True)
+            yield Button("Refuse", action="screen.choose('refuse')", variant="error", compact=True)
+
+    def on_mount(self) -> None:
+        self._enable(False)
+        self.set_interval(_CHECK_SECONDS, self._check_quiet)
+
+    async def on_event(self, event: events.Event) -> None:
+        if isinstance(event, events.Key | events.Paste):
+            self._last_key = monotonic()
+        await super().on_event(event)
+
+    def _check_quiet(self) -> None:
+        if self.query(Button).first().disabled and monotonic() - self._last_key >= _QUIET_SECONDS:
+            self._enable(True)
+            self.query(Button).first().focus()
+
+    def _enable(self, enabled: bool) -> None:
+        for button in self.query(Button):
+            button.disabled = not enabled
+
+    def action_choose(self, decision: Decision) -> None:
+        self.decide(decision)
+
+    def decide(self, decision: Decision) -> None:
+        """Close the dialog with a decision, unless it is already closed."""
+        if not self._decided:
+            self._decided = True
+            self.dismiss(decision)
+
+
+def readable_arguments(arguments: str) -> str:
+    """Return the arguments of a call as indented JSON, with control characters as escapes."""
+    try:
+        text = json.dumps(json.loads(arguments), ensure_ascii=False, indent=2)
+    except (ValueError, RecursionError):
+        text = arguments
+    return visible(text)

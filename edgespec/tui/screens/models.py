@@ -1,0 +1,255 @@
+"""The list of models: those on this machine, in the catalogue and on Hugging Face."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from threading import Event
+from typing import TYPE_CHECKING, ClassVar
+
+from textual import events, on, work
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical
+from textual.content import Content
+from textual.screen import ModalScreen
+from textual.widgets import Input, OptionList, Static
+from textual.widgets.option_list import Option
+
+import edgespec
+from edgespec.errors import EdgespecError
+from edgespec.tui.background import in_thread
+from edgespec.tui.downloads import Downloads
+from edgespec.tui.model_texts import details_text, row_text
+from edgespec.tui.texts import sentences
+
+if TYPE_CHECKING:
+    from edgespec import AvailableModel, Runtime
+
+__all__ = ["ModelsScreen"]
+
+_SEARCH_DELAY_SECONDS = 0.5
+_MIN_SEARCHED_CHARACTERS = 2
+_TICK_SECONDS = 0.5
+# Memory in bytes that measuring the speed of this machine takes at most.
+_MEASURING_BYTES = 1 << 30
+
+
+class ModelsScreen(ModalScreen["AvailableModel | None"]):
+    """Dialog for choosing a model. Its result is the model to switch to or to download, or None after Esc.
+
+    Args:
+        runtime: The loaded model, whose memory budget also applies to the other models.
+        downloads: The downloads, whose progress the list shows. Enter stops a running one.
+        is_writing: Whether a reply is being generated, which measuring the machine would disturb.
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,f9", "dismiss", "Close", show=False),
+        Binding("down", "move('cursor_down')", show=False, priority=True),
+        Binding("up", "move('cursor_up')", show=False, priority=True),
+        Binding("pagedown", "move('page_down')", show=False, priority=True),
+        Binding("pageup", "move('page_up')", show=False, priority=True),
+        Binding("ctrl+s", "measure", show=False, priority=True),
+    ]
+
+    def __init__(self, runtime: Runtime, downloads: Downloads, *, is_writing: bool) -> None:
+        super().__init__()
+        self._runtime, self._downloads, self._is_writing = runtime, downloads, is_writing
+        plan = runtime.plan
+        self._budget_bytes = plan.budget.total_bytes if plan else None
+        self._models: Sequence[AvailableModel] | None = None
+        self._found: Sequence[AvailableModel] = ()
+        self._hub_note = "Type at least two letters to search."
+        self._shown: dict[str, AvailableModel] = {}
+        self._message = ""
+        self._left = Event()
+        self._filter = Input(placeholder="Type to filter the list and to search Hugging Face", compact=True)
+        self._list = OptionList(compact=True)
+        self._details = Static(classes="hint")
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="dialog -large", id="models-dialog") as dialog:
+            dialog.border_title = "Models"
+            dialog.border_subtitle = "Enter chooses · Esc closes"
+            yield self._filter
+            yield self._list
+            yield self._details
+
+    def on_mount(self) -> None:
+        self._filter.focus()
+        self._list.can_focus = False
+        self.set_interval(_TICK_SECONDS, self._refresh_downloads)
+        self._list_models()
+
+    def on_unmount(self) -> None:
+        self._left.set()
+
+    def on_resize(self, _event: events.Resize) -> None:
+        self.call_after_refresh(self._show)
+
+    @work(exclusive=True, group="list")
+    async def _list_models(self) -> None:
+        try:
+            self._models = await in_thread(lambda: edgespec.list_models(memory=self._budget_bytes))
+        except EdgespecError as error:
+            self._message = sentences(error.what, error.next_step)
+            self._models = ()
+        self._show()
+
+    @on(Input.Changed)
+    def _filter_changed(self) -> None:
+        self._message = ""
+        self._list.highlighted = None
+        self._search(self._filter.value.strip())
+        self._show()
+
+    @work(exclusive=True, group="search")
+    async def _search(self, text: str) -> None:
+        self._found = ()
+        if len(text) < _MIN_SEARCHED_CHARACTERS:
+            self._hub_note = "Type at least two letters to search."
+            self._show()
+            return
+        self._hub_note = "Searching…"
+        self._show()
+        await asyncio.sleep(_SEARCH_DELAY_SECONDS)
+        try:
+            self._found = await in_thread(lambda: edgespec.search_models(text, memory=self._budget_bytes))
+            self._hub_note = "" if self._found else "Nothing was found."
+        except EdgespecError as error:
+            self._hub_note = sentences(error.what, error.next_step)
+        self._show()
+
+    def _show(self) -> None:
+        """Show the models that match the filter, and keep the highlighted one."""
+        highlighted = self._highlighted
+        words = self._filter.value.lower().split()
+
+        def matching(is_installed: bool) -> list[AvailableModel]:
+            return [
+                model
+                for model in self._models or ()
+                if model.is_installed == is_installed
+                and all(word in f"{model.reference} {model.family}".lower() for word in words)
+            ]
+
+        listed = {model.reference for model in self._models or ()}
+        groups = (
+            ("On this machine", matching(True), "" if self._models is not None else "Looking for models…"),
+            ("To download", matching(False), ""),
+            (
+                "On Hugging Face",
+                [each for each in self._found if each.reference not in listed],
+                self._hub_note,
+            ),
+        )
+        self._shown = {}
+        options = []
+        for heading, models, note in groups:
+            if not models and not note:
+                continue
+            options.append(Option(Content.assemble((heading, "bold")), disabled=True))
+            options += [self._option(model) for model in models]
+            if note and not models:
+                options.append(Option(Content.assemble((f"  {note}", "$muted")), disabled=True))
+        self._list.set_options(options)
+        if self._shown:
+            chosen = highlighted.reference if highlighted and highlighted.reference in self._shown else ""
+            self._list.highlighted = self._list.get_option_index(chosen or next(iter(self._shown)))
+        self._show_details()
+
+    def _option(self, model: AvailableModel) -> Option:
+        self._shown[model.reference] = model
+        return Option(self._row(model), id=model.reference)
+
+    def _row(self, model: AvailableModel) -> Content:
+        width = max(20, self._list.scrollable_content_region.width or self.size.width - 8)
+        return row_text(
+            model, width, is_used=self._is_used(model), download=self._downloads.find(model.reference)
+        )
+
+    def _is_used(self, model: AvailableModel) -> bool:
+        return str(model.path) == self._runtime.target.path
+
+    def _refresh_downloads(self) -> None:
+        """Show how far the downloads are. A finished download moves to the models on this machine."""
+        for reference, model in self._shown.items():
+            download = self._downloads.find(reference)
+            if download is None or model.is_installed:
+                continue
+            if download.ended.is_set() and download.error is None:
+                self._list_models()
+                return
+            self._list.replace_option_prompt(reference, self._row(model))
+        self._show_details()
+
+    @property
+    def _highlighted(self) -> AvailableModel | None:
+        option = self._list.highlighted_option
+        return self._shown.get(option.id or "") if option else None
+
+    @on(OptionList.OptionHighlighted)
+    def _show_details(self) -> None:
+        model = self._highlighted
+        if self._message or model is None:
+            self._details.update(Content(self._message))
+            return
+        is_downloading = self._downloads.is_running(model.reference)
+        self._details.update(
+            details_text(
+                model, self._budget_bytes, is_used=self._is_used(model), is_downloading=is_downloading
+            )
+        )
+
+    def action_move(self, how: str) -> None:
+        """Move the highlight while the text field keeps the focus."""
+        self._message = ""
+        getattr(self._list, f"action_{how}")()
+
+    @on(Input.Submitted)
+    @on(OptionList.OptionSelected)
+    def _choose(self) -> None:
+        model = self._highlighted
+        if model is None or self._is_used(model):
+            return
+        if self._downloads.is_running(model.reference):
+            self._downloads.stop(model.reference)
+            self._refresh_downloads()
+        elif not model.fits and not model.is_installed:
+            self._message = f"{model.reference} was not downloaded, because it does not fit in memory."
+            self._show_details()
+        else:
+            self.dismiss(model)
+
+    @work(exclusive=True, group="measure")
+    async def action_measure(self) -> None:
+        """Measure this machine, so that the list shows the expected speeds."""
+        plan = self._runtime.plan
+        if self._is_writing:
+            self._message = "Wait for the end of the reply, then press F9 and Ctrl+S to measure this machine."
+        elif plan is not None and plan.free_bytes("memory") < _MEASURING_BYTES:
+            self._message = (
+                "Measuring needs 1 GiB of memory. Quit and run `edgespec recommend`, or use the demo."
+            )
+        else:
+            await self._measure()
+        self._show_details()
+
+    async def _measure(self) -> None:
+        def progress(_description: str, fraction: float) -> bool:
+            if not self._left.is_set():
+                self.call_later(self._show_measuring, fraction)
+            return not self._left.is_set()
+
+        self._show_measuring(0.0)
+        try:
+            await in_thread(lambda: edgespec.measure_speed(progress))
+            self._message = ""
+            self._list_models()
+        except EdgespecError as error:
+            self._message = sentences(error.what, error.next_step)
+
+    def _show_measuring(self, fraction: float) -> None:
+        self._message = f"Measuring this machine, {fraction:.0%}. This takes about 20 seconds; Esc stops it."
+        self._show_details()

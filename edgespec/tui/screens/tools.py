@@ -1,0 +1,116 @@
+"""The list of MCP servers and their tools."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import ClassVar
+
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical
+from textual.content import Content
+from textual.screen import ModalScreen
+from textual.widgets import OptionList
+from textual.widgets.option_list import Option
+
+from edgespec.tools.connection import ServerConnection
+from edgespec.tools.tool import Tool, visible
+from edgespec.tools.toolbox import Toolbox
+from edgespec.tui.numbers import count
+
+__all__ = ["ToolsScreen"]
+
+_MAX_DESCRIPTION = 100
+
+
+class ToolsScreen(ModalScreen[None]):
+    """Dialog that lists the servers and their tools. Enter switches one on or off.
+
+    Args:
+        toolbox: The servers.
+        disabled: The tools that are switched off, by the name that the model uses. The dialog changes it.
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "dismiss", "Close", show=False),
+        Binding("space", "switch", "Switch", show=False),
+    ]
+
+    def __init__(self, toolbox: Toolbox, disabled: set[str]) -> None:
+        super().__init__()
+        self._toolbox = toolbox
+        self._disabled = disabled
+        self._busy: set[str] = set()
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="dialog -large") as dialog:
+            dialog.border_title = "Tools"
+            dialog.border_subtitle = "Enter switches on or off · Esc closes"
+            yield OptionList(compact=True)
+
+    def on_mount(self) -> None:
+        self._refresh()
+        self.query_one(OptionList).focus()
+
+    def _refresh(self) -> None:
+        options = self.query_one(OptionList)
+        place = options.highlighted or 0
+        rows: list[Option] = []
+        for name, server in self._toolbox.servers.items():
+            rows.append(Option(self._server_row(name, server), id=name))
+            rows += [Option(self._tool_row(server, tool), id=tool.call_name) for tool in server.tools]
+        options.set_options(rows)
+        options.highlighted = min(place, len(rows) - 1)
+
+    def _server_row(self, name: str, server: ServerConnection) -> Content:
+        if name in self._busy:
+            state = ("starting…" if not server.running else "stopping…", "$muted")
+        elif server.running:
+            left_out = f", {server.left_out:,} more left out" if server.left_out else ""
+            state = (f"on, {count(len(server.tools), 'tool')}{left_out}", "$success")
+        elif server.problem:
+            state = (f"does not run: {server.problem}", "$error")
+        else:
+            state = ("off", "$muted")
+        return Content.assemble((name, "bold"), "  ", state)
+
+    def _tool_row(self, server: ServerConnection, tool: Tool) -> Content:
+        is_on = tool.call_name not in self._disabled
+        description = " ".join(visible(tool.description).split())
+        if len(description) > _MAX_DESCRIPTION:
+            description = description[: _MAX_DESCRIPTION - 1] + "…"
+        allowed = "  runs without asking" if tool.name in server.config.allow else ""
+        return Content.assemble(
+            "  ✓ " if is_on else "    ",
+            tool.name if is_on else (tool.name, "$muted"),
+            (f"  {description}", "$muted"),
+            (allowed, "$warning"),
+        )
+
+    @on(OptionList.OptionSelected)
+    def _selected(self, event: OptionList.OptionSelected) -> None:
+        self._switch(str(event.option.id))
+
+    def action_switch(self) -> None:
+        option = self.query_one(OptionList).highlighted_option
+        if option is not None:
+            self._switch(str(option.id))
+
+    def _switch(self, name: str) -> None:
+        """Switch a server, whose name contains no underscore, or a tool, whose name does."""
+        if name not in self._toolbox.servers:
+            self._disabled ^= {name}
+        elif name not in self._busy:
+            self._busy.add(name)
+            self.run_worker(self._switch_server(name))
+        self._refresh()
+
+    async def _switch_server(self, name: str) -> None:
+        running = self._toolbox.servers[name].running
+        try:
+            change = self._toolbox.stop if running else self._toolbox.start
+            await asyncio.wrap_future(change(name))
+        finally:
+            self._busy.discard(name)
+        self._refresh()

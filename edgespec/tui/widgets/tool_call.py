@@ -1,0 +1,69 @@
+"""Widget for a tool call and its result, folded to one line."""
+
+from __future__ import annotations
+
+from textual.app import ComposeResult
+from textual.content import Content
+from textual.widgets import Collapsible, Static
+from textual.widgets._collapsible import CollapsibleTitle
+
+from edgespec.chat.tool_calls.calls import ToolCall
+from edgespec.tools.tool import visible
+from edgespec.tui.numbers import count, seconds_text
+from edgespec.tui.screens.approval import readable_arguments
+from edgespec.tui.widgets.long_texts import limited_text
+from edgespec.tui.widgets.message_widget import MessageWidget
+
+__all__ = ["ToolCallMessage"]
+
+_MAX_ARGUMENTS = 60
+
+
+class ToolCallMessage(MessageWidget):
+    """A tool call and its result, below a line that unfolds them with Enter or a click.
+
+    Args:
+        call: The call. None if it is unknown, because the chat file lacks it.
+        result: The result, if the call has already ended.
+    """
+
+    def __init__(self, call: ToolCall | None, result: str | None = None) -> None:
+        super().__init__(classes="tool-call")
+        self._call = call or ToolCall("", "unknown tool", "")
+        self._body = Static()
+        self._fold = Collapsible(self._body, title="")
+        self._result, self._seconds = result, 0.0
+
+    def compose(self) -> ComposeResult:
+        yield self._fold
+
+    def on_mount(self) -> None:
+        self._refresh()
+
+    def finish(self, result: str, seconds: float) -> None:
+        """Show the result of the call, which took this many seconds."""
+        self._result, self._seconds = result, seconds
+        self._refresh()
+
+    def _refresh(self) -> None:
+        call, result = self._call, self._result
+        arguments = " ".join(visible(call.arguments).split())
+        if len(arguments) > _MAX_ARGUMENTS:
+            arguments = arguments[: _MAX_ARGUMENTS - 1] + "…"
+        took = f" in {seconds_text(self._seconds)}" if self._seconds else ""
+        if result is None:
+            state = " · calling…"
+        elif result.startswith("Error: "):
+            state = f" · failed{took}"
+        else:
+            state = f" · {count(len(result), 'character')}{took}"
+        # `Content` keeps the names and arguments from being read as markup.
+        self._fold.query_one(CollapsibleTitle).label = Content.assemble(
+            "Tool ", (visible(call.name), "bold"), " ", arguments, state
+        )
+        text = visible(result) if result is not None else ""
+        self._body.update(
+            Content.assemble(
+                (limited_text(readable_arguments(call.arguments)), "$muted"), "\n\n", limited_text(text)
+            )
+        )

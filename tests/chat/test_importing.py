@@ -1,0 +1,208 @@
+"""Exports of ChatGPT, Claude, Open WebUI and edgespec are imported, and bad files are reported."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import zipfile
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgespec.chat.exporting import FORMATS, as_html, as_json, as_markdown
+from edgespec.chat.importing import Import, read_export
+from edgespec.chat.message import Message
+from edgespec.chat.message_tree import MessageTree
+from edgespec.chat.store import SavedChat
+from edgespec.errors import ChatFileError
+
+NOON = datetime(2025, 3, 1, 12, 0, tzinfo=UTC)
+
+
+def imported(folder: Path, value: object) -> Import:
+    path = folder / "conversations.json"
+    path.write_text(json.dumps(value), "utf-8")
+    return read_export(path)
+
+
+def contents(chat: SavedChat) -> list[str]:
+    return [message.content for message in chat.messages]
+
+
+def chatgpt_node(key: str, parent: str | None, role: str, *parts: Any, **more: Any) -> dict[str, Any]:
+    content = {"content_type": "text", "parts": list(parts)}
+    message = {"id": key, "author": {"role": role}, "content": content, "metadata": {}, "recipient": "all"}
+    return {"id": key, "parent": parent, "children": [], "message": message | more}
+
+
+CHATGPT = {
+    "title": "Sorting files",
+    "create_time": 1740830400.5,
+    "update_time": 1740830460.0,
+    "current_node": "a1",
+    "mapping": {
+        "a1": chatgpt_node("a1", "hidden", "assistant", "Use `ls -S`."),
+        "root": {"id": "root", "message": None, "parent": None, "children": ["system"]},
+        "system": chatgpt_node("system", "root", "system", ""),
+        "q": chatgpt_node("q", "system", "user", {"content_type": "image_asset_pointer"}, "How?"),
+        "hidden": chatgpt_node(
+            "hidden", "q", "assistant", "secret", metadata={"is_visually_hidden_from_conversation": True}
+        ),
+        "tool": chatgpt_node("tool", "q", "tool", "result"),
+        "a2": chatgpt_node("a2", "tool", "assistant", "Use `du`."),
+    },
+}
+
+
+def test_chats_of_chatgpt_keep_their_versions(tmp_path: Path) -> None:
+    result = imported(tmp_path, [CHATGPT])
+    (chat,) = result.chats
+    assert contents(chat) == ["How?", "Use `ls -S`."]
+    assert len(chat.tree.versions(chat.tree.path[1])) == 2
+    assert chat.title == "Sorting files"
+    assert chat.created == datetime.fromtimestamp(1740830400.5, UTC)
+    assert +result.left_out == {"images, audio and video": 1, "tool calls, their results and reasoning": 1}
+
+
+CLAUDE = {
+    "uuid": "c",
+    "name": "Trees",
+    "created_at": "2025-03-01T12:00:00.123456Z",
+    "updated_at": "2025-03-01T12:01:00Z",
+    "chat_messages": [
+        {
+            "uuid": "1",
+            "sender": "human",
+            "text": "How tall?",
+            "content": [{"type": "text", "text": "How tall?"}],
+            "attachments": [{"file_name": "a.txt", "extracted_content": "A tree."}],
+            "files": [{"file_name": "b.png"}],
+        },
+        {
+            "uuid": "2",
+            "sender": "assistant",
+            "text": "",
+            "content": [
+                {"type": "thinking", "thinking": "Trees are tall."},
+                {"type": "tool_use", "name": "web"},
+                {"type": "text", "text": "115 m."},
+            ],
+        },
+    ],
+}
+
+
+def test_chats_of_claude_keep_reasoning_and_pasted_texts(tmp_path: Path) -> None:
+    result = imported(tmp_path, [CLAUDE])
+    (chat,) = result.chats
+    assert contents(chat) == ["How tall?\n\nA tree.", "115 m."]
+    assert chat.messages[1].reasoning == "Trees are tall."
+    assert +result.left_out == {"tool calls, their results and reasoning": 1, "attached files": 1}
+
+
+def test_versions_in_chats_of_claude_are_kept(tmp_path: Path) -> None:
+    root = "00000000-0000-4000-8000-000000000000"
+    messages = [
+        {"uuid": "q", "parent_message_uuid": root, "sender": "human", "text": "Q"},
+        {"uuid": "a", "parent_message_uuid": "q", "sender": "assistant", "text": "A"},
+        {"uuid": "b", "parent_message_uuid": "q", "sender": "assistant", "text": "B"},
+    ]
+    chat = CLAUDE | {"chat_messages": messages, "current_leaf_message_uuid": "a"}
+    (result,) = imported(tmp_path, [chat]).chats
+    assert contents(result) == ["Q", "A"]
+    assert len(result.tree.versions(1)) == 2
+
+
+def test_chats_of_open_webui_keep_their_versions(tmp_path: Path) -> None:
+    messages = {
+        "b": {"id": "b", "parentId": "q", "childrenIds": [], "role": "assistant", "content": "B"},
+        "q": {"id": "q", "parentId": None, "childrenIds": ["a", "b"], "role": "user", "content": "Q"},
+        "a": {"id": "a", "parentId": "q", "childrenIds": [], "role": "assistant", "content": "A"},
+    }
+    chat = {"title": "T", "history": {"messages": messages, "currentId": "a"}, "messages": []}
+    (result,) = imported(tmp_path, [{"id": "x", "title": "T", "chat": chat, "created_at": 1740830400}]).chats
+    assert contents(result) == ["Q", "A"]
+    assert len(result.tree.versions(result.tree.path[1])) == 2
+
+
+def test_a_chat_exported_as_json_is_imported_unchanged(tmp_path: Path) -> None:
+    tree = MessageTree.linear([Message("user", "Q"), Message("assistant", "A")])
+    tree = tree.add(Message("assistant", "B"), 0).opened(1)
+    chat = SavedChat("", tree, NOON, NOON, title="T", system="Be brief.", sampling={"seed": 3})
+    path = tmp_path / "chat.json"
+    path.write_text(as_json(chat), "utf-8")
+    assert read_export(path).chats == [chat]
+
+
+def test_a_zip_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "export.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("conversations.json", json.dumps([CHATGPT, CLAUDE]))
+    assert [chat.title for chat in read_export(path).chats] == ["Sorting files", "Trees"]
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("other.json", "[]")
+    with pytest.raises(ChatFileError, match=r"it has no conversations\.json"):
+        read_export(path)
+
+
+def test_what_can_be_read_is_imported_from_a_file_with_damaged_chats(tmp_path: Path) -> None:
+    result = imported(tmp_path, [{"title": "?"}, CHATGPT, 3])
+    assert [chat.title for chat in result.chats] == ["Sorting files"]
+    assert result.left_out["chats that are damaged or in an unknown format"] == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "is not valid JSON"), ("[]", "contains no chats"), ("[" * 100_000, "is not valid JSON")],
+)
+def test_bad_files_are_reported(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    with pytest.raises(ChatFileError, match=message) as caught:
+        read_export(path)
+    assert caught.value.next_step
+    with pytest.raises(ChatFileError, match="cannot read"):
+        read_export(tmp_path / "missing.json")
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def places(value: Any) -> list[tuple[Any, Any]]:
+    """All containers in a JSON value, each with one of its keys."""
+    keys = (
+        list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
+    )
+    return [(value, key) for key in keys] + [place for key in keys for place in places(value[key])]
+
+
+@given(st.sampled_from([CHATGPT, CLAUDE]), st.integers(0, 999), values)
+def test_damage_never_raises_another_error(chat: dict[str, Any], pick: int, value: Any) -> None:
+    damaged = json.loads(json.dumps(chat))
+    every = places(damaged)
+    container, key = every[pick % len(every)]
+    container[key] = value
+    with tempfile.TemporaryDirectory() as folder, suppress(ChatFileError):
+        for read in imported(Path(folder), [damaged]).chats:
+            assert len(read.messages) <= len(read.tree.messages)
+
+
+def test_exports_are_readable_and_html_runs_nothing() -> None:
+    messages = [Message("user", "<b>Q</b>"), Message("assistant", "Use `ls` <script>alert(1)</script>")]
+    chat = SavedChat("one", MessageTree.linear(messages), NOON, NOON, title="A & B", system="Be brief.")
+    assert as_markdown(chat).startswith("# A & B\n\n**System:**\n\nBe brief.\n\n**You:**\n\n<b>Q</b>\n")
+    page = as_html(chat)
+    assert "<title>A &amp; B</title>" in page
+    assert "&lt;b&gt;Q&lt;/b&gt;" in page
+    assert "<code>ls</code>" in page
+    assert "<script" not in page
+    assert set(FORMATS) == {".md", ".json", ".html"}

@@ -1,0 +1,159 @@
+"""`edgespec chat --plain`: line by line, in pipes and on dumb terminals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+from time import sleep
+
+import pytest
+
+import edgespec
+from tests.cli.conftest import Run, Start, one_line_error
+
+QUESTION = "How do I list files by size?"
+# A chat whose reply takes 20 seconds, with the folder of its chats as the argument.
+SLOW = """
+import sys
+from pathlib import Path
+from edgespec.chat.store import ChatStore
+from edgespec.tui.plain import run_plain_chat
+from tests.tui.scripted import Script, ScriptedRuntime, loading
+runtime = ScriptedRuntime([Script("word " * 1000, pause_seconds=0.02), Script("done")])
+end = run_plain_chat(loading(runtime), model_name="demo", store=ChatStore(Path(sys.argv[1])))
+sys.exit(130 if end.signalled else 0)
+"""
+
+
+def chats(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))]
+
+
+@pytest.mark.parametrize("temperature", ["0", "0.8"])
+def test_a_pipe_gets_only_the_replies(start: Start, tmp_path: Path, temperature: str) -> None:
+    process = start(
+        *("chat", "--threads", "1", "--seed", "5", "-n", "40", "--temperature", temperature),
+        stdin=subprocess.PIPE,
+        env={"EDGESPEC_DATA_DIR": str(tmp_path / "data")},
+    )
+    out, err = process.communicate(f"{QUESTION}\n\n/regen\n".encode(), timeout=60)
+    assert process.returncode == 0, err
+    with edgespec.load("demo", threads=1) as runtime:
+        reply = runtime.generate(
+            QUESTION, seed=5, max_tokens=40, temperature=float(temperature), method="none"
+        )
+    assert out.decode() == f"{reply.answer.rstrip(chr(10))}\n" * 2
+    assert b"\x1b" not in out + err
+    assert b"\r" not in out + err
+    assert len(list((tmp_path / "data").rglob("chats/*.json"))) == 1
+
+
+def test_commands_work_line_by_line(start: Start, tmp_path: Path) -> None:
+    lines = [
+        "/set temperature 0",
+        "/show",
+        "/why",
+        "/system Be brief.",
+        QUESTION,
+        "/why",
+        "/save My chat",
+        "/load",
+    ]
+    lines += ["/theme", "/nope", "/set temprature 1", "/new", "/load My", "/help", "/quit", "never sent"]
+    process = start(
+        *("chat", "--threads", "1", "-n", "20"),
+        stdin=subprocess.PIPE,
+        env={"EDGESPEC_DATA_DIR": str(tmp_path / "data")},
+    )
+    output, errors = process.communicate("\n".join(lines).encode(), timeout=60)
+    out, err = output.decode(), errors.decode()
+    assert process.returncode == 0, err
+    for text in (
+        "temperature is now 0.",
+        "temperature: 0",
+        "There is no reply yet",
+        "System prompt: Be brief.",
+    ):
+        assert text in out
+    for text in ("Saved as 'My chat'.", "My chat (now, 2 messages)", "/regen: regenerate the last reply"):
+        assert text in out
+    for text in (
+        "/theme needs the full-screen chat",
+        "Unknown command /nope",
+        "Opened “My chat”",
+        "temperature?",
+    ):
+        assert text in err
+    assert "never sent" not in out + err
+    assert "--resume" in err
+
+
+def test_several_lines_are_one_message(start: Start, tmp_path: Path) -> None:
+    code = SLOW.replace('"word " * 1000', '"yes"')
+    process = start(str(tmp_path), code=code, stdin=subprocess.PIPE)
+    out, _ = process.communicate(b'"""two\n\nlines"""\n', timeout=60)
+    assert out == b"yes\n"
+    assert chats(tmp_path)[0]["messages"][0]["content"] == "two\n\nlines"  # type: ignore[index]
+
+
+def test_ctrl_c_stops_the_reply_and_twice_quits(start: Start, tmp_path: Path) -> None:
+    process = start(str(tmp_path), code=SLOW, stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(b"one\n")
+    process.stdin.flush()
+    assert process.stdout.read(5) == b"word "
+    process.send_signal(signal.SIGINT)
+    sleep(2.5)
+    process.stdin.write(b"two\n")
+    process.stdin.flush()
+    text = b""
+    while b"done" not in text:
+        text += os.read(process.stdout.fileno(), 1000)
+    sleep(1)
+    process.send_signal(signal.SIGINT)
+    sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert b"Stopped. Type /continue" in err
+    assert b"Press Ctrl-C again to quit" in err
+    assert b"Traceback" not in err
+    (saved,) = chats(tmp_path)
+    assert len(saved["messages"]) == 4  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("writing", [False, True])
+def test_a_signal_ends_the_chat_and_keeps_the_reply(
+    start: Start, tmp_path: Path, number: signal.Signals, writing: bool
+) -> None:
+    process = start(str(tmp_path), code=SLOW, stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(b"one\n" if writing else b"/memory\n")
+    process.stdin.flush()
+    assert process.stdout.read(5)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert b"Traceback" not in err
+    if writing:
+        (saved,) = chats(tmp_path)
+        assert saved["messages"][1]["content"].startswith("word ")  # type: ignore[index]
+        assert saved["unfinished"] is True
+
+
+def test_a_model_that_cannot_be_loaded_is_one_line(run: Run) -> None:
+    result = run("chat", "--plain", "--target", "/nowhere.gguf", input="hello\n")
+    assert result.exit_code == 1
+    assert "/nowhere.gguf" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
+def test_an_unknown_option_is_refused(run: Run) -> None:
+    assert "--plian" in one_line_error(run("chat", "--plian"), 2)

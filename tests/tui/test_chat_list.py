@@ -1,0 +1,118 @@
+"""The list of chats: what is typed filters it, pinned chats come first, and deletions can be undone."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+import edgespec
+from edgespec.chat.message import Message
+from edgespec.chat.message_tree import MessageTree
+from edgespec.chat.store import ChatStore, SavedChat
+from edgespec.errors import ChatFileError
+from edgespec.tui import archive
+from edgespec.tui.archive import Archive
+from tests.tui.driving import Driver, driving, until
+from tests.tui.scripted import Script, ScriptedRuntime, loading
+
+NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
+
+
+def titles(d: Driver) -> list[str]:
+    return [str(option.prompt).split("\n")[0].strip(" •") for option in d.chat.sidebar.options]
+
+
+async def test_typing_filters_and_pinned_chats_come_first(tmp_path: Path) -> None:
+    runtime = ScriptedRuntime(scripts=[Script(text="Use ls."), Script(text="Use find.")])
+    async with driving(loading(runtime), tmp_path) as d:
+        await d.say("sorting")
+        await d.say("/pin")
+        await d.say("/new")
+        await d.say("searching")
+        await d.press("f2")
+        assert titles(d) == ["sorting", "searching"]
+        await d.write("find")
+        assert titles(d) == ["searching"]
+        await d.sees("Use find.")
+        await d.write("x")
+        await d.sees("No chat contains “findx”.")
+        await d.press("escape")
+        assert titles(d) == ["sorting", "searching"]
+        await d.write("ls")
+        await d.press("enter")
+        await d.settled()
+        assert d.chat.current_chat.shown_title == "sorting"
+        assert d.chat.current_chat.pinned
+        await d.say("/rename Sizes")
+        await d.say("/pin")
+        assert sorted(chat.title for chat in ChatStore(tmp_path / "chats").list()) == ["Sizes", "searching"]
+        assert not any(chat.pinned for chat in ChatStore(tmp_path / "chats").list())
+
+
+async def test_a_deletion_is_final_when_its_time_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deleted: list[str] = []
+    monkeypatch.setattr(edgespec, "delete_data", deleted.append)
+    monkeypatch.setattr("edgespec.tui.deletion.UNDO_SECONDS", 0.5)
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.say("first")
+        await d.press("f2", "delete")
+        await until(d.pilot, lambda: not d.saved(), "the deletion")
+        await until(d.pilot, lambda: "prefix-cache" in deleted, "the end of the time for undo")
+        assert not list(d.app.store.folder.glob(".*.deleted"))
+
+
+def test_a_deletion_that_a_killed_program_did_not_finish_is_finished_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deleted: list[str] = []
+    monkeypatch.setattr(edgespec, "delete_data", deleted.append)
+    path = tmp_path / ".one.deleted"
+    path.write_text("{}")
+    Archive(ChatStore(tmp_path)).finish_all_deletions()
+    assert path.exists()
+    monkeypatch.setattr(archive, "time", lambda: path.stat().st_mtime + 1000)
+    Archive(ChatStore(tmp_path)).finish_all_deletions()
+    assert not path.exists()
+    assert "replies" in deleted
+
+
+async def test_a_deleted_chat_that_another_program_continues_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(edgespec, "delete_data", lambda kind: 0)
+    scripts = [Script(text="One."), Script(text="Two.")]
+    async with driving(loading(ScriptedRuntime(scripts=scripts)), tmp_path) as one:
+        await one.say("first")
+        async with driving(loading(ScriptedRuntime(scripts=scripts)), tmp_path, resume="last") as other:
+            await one.press("f2", "delete")
+            await until(one.pilot, lambda: not one.saved(), "the deletion")
+            await other.say("second")
+            one.chat.prompt.focus()
+            await one.say("/undo")
+            titles = ["first", "first"]
+            assert [chat.title for chat in ChatStore(tmp_path / "chats").list()] == titles
+            assert "second" in "".join(path.read_text("utf-8") for path in one.saved())
+            (chat_id,) = {path.stem for path in one.saved()} - {one.chat.current_chat.id}
+            await one.chat.archive.hide(chat_id)
+            await other.say("third")
+            await one.chat.archive.finish_deletion(chat_id)
+            assert "third" in other.app.store._path(chat_id).read_text("utf-8")
+    assert not list(one.app.store.folder.glob(".*.deleted"))
+
+
+async def test_an_undo_that_fails_can_be_repeated(tmp_path: Path) -> None:
+    store = ChatStore(tmp_path)
+    store.save(SavedChat("one", MessageTree.linear([Message("user", "Q")]), NOON, NOON))
+    archive = Archive(store)
+    await archive.hide("one")
+    (tmp_path / ".one.deleted").rename(tmp_path / "away")
+    with pytest.raises(ChatFileError, match="cannot rename"):
+        await archive.restore()
+    (tmp_path / "away").rename(tmp_path / ".one.deleted")
+    restored = await archive.restore()
+    assert restored is not None
+    assert restored.title == "Q"

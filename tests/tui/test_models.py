@@ -1,0 +1,212 @@
+"""The list of models: it filters, searches, downloads in the background, and switches."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+from textual.widgets import OptionList
+
+import edgespec
+from edgespec.catalog import Progress, download
+from edgespec.catalog.catalogue import models_folder
+from edgespec.tui.screens.models import ModelsScreen
+from edgespec.tui.worker import Load
+from tests.catalog.conftest import use_endpoint
+from tests.catalog.stand_in_hub import REPOSITORY, StandInHub
+from tests.tui.driving import Driver, driving, until
+from tests.tui.scripted import Script, ScriptedRuntime, loading
+
+KEPT = Path(__file__).parent / "snapshots"
+REFERENCE = f"hf:{REPOSITORY}"
+
+
+@pytest.fixture(autouse=True)
+def own_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use empty stores of models, and no network."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+    monkeypatch.setattr(download, "_RETRY_SECONDS", 0.0)
+    use_endpoint(monkeypatch, "http://127.0.0.1:9")
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInHub]:
+    """Start a hub with one repository, whose file is the demo model."""
+    data = (models_folder() / "demo-target-q8_0.gguf").read_bytes()
+    hub = StandInHub(files={"tiny-Q4_K_M.gguf": data})
+    hub.found = [{"id": REPOSITORY, "gguf": {"total": 11_540_736, "architecture": "llama"}}]
+    hub.start()
+    use_endpoint(monkeypatch, hub.url)
+    yield hub
+    hub.stop()
+
+
+def load_here(reference: str) -> Load:
+    def load(progress: Progress) -> edgespec.Runtime:
+        return edgespec.load(reference, measure_costs=False, memory="4GiB", progress=progress)
+
+    return load
+
+
+async def open_list(d: Driver) -> ModelsScreen:
+    await d.press("f9")
+    await until(d.pilot, lambda: isinstance(d.app.screen, ModelsScreen), "the list")
+    await d.sees("To download")
+    screen = d.app.screen
+    assert isinstance(screen, ModelsScreen)
+    return screen
+
+
+def highlighted(d: Driver) -> str:
+    option = d.app.screen.query_one(OptionList).highlighted_option
+    return option.id or "" if option else ""
+
+
+async def test_the_list_filters_and_switches_with_the_keyboard(tmp_path: Path) -> None:
+    async with driving(load_here("demo"), tmp_path, load_other=load_here) as d:
+        await open_list(d)
+        assert highlighted(d) == "demo"
+        await d.press("enter")
+        assert isinstance(d.app.screen, ModelsScreen), "the model in use cannot be chosen"
+        await d.press("down")
+        assert highlighted(d) == "demo-mlx"
+        await d.press("escape")
+        await open_list(d)
+        await d.write("mlx")
+        await until(d.pilot, lambda: highlighted(d) == "demo-mlx", "the filter")
+        assert "smollm2-135m " not in "\n".join(d.screen_text())
+        await d.press("enter")
+        await d.said("This chat now uses demo-mlx.")
+        await d.settled()
+        assert d.chat.runtime.target.name == "demo-mlx"
+
+
+async def test_models_that_do_not_fit_are_not_downloaded(tmp_path: Path) -> None:
+    async with driving(load_here("demo"), tmp_path, size=(100, 40)) as d:
+        await open_list(d)
+        await d.write("70b-q4")
+        await d.sees("too large")
+        await d.press("enter")
+        await d.sees("70b-q4 was not downloaded, because it does not fit in memory.")
+        assert d.chat.downloads.status == ""
+
+
+async def test_a_found_model_is_downloaded_while_one_chats_and_then_used(
+    hub: StandInHub, tmp_path: Path
+) -> None:
+    async with driving(load_here("demo"), tmp_path, load_other=load_here, size=(100, 40)) as d:
+        await open_list(d)
+        await d.write("tiny")
+        await d.sees(REFERENCE)
+        await until(d.pilot, lambda: highlighted(d) == REFERENCE, "the result")
+        await d.press("enter")
+        await d.said(f"Downloading {REFERENCE}")
+        await d.say("How do I list files by size?")
+        assert len(d.chat.current_chat.entries) == 2
+        await until(d.pilot, lambda: not d.chat.downloads.is_running(REFERENCE), "the download")
+        await open_list(d)
+        await d.write("tiny")
+        await until(d.pilot, lambda: highlighted(d) == f"{REPOSITORY}:Q4_K_M", "the downloaded model")
+        await d.press("enter")
+        await d.said("This chat now uses")
+        await d.settled()
+        assert d.chat.runtime.target.path.endswith("tiny-Q4_K_M.gguf")
+        assert len(d.chat.current_chat.entries) == 2
+
+
+async def test_a_download_is_stopped_and_resumed(
+    hub: StandInHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 2)
+    monkeypatch.setattr(download, "_MAX_RETRIES", 1000)
+    hub.stall_after_bytes = [4_000_000, *[0] * 1000]
+    async with driving(loading(ScriptedRuntime()), tmp_path, size=(100, 40)) as d:
+        await d.send(f"/model {REFERENCE}")
+        await until(d.pilot, lambda: "%" in d.chat.downloads.status, "the download", seconds=30)
+        await d.sees(f"% of {REFERENCE}")
+        await d.say("Hello")
+        await open_list(d)
+        await d.write("tiny")
+        await until(d.pilot, lambda: highlighted(d) == REFERENCE, "the result", seconds=30)
+        await d.sees("Enter stops the download")
+        await d.press("enter")
+        await until(d.pilot, lambda: not d.chat.downloads.is_running(REFERENCE), "the end", seconds=30)
+        await d.sees("stopped at")
+        await d.press("escape")
+        await d.said(f"The download of {REFERENCE} was stopped. To resume it, type /model {REFERENCE}")
+        kept = next((tmp_path / "cache").rglob("*.edgespec")).stat().st_size
+        hub.stall_after_bytes.clear()
+        hub.ranges.clear()
+        await d.send(f"/model {REFERENCE}")
+        await until(d.pilot, lambda: not d.chat.downloads.is_running(REFERENCE), "the end", seconds=30)
+        await d.said(f"{REFERENCE} is downloaded. To switch to it, type /model {REFERENCE}")
+        assert hub.ranges == ([f"bytes={kept}-"] if kept else [])
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("network", "cannot be reached"),
+        ("gated", "is gated: its licence must be accepted first; accept it at"),
+        ("disk", "has only 1.0 KiB free"),
+        ("missing", "has no model repository"),
+    ],
+)
+async def test_a_failed_download_says_why_in_one_sentence(
+    hub: StandInHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, text: str
+) -> None:
+    if fault == "network":
+        hub.stop()
+    elif fault == "gated":
+        hub.status, hub.error_code = 403, "GatedRepo"
+    elif fault == "missing":
+        hub.status, hub.error_code = 404, "RepoNotFound"
+    else:
+        usage = shutil.disk_usage(tmp_path)._replace(free=1024)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.send(f"/model {REFERENCE}")
+        await d.said(f"{REFERENCE} was not downloaded:")
+        assert text in d.transcript()
+        await d.say("Hello")
+
+
+async def test_without_a_network_the_list_says_so_in_one_line(tmp_path: Path) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path, size=(120, 40)) as d:
+        await open_list(d)
+        await d.write("zz")
+        await d.sees("Hugging Face cannot be searched: http://127.0.0.1:9 cannot be reached.")
+
+
+async def test_measuring_waits_for_the_end_of_the_reply(tmp_path: Path) -> None:
+    runtime = ScriptedRuntime([Script(text="word " * 2000, pause_seconds=0.005)])
+    async with driving(loading(runtime), tmp_path) as d:
+        await d.send("Hello")
+        await d.said("word word")
+        await open_list(d)
+        await d.press("ctrl+s")
+        await d.sees("Wait for the end of the reply")
+
+
+@pytest.mark.parametrize("size", [(40, 20), (80, 24), (200, 60)], ids=lambda s: f"{s[0]}x{s[1]}")
+async def test_the_list_on_the_screen(tmp_path: Path, size: tuple[int, int]) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path, size=size) as d:
+        await open_list(d)
+        await d.pilot.pause(0.3)
+        shown = d.screen_text()
+    for line in shown:
+        assert len(line) <= size[0]
+    path = KEPT / f"models-{size[0]}x{size[1]}.txt"
+    # Where the ends of a scrollbar's handle are drawn depends on when the screen was last painted.
+    text = re.sub("[▁▂▃▄▅▆▇]", " ", "\n".join(shown)) + "\n"
+    if os.environ.get("EDGESPEC_UPDATE_SNAPSHOTS"):
+        path.write_text(text, "utf-8")
+    assert text == path.read_text("utf-8")

@@ -1,0 +1,301 @@
+"""Tools in the chat: off by default, each call approved with the keyboard, results folded and saved."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import edgespec.tui.screens.approval
+import edgespec.tui.tool_use
+from edgespec.chat.store import Setting
+from edgespec.settings_file import quoted
+from edgespec.tools.server_config import read_servers, servers_path
+from edgespec.tui.screens.approval import ApprovalScreen
+from edgespec.tui.screens.tools import ToolsScreen
+from edgespec.tui.tool_use import ToolUse
+from edgespec.tui.widgets.tool_call import ToolCallMessage
+from edgespec.tui.worker import Load
+from tests.tui.driving import Driver, driving, until
+from tests.tui.scripted import ScriptedRuntime, loading
+
+SERVERS = Path(__file__).parent.parent / "tools"
+
+
+@pytest.fixture(autouse=True)
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A config folder of its own, without servers."""
+    monkeypatch.setenv("EDGESPEC_CONFIG_DIR", str(tmp_path / "config"))
+    servers_path().parent.mkdir()
+    return servers_path()
+
+
+def configure(name: str, script: str, *words: str) -> None:
+    args = ", ".join(map(quoted, (str(SERVERS / script), *words)))
+    with servers_path().open("a") as file:
+        file.write(f"[{name}]\ncommand = {quoted(sys.executable)}\nargs = [{args}]\n")
+
+
+@pytest.fixture
+def forced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of tools that the model must call, one in each reply. After them, it must call none."""
+    names: list[str] = []
+    offered = vars(ToolUse)["options"].fget
+
+    def options(self: ToolUse) -> dict[str, Any]:
+        given = offered(self)
+        if not names:
+            return {**given, "tool_choice": "none", "max_tokens": 4} if given else {}
+        return {**given, "tool_choice": {"type": "function", "function": {"name": names.pop(0)}}}
+
+    monkeypatch.setattr(ToolUse, "options", property(options))
+    return names
+
+
+async def tools_on(driver: Driver, least: int = 1) -> None:
+    await driver.say("/tools on")
+    await until(driver.pilot, lambda: len(driver.chat.tool_use.tools) >= least, "the tools", 60)
+
+
+async def asked(driver: Driver) -> ApprovalScreen:
+    """Wait for the question and until it accepts keys."""
+    await until(driver.pilot, lambda: isinstance(driver.app.screen, ApprovalScreen), "the question", 30)
+    screen = driver.app.screen
+    assert isinstance(screen, ApprovalScreen)
+    await until(driver.pilot, lambda: screen.focused is not None, "the buttons")
+    return screen
+
+
+async def finished(driver: Driver) -> None:
+    """Wait until the model has written its answer, which takes longer than other replies."""
+    await until(driver.pilot, lambda: driver.chat.idle and not driver.chat.writing, "the answer", 60)
+    await driver.settled()
+
+
+def roles(driver: Driver) -> list[str]:
+    return [message.role for message in driver.chat.current_chat.messages]
+
+
+def results(driver: Driver) -> list[str]:
+    return [each.content for each in driver.chat.current_chat.messages if each.role == "tool"]
+
+
+def shown(driver: Driver) -> str:
+    return " ".join("\n".join(driver.screen_text()).split())
+
+
+@pytest.mark.parametrize("method", ["none", "auto"])
+async def test_a_call_is_shown_approved_made_and_answered(
+    demo: Load, tmp_path: Path, forced: list[str], method: str
+) -> None:
+    configure("good", "good_server.py", "stdio")
+    settings: dict[str, Setting] = {"temperature": 0.0, "max_tokens": 60, "method": method}
+    async with driving(demo, tmp_path, size=(100, 40), settings=settings) as d:
+        await tools_on(d)
+        forced.append("good_colour")
+        await d.send("Is red warm?")
+        await asked(d)
+        await d.sees("Tool colour of the server good")
+        await d.sees('"name": ')
+        assert results(d) == []
+        await d.press("enter")
+        await finished(d)
+        assert roles(d) == ["user", "assistant", "tool", "assistant"]
+        call = d.chat.current_chat.messages[1].tool_calls[0]
+        colour = json.loads(call.arguments)["name"]
+        assert results(d) == [{"red": "red is warm", "blue": "blue is cold"}[colour]]
+        await d.sees("Tool good_colour")
+        assert results(d)[0] not in shown(d)
+        d.chat.query_one(ToolCallMessage).query_one("CollapsibleTitle").focus()
+        await d.press("enter")
+        await d.sees(results(d)[0])
+        (path,) = d.saved()
+    saved = json.loads(path.read_text("utf-8"))["messages"]
+    assert saved[1]["tool_calls"][0]["function"]["name"] == "good_colour"
+    assert (saved[2]["role"], saved[2]["tool_call_id"]) == ("tool", saved[1]["tool_calls"][0]["id"])
+    async with driving(demo, tmp_path, size=(100, 40), resume="last") as d:
+        await d.sees("Tool good_colour")
+        assert results(d) == [saved[2]["content"]]
+        await d.send("Thanks")
+        await finished(d)
+        assert roles(d)[-2:] == ["user", "assistant"]
+    assert "unfinished" not in json.loads(path.read_text("utf-8"))
+
+
+async def test_what_the_user_decides(demo: Load, tmp_path: Path, forced: list[str]) -> None:
+    configure("good", "hostile_server.py", "polite")
+    settings = {"temperature": 0.0, "max_tokens": 120}
+    async with driving(demo, tmp_path, size=(100, 40), settings=settings) as d:
+        await tools_on(d)
+        # Refuse, and the model goes on.
+        forced.append("good_act")
+        await d.send("Is red warm?")
+        await asked(d)
+        await d.press("up", "enter")
+        await finished(d)
+        assert results(d) == ["Error: The user does not allow this call."]
+        assert roles(d)[-1] == "assistant"
+        # Allow in this chat: asked once for two calls.
+        forced += ["good_act", "good_act"]
+        await d.send("Is blue warm?")
+        await asked(d)
+        await d.press("down", "enter")
+        await finished(d)
+        assert len(results(d)) == 3
+        assert read_servers()[0].allow == ()
+        # Another chat asks again. Esc stops there.
+        await d.press("ctrl+n")
+        forced.append("good_act")
+        await d.send("And now?")
+        await asked(d)
+        await d.press("escape")
+        await finished(d)
+        assert roles(d) == ["user", "assistant", "tool"]
+        assert "stopped" in results(d)[0]
+        # Always: saved for the tool of this server, and not asked again.
+        forced += ["good_act"]
+        await d.send("Once more?")
+        await asked(d)
+        await d.press("down", "down", "enter")
+        await finished(d)
+        assert read_servers()[0].allow == ("act",)
+        await d.say("/tools off")
+        await tools_on(d)
+        await d.press("ctrl+n")
+        forced.append("good_act")
+        await d.send("Again?")
+        await finished(d)
+        assert roles(d) == ["user", "assistant", "tool", "assistant"]
+
+
+async def test_keys_typed_while_the_question_opens_decide_nothing(
+    demo: Load, tmp_path: Path, forced: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Longer than usual, so that the test passes on a busy machine.
+    monkeypatch.setattr(edgespec.tui.screens.approval, "_QUIET_SECONDS", 5.0)
+    configure("good", "hostile_server.py", "polite")
+    async with driving(demo, tmp_path, settings={"max_tokens": 120, "temperature": 0.0}) as d:
+        await tools_on(d)
+        forced.append("good_act")
+        await d.send("Is red warm?")
+        await until(d.pilot, lambda: isinstance(d.app.screen, ApprovalScreen), "the question", 60)
+        for _ in range(5):
+            await d.press("y", "enter", "1")
+        assert isinstance(d.app.screen, ApprovalScreen)
+        assert results(d) == []
+        await asked(d)
+        await d.press("enter")
+        await finished(d)
+        assert len(results(d)) == 1
+
+
+async def test_esc_stops_a_call_that_hangs(demo: Load, tmp_path: Path, forced: list[str]) -> None:
+    configure("good", "hostile_server.py", "hangs")
+    async with driving(demo, tmp_path, settings={"max_tokens": 120, "temperature": 0.0}) as d:
+        await tools_on(d)
+        forced.append("good_act")
+        await d.send("Sleep")
+        await asked(d)
+        await d.press("enter")
+        await d.sees("calling…")
+        await d.press("escape")
+        await finished(d)
+        assert results(d) == ["Error: The user stopped this call."]
+        # The conversation goes on.
+        await d.say("/continue")
+        assert roles(d) == ["user", "assistant", "tool", "assistant"]
+
+
+async def test_a_hostile_server_cannot_draw_on_the_screen_or_end_the_chat(
+    demo: Load, tmp_path: Path, forced: list[str]
+) -> None:
+    configure("evil", "hostile_server.py", "evil")
+    configure("dies", "hostile_server.py", "dies")
+    configure("gone", "hostile_server.py", "ends")
+    settings = {"max_tokens": 120, "temperature": 0.0, "seed": 1}
+    async with driving(demo, tmp_path, size=(100, 40), settings=settings) as d:
+        await tools_on(d, 2)
+        await d.said("The server gone was not started: its program ended with status 1")
+        await d.say("/tools")
+        await until(d.pilot, lambda: isinstance(d.app.screen, ToolsScreen), "the list")
+        await d.sees(r"\x1b[2J\u202eApproved\u200b \x07[bold]run[/bold]")
+        await d.press("escape")
+        for name in ("evil_act", "dies_act"):
+            await d.press("ctrl+n")
+            forced.append(name)
+            await d.send("Act")
+            await asked(d)
+            await d.press("enter")
+            await finished(d)
+            assert roles(d)[:3] == ["user", "assistant", "tool"]
+        assert "its program ended with status 3" in results(d)[0]
+        await d.sees("failed")
+
+
+async def test_long_results_are_limited(demo: Load, tmp_path: Path, forced: list[str]) -> None:
+    configure("bad", "hostile_server.py", "long")
+    async with driving(demo, tmp_path, settings={"max_tokens": 120, "temperature": 0.0}) as d:
+        await tools_on(d)
+        forced.append("bad_act")
+        await d.send("Act")
+        await asked(d)
+        await d.press("enter")
+        await finished(d)
+        assert "[This result has 100,000 characters. The last" in results(d)[0]
+        assert len(results(d)[0]) < 1500
+
+
+async def test_the_number_of_rounds_is_limited(
+    demo: Load, tmp_path: Path, forced: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(edgespec.tui.tool_use, "_MAX_ROUNDS", 2)
+    configure("good", "hostile_server.py", "polite")
+    servers_path().write_text(servers_path().read_text() + 'allow = ["act"]\n')
+    async with driving(demo, tmp_path, settings={"max_tokens": 120, "temperature": 0.0}) as d:
+        await tools_on(d)
+        forced += ["good_act"] * 5
+        await d.send("Is red warm?")
+        await finished(d)
+        assert len(results(d)) == 3
+        assert "Not called" in results(d)[2]
+        await d.said("Stopped after 2 rounds of tool calls.")
+        forced.clear()
+        await d.say("/continue")
+        assert roles(d)[-1] == "assistant"
+
+
+async def test_tools_are_off_until_the_user_turns_them_on(tmp_path: Path) -> None:
+    configure("good", "good_server.py", "stdio")
+    runtime = ScriptedRuntime()
+    async with driving(loading(runtime), tmp_path) as d:
+        await d.say("Hello")
+        await d.say("/tools")
+        await until(d.pilot, lambda: isinstance(d.app.screen, ToolsScreen), "the list")
+        await d.sees("good  off")
+        assert not d.chat.tool_use.toolbox.servers["good"].running
+        await d.press("enter")
+        await until(d.pilot, lambda: len(d.chat.tool_use.tools) > 3, "the tools", 30)
+        await d.sees("✓ add")
+        before = len(d.chat.tool_use.tools)
+        await d.press("down", "enter", "escape")
+        assert len(d.chat.tool_use.tools) == before - 1
+        assert "good_add" not in [tool.call_name for tool in d.chat.tool_use.tools]
+        await d.say("Hello")
+        await d.say("/tools off")
+        await d.say("Hello")
+    assert ["tools" in options for _, _, options in runtime.asked] == [False, True, False]
+
+
+async def test_without_servers_it_says_how_to_add_one(tmp_path: Path, config: Path) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.say("/tools")
+        await d.said("There are no tools yet.")
+        config.write_text("[good]\ncomand = 1\n")
+        await d.say("/tools on")
+        await d.said("Did you mean command?")
+        d.chat.prompt.clear()
+        await d.say("/tools maybe")
+        await d.said("Type /tools, /tools on or /tools off")

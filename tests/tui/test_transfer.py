@@ -1,0 +1,51 @@
+"""`/export` writes the open chat to a file, and `/import` adds exported chats."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from edgespec.chat.store import ChatStore
+from tests.tui.driving import driving
+from tests.tui.scripted import Script, ScriptedRuntime, loading
+
+
+async def test_a_chat_is_exported_and_imported_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    async with driving(loading(ScriptedRuntime(scripts=[Script(text="Use `ls`.")])), tmp_path) as d:
+        await d.say("/export")
+        await d.said("There is nothing to export")
+        d.chat.prompt.clear()
+        await d.say("How?")
+        for name in ("", "chat.html", "chat.json"):
+            await d.say(f"/export {name}")
+            await d.said(f"Exported this chat to {tmp_path / (name or 'How.md')}")
+        assert "**Model:**\n\nUse `ls`." in (tmp_path / "How.md").read_text("utf-8")
+        assert "<code>ls</code>" in (tmp_path / "chat.html").read_text("utf-8")
+        await d.say("/export chat.json")
+        await d.said("chat.json exists already")
+        d.chat.prompt.clear()
+        await d.say("/export chat.pdf")
+        await d.said("Unknown format of 'chat.pdf'")
+        d.chat.prompt.clear()
+        await d.say("/import chat.json")
+        await d.said("Imported 1 chat.")
+        one, other = (ChatStore(path.parent).load(path.stem) for path in d.saved())
+        assert one.messages == other.messages
+
+
+async def test_import_says_what_is_left_out(tmp_path: Path) -> None:
+    message = {"uuid": "1", "sender": "human", "text": "Q", "files": [{}, {}]}
+    path = tmp_path / "claude.json"
+    path.write_text(json.dumps([{"name": "T", "chat_messages": [message]}, {}]))
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.say(f"/import {path}")
+        await d.said("Imported 1 chat. Press F2 for the list of chats. Not imported: 2 × attached files;")
+        await d.said("1 × chats that are damaged or in an unknown format.")
+        path.write_text("{")
+        await d.say(f"/import {path}")
+        await d.said("it is not valid JSON")
+        await d.say("/import")
+        await d.said("Type /import and the path of a file")
