@@ -38,7 +38,7 @@ def test_the_documentation_shows_commands() -> None:
 def test_a_documented_command_parses(line: str) -> None:
     if re.search(r"[A-Z]{3,}|\bREF\b| \| |\.\.\.", line.replace("GGUF", "")):
         pytest.skip("a synopsis, not a command")
-    arguments = shlex.split(line.split(" && ")[0])
+    arguments = shlex.split(re.split(" && | > ", line)[0])
     command: click.Command = program
     context: click.Context | None = None
     while isinstance(command, click.Group) and (arguments or not command.invoke_without_command):
