@@ -14,6 +14,7 @@ import pytest
 from edgespec.backends import trial_load
 from edgespec.backends.llamacpp.quantise import quantise
 from edgespec.catalog.catalogue import models_folder
+from edgespec.costs.target_costs import TargetCosts
 
 # A deadline per example fails on a busy machine without anything being wrong.
 hypothesis.settings.register_profile("edgespec", deadline=None)
@@ -60,6 +61,18 @@ def files_count_as_tried() -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trial_load._Results, "get", lambda *_: trial_load._Result(True))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def costs_are_measured_briefly() -> Iterator[None]:
+    """Measure few passes when a model is loaded, because the full measurement takes half a second to two.
+
+    Tests with two processes measure again and again, because the speed of the models varies. The default
+    arguments apply only to loading: `edgespec bench` and `edgespec tune` measure as long as outside of tests.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TargetCosts.remeasure, "__defaults__", (None, 0, 0.0))
         yield
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 from edgespec.assembly.drafting_options import DraftingOptions
@@ -27,7 +29,7 @@ from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.tree_growth import TreeGrowth
 from edgespec.errors import CapabilityError, EdgespecError, OptionError
 from edgespec.files import file_state
-from edgespec.method_names import HEADS
+from edgespec.method_names import HEADS, SELF_DRAFTS
 from edgespec.methods import DrafterSet, LoadedHead, MissingDrafter
 from edgespec.prepare.calibration import calibration_prompt, greedy_reply
 from edgespec.prepare.exit_table import exit_table
@@ -105,15 +107,18 @@ class _DrafterFactory:
         )
         self.made["suffix"] = suffix
         needed = self._options.named_drafters | self._automatic_self_drafts(draft)
-        for name, make in (
-            ("lookahead", self._make_lookahead),
-            ("layerskip", self._make_layerskip),
-            ("lowbit", self._make_lowbit),
-            ("swift", self._make_swift),
-        ):
-            self.made[name] = make() if name in needed else _not_loaded(name)
-        for name in HEADS:
-            self.made[name] = self._make_head(name) if name in needed else _not_loaded(name)
+        makers: dict[str, Callable[[], Drafter | MissingDrafter]] = {
+            "lookahead": self._make_lookahead,
+            "layerskip": self._make_layerskip,
+            "lowbit": self._make_lowbit,
+            "swift": self._make_swift,
+            **{name: partial(self._make_head, name) for name in HEADS},
+        }
+        for name, make in makers.items():
+            if self._shares_passes and name in (*SELF_DRAFTS, *HEADS):
+                self.made[name] = _not_shared(name)
+            else:
+                self.made[name] = make() if name in needed else _not_loaded(name)
         if draft:
             self.made["model"] = self._make_model(draft)
         elif self._arguments["learn"]:
@@ -361,4 +366,11 @@ def _not_loaded(name: str) -> MissingDrafter:
     return MissingDrafter(
         f"{name} was not requested when the model was loaded",
         f"load the model with --method {name} (in Python, use the option `method` or `methods`)",
+    )
+
+
+def _not_shared(name: str) -> MissingDrafter:
+    return MissingDrafter(
+        f"{name} cannot draft for several replies at once, as --parallel requires",
+        "choose another method, such as model or suffix, or omit --parallel",
     )

@@ -235,7 +235,7 @@ def plan_pair(
 
 def _without_heads(pair: ModelPair, drafting: DraftingOptions) -> ModelPair:
     """Return a pair without its heads, for several replies. Raises OptionError if a head was requested."""
-    why = "heads cannot draft for several replies at once"
+    why = "heads cannot draft for several replies at once, as --parallel requires"
     if drafting.names_head:
         raise OptionError(
             f"{why}, but the head {pair.heads[0].name} was requested", "omit --parallel or --head"

@@ -106,8 +106,10 @@ def test_concurrent_replies_use_the_adapter(adapters: list[str]) -> None:
         expected = ask(alone)
     with load(draft="none", adapter=adapters[0], parallel=2) as runtime, ThreadPoolExecutor(2) as pool:
         assert list(pool.map(lambda _: ask(runtime), range(2))) == [expected] * 2
-        with pytest.raises(CapabilityError, match="several replies share its passes"):
-            runtime.generate(PROMPT, adapter_scales={})
+        for scales in ({}, {"style": 0.5}):
+            with pytest.raises(CapabilityError, match=r"while several replies share its passes .--parallel"):
+                runtime.generate(PROMPT, adapter_scales=scales)
+        assert ask(runtime, adapter_scales={"style": 1.0}) == expected
 
 
 def test_the_plan_counts_adapters(adapters: list[str]) -> None:

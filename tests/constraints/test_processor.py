@@ -12,6 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.constraints import Constraint, ConstraintCompiler, ConstraintProcessor
+from edgespec.constraints import processor as processor_module
+from edgespec.constraints.matcher import new_matcher, text_of
+from edgespec.constraints.tokenizer import ConstraintTokenizer
 from edgespec.errors import CapabilityError, OptionError
 from tests.constraints.vocabularies import END, ByteVocabulary
 
@@ -34,6 +37,7 @@ CONSTRAINTS = (
 )
 VOCABULARY = ByteVocabulary(PIECES)
 COMPILER = ConstraintCompiler(VOCABULARY, VOCABULARY.size)
+TOKENIZER = ConstraintTokenizer(VOCABULARY, VOCABULARY.size)
 
 
 def processor(constraint: Constraint) -> ConstraintProcessor:
@@ -43,6 +47,14 @@ def processor(constraint: Constraint) -> ConstraintProcessor:
 def allowed(constrained: ConstraintProcessor, size: int = VOCABULARY.size) -> list[int]:
     tokens, _ = constrained.apply((np.arange(size), np.zeros(size)))
     return [int(token) for token in tokens]
+
+
+def allowed_by_matcher(constraint: Constraint, path: list[int]) -> list[int]:
+    """Return the tokens that a new matcher allows after a path, or all if the path ends or is forbidden."""
+    matcher = new_matcher(constraint.option, text_of(constraint), TOKENIZER.for_llguidance)
+    if END in path or matcher.try_consume_tokens(path) < len(path):
+        return [*range(VOCABULARY.size)]
+    return [int(token) for token in np.flatnonzero(TOKENIZER.unpacked(matcher.compute_bitmask()))]
 
 
 def allowed_after(constraint: Constraint, text: str) -> str:
@@ -105,6 +117,30 @@ class TestDraftsAndRollback:
                     fresh.push(token)
                 assert allowed(constrained) == allowed(fresh)
                 assert constrained.forced_tokens(8) == fresh.forced_tokens(8)
+
+    @settings(max_examples=100)
+    @given(st.sampled_from(CONSTRAINTS), st.integers(1, 4), st.data())
+    def test_each_node_of_a_tree_has_the_mask_of_a_new_matcher(
+        self, constraint: Constraint, max_masks: int, data: st.DataObject
+    ) -> None:
+        """Visit the nodes of a random tree in any order, with so few cached masks that most are dropped."""
+        paths: list[list[int]] = [[]]
+        for _ in range(data.draw(st.integers(1, 12))):
+            parent = data.draw(st.sampled_from(paths))
+            is_valid = data.draw(st.integers(0, 4)) > 0
+            choices = allowed_by_matcher(constraint, parent) if is_valid else [*range(VOCABULARY.size)]
+            paths.append([*parent, data.draw(st.sampled_from(choices))])
+        constrained, here = processor(constraint), list[int]()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(processor_module, "_MAX_MASKS", max_masks)
+            for path in data.draw(st.lists(st.sampled_from(paths), min_size=1, max_size=20)):
+                equal = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(here, path, strict=False))
+                common = len(list(equal))
+                constrained.pop(len(here) - common)
+                for token in path[common:]:
+                    constrained.push(token)
+                here = path
+                assert allowed(constrained) == allowed_by_matcher(constraint, path)
 
     def test_a_forbidden_token_leaves_the_other_branches_intact(self) -> None:
         constrained = processor(Constraint("regex", "ab12"))

@@ -93,11 +93,13 @@ def compare(runtime: Runtime, methods: tuple[str, ...], options: dict[str, Any],
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("options", CONSTRAINTS, ids=lambda options: next(iter(options)))
 class TestTheSameTokens:
+    # MLX needs a second per reply, so only the methods that combine others are compared there.
     def test_chains(self, runtime: Runtime, options: dict[str, Any], temperature: float) -> None:
-        compare(runtime, METHODS, options, temperature)
+        compare(runtime, METHODS if runtime.target.name == "demo" else METHODS[-2:], options, temperature)
 
     def test_trees(self, trees: Runtime, options: dict[str, Any], temperature: float) -> None:
-        compare(trees, ("model", "model+grammar"), options, temperature)
+        methods = ("model+grammar", "model") if trees.target.name == "demo" else ("model+grammar",)
+        compare(trees, methods, options, temperature)
 
 
 class TestDraftingWhatIsForced:
@@ -122,8 +124,7 @@ class TestDraftingWhatIsForced:
 class TestRejection:
     @pytest.mark.parametrize("method", ["grammar", "model", "suffix", "model+grammar+suffix"])
     def test_replies_satisfy_the_constraint(self, runtime: Runtime, method: str) -> None:
-        for seed in range(6):
-            options = CONSTRAINTS[seed % len(CONSTRAINTS)]
+        for seed, options in enumerate(CONSTRAINTS):
             settings: dict[str, Any] = {**options, "method": method, "acceptance": "rejection", "seed": seed}
             reply = runtime.generate(HOWTO, **settings)
             assert reply.finish_reason == "stop"

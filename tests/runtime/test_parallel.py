@@ -18,6 +18,7 @@ from edgespec.engine.processors import Candidates, LogitsProcessor
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.errors import BusyError, ClosedError, ContextFullError, OptionError
 from edgespec.losslessness.rescore import is_near_tie, rescore
+from edgespec.method_names import SELF_DRAFTS
 from tests.runtime.questions import HOWTO, REPEATS
 
 PLACES = 3
@@ -278,11 +279,20 @@ def test_the_plan_counts_all_contexts(pair: Runtime) -> None:
 
 
 def test_heads_are_refused_if_named() -> None:
-    with pytest.raises(OptionError, match="heads cannot draft for several replies at once"):
+    with pytest.raises(OptionError, match="heads cannot draft for several replies at once, as --parallel"):
         edgespec.plan("demo", parallel=2, context=256, head="demo-head")
 
 
-@pytest.mark.parametrize("method", ["lowbit", "layerskip", "swift"])
-def test_methods_that_draft_on_the_targets_cache_are_refused(method: str) -> None:
-    with pytest.raises(OptionError, match=method):
+@pytest.mark.parametrize("method", [*SELF_DRAFTS, "eagle"])
+def test_methods_that_draft_on_the_targets_cache_are_refused(pair: Runtime, method: str) -> None:
+    reason = f"'{method}' cannot be used: {method} cannot draft for several replies at once, as --parallel"
+    with pytest.raises(OptionError, match=reason):
         edgespec.load("demo", parallel=2, context=256, method=method)
+    with pytest.raises(OptionError, match=reason):
+        pair.generate(HOWTO, method=method)
+
+
+def test_methods_that_draft_on_the_targets_cache_work_in_turns() -> None:
+    with edgespec.load("demo-mlx", parallel=2, context=256, method="swift") as runtime:
+        assert runtime.parallel == 1
+        assert runtime.generate(HOWTO, max_tokens=4).method.effective == "swift"

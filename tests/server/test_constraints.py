@@ -253,6 +253,8 @@ def test_vllm_constraints(client: openai.OpenAI, fields: dict[str, Any], pattern
     assert re.fullmatch(pattern, reply.choices[0].message.content or "")
     text = client.completions.create(model="demo", prompt=QUESTION, extra_body=fields).choices[0].text
     assert re.fullmatch(pattern, text)
+    response = client.responses.create(model="demo", input=QUESTION, extra_body=fields)
+    assert re.fullmatch(pattern, response.output_text)
 
 
 @pytest.mark.parametrize(
@@ -269,3 +271,10 @@ def test_vllm_constraints(client: openai.OpenAI, fields: dict[str, Any], pattern
 def test_contradictory_vllm_constraints(client: openai.OpenAI, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(openai.BadRequestError, match=message):
         client.chat.completions.create(model="demo", messages=MESSAGES, extra_body=fields)
+
+
+@pytest.mark.parametrize("other", [{"schema": {}}, {"guided_json": {}}])
+def test_a_text_format_does_not_replace_another_schema(client: openai.OpenAI, other: dict[str, Any]) -> None:
+    body = {"text": {"format": {"type": "json_object"}}, **other}
+    with pytest.raises(openai.BadRequestError, match="two fields of the request set the schema"):
+        client.responses.create(model="demo", input=QUESTION, extra_body=body)

@@ -262,7 +262,8 @@ class PlaceModel(BaseModel):
 
     def set_adapter_scales(self, scales: Sequence[float]) -> None:  # noqa: ARG002
         raise CapabilityError(
-            f"the scales of adapters for {self.facts.name} are fixed while several replies share its passes",
+            f"the scales of adapters for {self.facts.name} are fixed while several replies share its passes"
+            " (--parallel)",
             "omit --parallel, or load the model with other scales for --adapter",
         )
 

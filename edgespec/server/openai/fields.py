@@ -16,6 +16,7 @@ __all__ = [
     "OpenAIFields",
     "StreamOptions",
     "combined_options",
+    "openai_options",
     "requests_options",
 ]
 
@@ -32,7 +33,7 @@ class StreamOptions(RequestFields):
     include_obfuscation: Ignored
 
 
-class OpenAIFields(ReplyFields):
+class OpenAIFields(ReplyFields, StructuredOutputFields):
     """Fields of all requests that generate text."""
 
     model: str | None = Field(default=None, description="The model. Defaults to the server's own model.")
@@ -47,7 +48,7 @@ class OpenAIFields(ReplyFields):
     user: Ignored
 
 
-class ChoiceFields(OpenAIFields, StructuredOutputFields):
+class ChoiceFields(OpenAIFields):
     """Fields of the requests that can generate several replies."""
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(
@@ -65,12 +66,17 @@ def combined_options(options: dict[str, Any], more: dict[str, Any]) -> dict[str,
     return {**options, **more}
 
 
+def openai_options(fields: OpenAIFields) -> dict[str, Any]:
+    """Return the reply options of a request, with the constraint in vLLM's fields."""
+    return combined_options(reply_options(fields), vllm_constraint(fields))
+
+
 def requests_options(fields: ChoiceFields) -> list[dict[str, Any]]:
     """Return the options of each of the `n` replies. A seed is increased by one for each reply."""
     if fields.stream_options and not fields.stream:
         raise invalid_request(
             "stream_options needs stream: true; leave it out, or set stream", "stream_options"
         )
-    options = combined_options(reply_options(fields), vllm_constraint(fields))
+    options = openai_options(fields)
     seed = options.get("seed")
     return [options if seed is None else {**options, "seed": seed + index} for index in range(fields.n or 1)]

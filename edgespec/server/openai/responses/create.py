@@ -8,8 +8,8 @@ from starlette.responses import Response
 
 from edgespec.json_schemas import without_other_properties
 from edgespec.server.errors import invalid_request
-from edgespec.server.fields import reply_options
 from edgespec.server.generation import ReplyRequest
+from edgespec.server.openai.fields import combined_options, openai_options
 from edgespec.server.openai.responses.fields import LOGPROBS, ResponsesRequest, TextFormat
 from edgespec.server.openai.responses.prompt import chat_prompt
 from edgespec.server.openai.responses.response import ResponseBuilder
@@ -39,7 +39,7 @@ def _request(body: ResponsesRequest, stored_items: StoredItems) -> ReplyRequest:
             "background is true, but the server replies only while the client waits; leave it out",
             "background",
         )
-    options = {**reply_options(body), **_schema(body.text.format if body.text else None)}
+    options = combined_options(openai_options(body), _schema(body.text.format if body.text else None))
     if body.max_output_tokens is not None:
         options["max_tokens"] = body.max_output_tokens
     if body.top_logprobs is not None or LOGPROBS in (body.include or ()):
