@@ -15,6 +15,7 @@ from edgespec.backends import trial_load
 from edgespec.backends.llamacpp.quantise import quantise
 from edgespec.catalog.catalogue import models_folder
 from edgespec.costs.target_costs import TargetCosts
+from edgespec.prepare.layerskip import prepare_layerskip
 
 # A deadline per example fails on a busy machine without anything being wrong.
 hypothesis.settings.register_profile("edgespec", deadline=None)
@@ -86,6 +87,12 @@ def demo_target() -> Path:
 def demo_draft() -> Path:
     """Return the path of the demo draft model."""
     return models_folder() / "demo-draft-q8_0.gguf"
+
+
+@pytest.fixture(scope="session")
+def demo_in_halves(demo_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the demo target split after 4 layers, which tests must not change."""
+    return prepare_layerskip(demo_target, 4, to=tmp_path_factory.mktemp("halves") / "demo").folder
 
 
 @pytest.fixture(scope="session")

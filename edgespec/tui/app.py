@@ -24,6 +24,7 @@ from edgespec.tui.ending import EndWatch
 from edgespec.tui.environment import check_textual_variables
 from edgespec.tui.history import History
 from edgespec.tui.preferences import Preferences
+from edgespec.tui.saved_chats import offer_unfinished, resume
 from edgespec.tui.screens.loading import LoadingScreen
 from edgespec.tui.texts import sentences
 from edgespec.tui.themes import DARK
@@ -177,9 +178,9 @@ class ChatApp(App[None]):
         self._leaving = False
         await self.switch_screen(chat)
         if self._resume is None:
-            chat.call_later(chat.offer_unfinished)
+            chat.call_later(offer_unfinished, chat)
         else:
-            chat.call_later(chat.resume, self._resume)
+            chat.call_later(resume, chat, self._resume)
         if self._tools:
             chat.run_worker(chat.tool_use.start_servers())
 

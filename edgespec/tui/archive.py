@@ -146,8 +146,9 @@ class Archive:
         await asyncio.to_thread(self._add, chats)
 
     def _add(self, chats: Sequence[SavedChat]) -> None:
-        with self._lock:
-            for chat in chats:
+        for chat in chats:
+            # Let replies be saved between the chats of a large import.
+            with self._lock:
                 self._store.save(replace(chat, id=self._store.new_id()))
 
     async def hide(self, chat_id: str) -> None:
@@ -168,8 +169,8 @@ class Archive:
         with self._lock:
             if not self.hidden:
                 return None
-            chat_id = self.hidden.pop()
-            self._store.restore(chat_id)
+            chat_id = self._store.restore(self.hidden[-1])
+            self.hidden.pop()
             return next((chat for chat in self._store.list() if chat.id == chat_id), None)
 
     async def finish_deletion(self, chat_id: str) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from edgespec.errors import ChatFileError
 from edgespec.tui.archive import UNDO_SECONDS
 from edgespec.tui.open_chat import OpenChat
+from edgespec.tui.saved_chats import open_chat
 
 if TYPE_CHECKING:
     from edgespec.chat.store import StoredChat
@@ -57,5 +58,5 @@ async def restore_chat(screen: ChatScreen) -> bool:
         await screen.show_error(error)
     else:
         if stored is not None:
-            await screen.open_chat(stored)
+            await open_chat(screen, stored)
     return True

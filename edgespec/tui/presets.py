@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from edgespec.errors import ConfigurationError, OptionError
 from edgespec.presets import Preset, preset_names, preset_path, read_preset, write_preset
+from edgespec.tui.chat_settings import set_settings
 from edgespec.tui.model_choice import choose_model
 from edgespec.tui.screens.dialogs import ConfirmScreen
 from edgespec.tui.screens.presets import PresetScreen
@@ -75,7 +76,7 @@ async def _apply(screen: ChatScreen, name: str) -> None:
         raise OptionError(f"The preset {name} was not applied: {problems[0]}", f"Edit {preset_path(name)}")
     if SCHEMA in screen.current_chat.settings:
         settings[SCHEMA] = screen.current_chat.settings[SCHEMA]
-    await screen.set_settings(settings, f"The preset {name} takes effect with your next message.")
+    await set_settings(screen, settings, f"The preset {name} takes effect with your next message.")
     screen.current_chat.system = system or None
     await screen.save()
     target = str(given.pop("target", screen.model_name))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from edgespec.chat.message import Message
 from edgespec.chat.message_tree import MessageTree
 from edgespec.errors import OptionError
+from edgespec.tui.copying import copy_text
 from edgespec.tui.editor import show_message
 from edgespec.tui.numbers import count
 from edgespec.tui.open_chat import ChatEntry, OpenChat
@@ -97,7 +98,7 @@ async def go_on(screen: ChatScreen, place: int) -> None:
 
 async def copy(screen: ChatScreen, place: int) -> None:
     """Copy the text of a message."""
-    await screen.copy(screen.current_chat.tree.messages[place].content.strip(), "message")
+    await copy_text(screen, screen.current_chat.tree.messages[place].content.strip(), "message")
 
 
 async def copy_code(screen: ChatScreen, place: int) -> None:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from edgespec.errors import OptionError, TemplateError
+from edgespec.tui.chat_settings import set_settings
 from edgespec.tui.settings import parse, shown
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ async def think(screen: ChatScreen, argument: str) -> None:
     if value != "auto":
         settings["thinking"] = value
         note = f"From your next message on, the model is asked {'' if value == 'on' else 'not '}to reason."
-    await screen.set_settings(settings, note)
+    await set_settings(screen, settings, note)
 
 
 async def _check_thinking_switch(runtime: Runtime) -> None:

@@ -88,8 +88,14 @@ class TurnScreen(ChatView):
         self.refresh_facts()
         self.prompt.focus()
 
-    async def save(self) -> bool:
-        """Save the chat and refresh the list of chats. On failure, show the error and return False."""
+    async def save(self, *, show_again: bool = False) -> bool:
+        """Save the chat and refresh the list of chats. On failure, show the error and return False.
+
+        Args:
+            show_again: Whether to show an error that the user has seen already.
+        """
+        if show_again:
+            self._failure_shown = False
         with suppress(ChatFileError):
             await self.archive.save(self.current_chat, self.runtime.target.name)
         if not await self._report_save():

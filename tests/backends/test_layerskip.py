@@ -35,12 +35,15 @@ PROMPTS = ("How do I list files by size?", "Write the numbers 1 to 20, then writ
 
 
 @pytest.fixture(scope="module")
-def folders(demo_target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+def folders(
+    demo_target: Path, demo_in_halves: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, Path]:
     """The demo target split at each exit layer."""
     folder = tmp_path_factory.mktemp("split")
-    return {
+    return {4: demo_in_halves} | {
         exit_layer: prepare_layerskip(demo_target, exit_layer, to=folder / str(exit_layer)).folder
         for exit_layer in EXITS
+        if exit_layer != 4
     }
 
 

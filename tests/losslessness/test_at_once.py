@@ -174,8 +174,8 @@ class TestOptions:
 
     def test_models_that_run_one_reply_at_a_time(self) -> None:
         with (
-            edgespec.load("demo-mlx", "none", context=512, parallel=2, method="none") as runtime,
-            pytest.raises(OptionError, match="demo-mlx generates replies one after the other"),
+            edgespec.load("demo-mlx-draft", "none", context=512, parallel=2, method="none") as runtime,
+            pytest.raises(OptionError, match="demo-mlx-draft generates replies one after the other"),
         ):
             prove(runtime)
 

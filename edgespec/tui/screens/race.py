@@ -140,13 +140,12 @@ class _LaneColumn(Vertical):
         super().__init__(classes="race-lane")
         self._heading = Static()
         self._text = Static()
+        self._scroll = VerticalScroll(self._text, can_focus=False)
         self._shown = -1
 
     def compose(self) -> ComposeResult:
         yield self._heading
-        with VerticalScroll(can_focus=False) as scroll:
-            scroll.anchor()
-            yield self._text
+        yield self._scroll
 
     def show(self, lane: Lane, seconds: float) -> None:
         """Show the text and the speed as they were this long after the start."""
@@ -165,6 +164,8 @@ class _LaneColumn(Vertical):
         chunks = [chunk for chunk in lane.chunks if chunk.seconds <= seconds]
         if len(chunks) != self._shown:
             self._shown = len(chunks)
+            # An anchored text that is shorter than the column would stand at its bottom.
+            self._scroll.anchor(self._scroll.max_scroll_y > 0)
             runs = groupby(chunks, key=lambda chunk: "$success" if chunk.accepted else "bold $warning")
             self._text.update(
                 Content.assemble(*(("".join(chunk.text for chunk in run), style) for style, run in runs))
