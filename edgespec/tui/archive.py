@@ -16,7 +16,7 @@ from edgespec.tui.open_chat import OpenChat, RunningTurn
 __all__ = ["UNDO_SECONDS", "Archive"]
 
 UNDO_SECONDS = 60.0
-"""Time in which a deleted chat can be restored."""
+"""Time in seconds during which a deleted chat can be restored."""
 
 _SAVE_SECONDS = 1.0
 # Maximum fraction of time spent saving. Chats that take long to save are saved less often.
@@ -30,7 +30,7 @@ class Archive:
         unsaved: The errors of chats whose last save failed, by chat ID. Each message names the chat.
         branched: Set to True when a chat was saved under a new ID, because another program had changed it.
             The caller resets it to False after telling the user.
-        hidden: The IDs of chats that are deleted but can still be restored, last deleted last.
+        hidden: The IDs of deleted chats that can still be restored, most recently deleted last.
     """
 
     def __init__(self, store: ChatStore) -> None:
@@ -121,7 +121,7 @@ class Archive:
         return await asyncio.to_thread(self.find_now, wanted)
 
     def find_now(self, wanted: str) -> StoredChat | None:
-        """Return what `find` returns. Blocks until the files are read."""
+        """Do the same as `find`, but block until the files have been read."""
         chats = self.list_now()
         if wanted == "last":
             return next((chat for chat in chats if not chat.problem), None)
@@ -152,7 +152,7 @@ class Archive:
                 self._store.save(replace(chat, id=self._store.new_id()))
 
     async def hide(self, chat_id: str) -> None:
-        """Remove a chat from the list, but keep it until `finish_deletion`."""
+        """Remove a chat from the list. Its file is kept until `finish_deletion`."""
         await asyncio.to_thread(self._hide, chat_id)
 
     def _hide(self, chat_id: str) -> None:
@@ -162,7 +162,7 @@ class Archive:
             self.hidden.append(chat_id)
 
     async def restore(self) -> StoredChat | None:
-        """Return the chat that was hidden last to the list of chats."""
+        """Put the most recently hidden chat back into the list of chats."""
         return await asyncio.to_thread(self._restore)
 
     def _restore(self) -> StoredChat | None:
@@ -174,15 +174,15 @@ class Archive:
             return next((chat for chat in self._store.list() if chat.id == chat_id), None)
 
     async def finish_deletion(self, chat_id: str) -> None:
-        """Delete a chat that is still hidden, and cached data that may contain its text."""
+        """Delete a chat if it is still hidden, and cached data that may contain its text."""
         if chat_id in self.hidden:
             self.hidden.remove(chat_id)
             await self.delete(chat_id)
 
     def finish_all_deletions(self) -> None:
-        """Delete all hidden chats, and those that an earlier program did not get to delete.
+        """Delete all hidden chats, including chats hidden by an earlier run that ended before deleting them.
 
-        Call this after the model is closed, which can save its cache.
+        Call this after closing the model, because closing can save a cache that contains their text.
         """
         old = self._store.hidden_before(time() - 2 * UNDO_SECONDS)
         for chat_id in {*self.hidden, *old}:

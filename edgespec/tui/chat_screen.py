@@ -102,7 +102,7 @@ class ChatScreen(TurnScreen):
 
         Args:
             text: The text.
-            editing: The place of the message of which the text is a new version.
+            editing: Index of the message that the user was editing, or None if the text is a new message.
         """
         if self.prompt.text:
             return False
@@ -121,7 +121,7 @@ class ChatScreen(TurnScreen):
         self.history.add(text)
 
     async def action_back(self) -> None:
-        """Hide the list of paths, stop the reply, cancel editing or close a side column."""
+        """Handle Esc: hide the list of paths, stop the reply, cancel editing, or close a side column."""
         if self.paths.display:
             self.paths.hide()
         elif self.prompt.leave_insert_mode():
@@ -279,7 +279,7 @@ class ChatScreen(TurnScreen):
         self.post_message(self.PreferencesChanged())
 
     def use_vi_keys(self, use: bool) -> None:
-        """Switch the vi keys of the input on or off, and remember that."""
+        """Turn vi keys in the input on or off, and save that choice."""
         self.preferences.vi = use
         self.prompt.use_vi_keys(use)
         self.post_message(self.PreferencesChanged())

@@ -109,7 +109,7 @@ async def _memory(screen: ChatScreen, _argument: str) -> None:
 
 
 async def _race(screen: ChatScreen, argument: str) -> None:
-    # Imported on use, because importing what runs a race delays the first screen.
+    # Imported only when used, because this import would delay the first screen.
     from edgespec.tui.race import open_race
 
     await open_race(screen, argument)
@@ -210,21 +210,21 @@ COMMANDS = (
     Command("edit", "", "edit and resend your last message", "edit_last"),
     Command("fork", "", "start a new chat with the messages of this one", _fork, ("branch",)),
     Command("delete", "", "delete your last message and the reply to it", _delete),
-    Command("undo", "", "restore what was deleted last", _undo),
-    Command("copy", "[code [n]|chat]", "copy the last reply, a code block of it, or the whole chat", _copy),
+    Command("undo", "", "restore the last deleted messages or chat", _undo),
+    Command("copy", "[code [n]|chat]", "copy the last reply, a code block from it, or the whole chat", _copy),
     Command("editor", "", "open the last reply in your text editor", _editor, ("view",)),
     Command("export", "[file]", "write this chat to a file: .md, .json or .html", export_chat),
     Command("import", "file", "add chats exported by ChatGPT, Claude or Open WebUI", import_chats),
     Command("quit", "", "quit; the chat is saved", "app.quit", ("exit", "bye", "q")),
     Command("clear", "", "start a new chat with the same system prompt and settings", "clear", ("reset",)),
     Command("save", "[title]", "rename this chat, or save it now", _save, ("rename",)),
-    Command("pin", "", "keep this chat at the top of the list of chats, or stop that", _pin),
+    Command("pin", "", "pin this chat to the top of the list of chats, or unpin it", _pin),
     Command("details", "", "show or hide details of the last reply", "details", ("stats",)),
     Command("why", "", "explain the speed of the last reply", show_why),
     Command("race", "[message]", "compare a reply with and without the speed-up", _race),
     Command("memory", "", "show memory use", _memory),
     Command("colours", "", "colour words that came from accepted guesses", "origin", ("colors", "origin")),
-    Command("vi", "[on|off]", "switch vi keys in the input on or off", _vi),
+    Command("vi", "[on|off]", "turn vi keys in the input on or off", _vi),
     Command("theme", "[name]", "list the colour themes, or choose one", choose_theme),
 )  # fmt: skip
 

@@ -33,7 +33,7 @@ class CodeCopier:
         self._last: tuple[ChatEntry, int] | None = None
 
     async def copy_next(self, screen: ChatScreen, entry: ChatEntry | None) -> None:
-        """Copy the last code block of a message or, after that, the one before the block copied last."""
+        """Copy the last code block of a message. Each further call copies the preceding block."""
         blocks = code_blocks(entry.content) if entry is not None else []
         if entry is None or not blocks:
             screen.say("There is no code block to copy yet.")
@@ -44,7 +44,7 @@ class CodeCopier:
         await _copy(screen, blocks, place)
 
     async def copy_numbered(self, screen: ChatScreen, entry: ChatEntry | None, number: str) -> None:
-        """Copy the code block with this number, from 1 on. Raises OptionError if there is none."""
+        """Copy the code block with this number, counted from 1. Raises OptionError if it does not exist."""
         blocks = code_blocks(entry.content) if entry is not None else []
         if not blocks:
             raise OptionError("The last reply has no code block", "Type /copy to copy all of it")

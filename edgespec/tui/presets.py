@@ -24,7 +24,7 @@ async def preset(screen: ChatScreen, argument: str) -> None:
     """Apply the preset named `argument`, or let the user choose one. `save NAME` saves a preset.
 
     Raises:
-        OptionError: There is no such preset, or it cannot be read or written.
+        OptionError: There is no such preset, or its file cannot be read or written.
     """
     word, _, name = argument.partition(" ")
     if word == "save":
@@ -52,7 +52,7 @@ async def _choose(screen: ChatScreen) -> None:
 
 
 def _all_presets() -> list[Preset | tuple[str, str]]:
-    """Return all presets. For one that cannot be read, return its name and what is wrong."""
+    """Return all presets. An invalid preset is returned as its name and a description of the problem."""
     presets: list[Preset | tuple[str, str]] = []
     for name in preset_names():
         try:
@@ -63,7 +63,7 @@ def _all_presets() -> list[Preset | tuple[str, str]]:
 
 
 async def _apply(screen: ChatScreen, name: str) -> None:
-    """Use a preset from the next message on. Raises OptionError if that is impossible."""
+    """Use a preset from the next message on. Raises OptionError if the preset is invalid or missing."""
     try:
         chosen = await asyncio.to_thread(read_preset, name)
     except ConfigurationError as error:

@@ -20,7 +20,7 @@ __all__ = ["export_chat", "import_chats"]
 
 
 async def export_chat(screen: ChatScreen, argument: str) -> None:
-    """Write the open chat to a file. Its name ends with the format: `.md`, `.json` or `.html`.
+    """Write the open chat to a file. The file extension selects the format: `.md`, `.json` or `.html`.
 
     Raises:
         OptionError: The chat is empty, the format is unknown, or the file exists or cannot be written.
@@ -51,7 +51,7 @@ def _write_new(path: Path, text: bytes) -> None:
 
 
 async def import_chats(screen: ChatScreen, argument: str) -> None:
-    """Save the chats in an exported file as new chats, and say what could not be imported."""
+    """Save the chats in an exported file as new chats, and tell the user what could not be imported."""
     if not argument:
         raise OptionError(
             "Type /import and the path of a file",

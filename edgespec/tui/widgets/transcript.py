@@ -33,7 +33,7 @@ class Transcript(VerticalScroll):
         self._earlier, self._later = _more("earlier"), _more("later")
         self._column = Vertical(welcome, self._earlier, self._later, id="messages")
         self._chat = chat
-        # The messages shown as widgets, as indexes of the open path: from `_first` to before `_end`.
+        # Messages `_first` (inclusive) to `_end` (exclusive) of the open path are shown as widgets.
         self._first = self._end = 0
         self._dropped = 0
         self._origin = False
@@ -55,14 +55,14 @@ class Transcript(VerticalScroll):
             await self._show_last_page()
 
     async def show_from(self, index: int) -> None:
-        """Show the chat's messages again, beginning with the `index`-th, after they have changed."""
+        """Redraw the chat from its `index`-th message after messages have changed."""
         self.release_anchor()
         with self.app.batch_update():
             await self.keep(index)
             await self.show_later()
 
     async def show_earlier(self) -> None:
-        """Show up to 40 more of the older messages. Hide the newest ones if there are too many widgets."""
+        """Show up to 40 older messages. Hide the newest ones if there are too many widgets."""
         old_first = self.message_at(self._first)
         start = self._page(self._first, -1)
         widgets = self._widgets(start, self._first)
@@ -77,7 +77,7 @@ class Transcript(VerticalScroll):
         self._refresh_more()
 
     async def show_later(self) -> None:
-        """Show up to 40 more of the newer messages. Hide the oldest ones if there are too many widgets."""
+        """Show up to 40 newer messages. Hide the oldest ones if there are too many widgets."""
         old_last = self.message_at(self._end - 1)
         end = self._page(self._end, 1)
         widgets = self._widgets(self._end, end)
@@ -90,7 +90,7 @@ class Transcript(VerticalScroll):
         self._refresh_more()
 
     async def _show_last_page(self) -> None:
-        """Show the newest messages, and no others."""
+        """Show only the newest messages."""
         await self._column.remove_children(self._messages)
         self._end = len(self._chat.tree.path)
         self._first = self._page(self._end, -1)
@@ -106,7 +106,7 @@ class Transcript(VerticalScroll):
         self.anchor()
 
     async def page(self, pages: int) -> None:
-        """Scroll by `pages` pages, up if negative. At the first or last shown message, show more."""
+        """Scroll by `pages` pages, up if negative. At either end of the shown messages, show more."""
         if pages < 0 and self.scroll_y == 0:
             await self.show_earlier()
         elif pages > 0 and self.scroll_y >= self.max_scroll_y and self._later.display:
@@ -121,9 +121,10 @@ class Transcript(VerticalScroll):
         return messages[place] if 0 <= place < len(messages) else None
 
     async def neighbour(self, message: MessageWidget | None, step: int) -> MessageWidget | None:
-        """Return the message `step` places after `message`, or None after the last one.
+        """Return the message `step` positions after `message`, or before it if `step` is negative.
 
-        If `message` is None, return the last message. Before the first message, return the first one.
+        Return None past the last message, and the first message before the first one. If `message` is None,
+        return the last message.
         """
         messages = self._messages
         if message is None:
@@ -173,7 +174,7 @@ class Transcript(VerticalScroll):
         await self.query(".note, Panel").remove()
 
     async def keep(self, number: int) -> None:
-        """Remove all but the first `number` messages of the chat, because others will replace them."""
+        """Remove all but the first `number` messages of the chat. The caller then shows other messages."""
         if number > self._end:
             await self._show_last_page()
         await self._column.remove_children(self._messages[max(0, number - self._first) :])
@@ -192,7 +193,7 @@ class Transcript(VerticalScroll):
         self._refresh_more()
 
     def follow(self) -> None:
-        """Take note that the last turn is now part of the chat, so that its messages can be selected."""
+        """Make the messages of the last turn selectable, after the turn has become part of the chat."""
         path = self._chat.tree.path
         self._end = len(path)
         for place, message in zip(path[self._first :], self._messages, strict=False):
@@ -226,7 +227,7 @@ class Transcript(VerticalScroll):
         return [child for child in self._column.children if isinstance(child, MessageWidget)]
 
     def _page(self, start: int, step: int) -> int:
-        """Return the other end of a page of messages that begins at `start` and can be drawn at once."""
+        """Return the end of a page of messages that starts at `start` and is quick enough to draw."""
         entries, place, seconds = self._chat.entries, start, 0.0
         while 0 <= (following := place + step) <= len(entries) and abs(place - start) < _PAGE_MESSAGES:
             seconds += drawing_seconds(entries[min(place, following)].content)
@@ -236,7 +237,7 @@ class Transcript(VerticalScroll):
         return place
 
     def _widgets(self, start: int, end: int) -> list[MessageWidget]:
-        """Create the widgets of messages, given as indexes of the open path."""
+        """Create the widgets for the messages `start` (inclusive) to `end` (exclusive) of the open path."""
         return [self._widget(place) for place in self._chat.tree.path[start:end]]
 
     def _widget(self, place: int) -> MessageWidget:
@@ -274,7 +275,7 @@ class Transcript(VerticalScroll):
 
 
 def _more(name: str) -> Static:
-    """Create a line that tells how many messages are not shown above or below."""
+    """Create the line that says how many older or newer messages are not shown."""
     more = Static(classes=f"more {name}")
     more.display = False
     return more
