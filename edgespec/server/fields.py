@@ -36,7 +36,7 @@ class RequestFields(BaseModel):
     """What to do instead of setting fields that other operations support, by the name of the field."""
 
     prompt_field: ClassVar[str] = "messages"
-    """The field that contains the prompt, for errors about its length."""
+    """Name of the field that contains the prompt. Error messages about the prompt's length mention it."""
 
     @classmethod
     def known_fields(cls) -> list[str]:

@@ -60,7 +60,7 @@ class ChoiceFields(OpenAIFields):
 
 
 def combined_options(options: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Combine the options that different fields set. Raises ApiError if both set the same option."""
+    """Combine the options set by two groups of fields. Raises ApiError if both set the same option."""
     for name in options.keys() & more.keys():
         raise invalid_request(f"two fields of the request set the {name}; leave out one of them", name)
     return {**options, **more}
