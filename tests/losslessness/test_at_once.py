@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from edgespec.assembly.loading import always_draft
 from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.llamacpp.place_model import load_places
 from edgespec.backends.llamacpp.shared_context import ContextPlace
+from edgespec.backends.llamacpp.thread_count import ThreadCount
 from edgespec.errors import CancelledError, OptionError
 from edgespec.losslessness import Report, read_prompts, verify
 from edgespec.losslessness.rescore import Rescored
@@ -154,6 +156,18 @@ class TestErrors:
         share_cells(monkeypatch, 1)
         found = self.measure(models)
         assert found.leak > 0
+
+    def test_the_load_of_the_machine_neither_hides_nor_causes_leaks(
+        self, models: Sequence[LanguageModel], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The number of CPU threads follows the load of the machine. Here it changes all the time."""
+        random = Random(0)
+        models[0].set_max_threads(2)
+        monkeypatch.setattr(ThreadCount, "update", lambda count: min(count.most, random.randint(1, 2)))
+        assert self.measure(models).leak == 0
+        assert models[0].max_threads == 2
+        share_cells(monkeypatch, 1)
+        assert self.measure(models).leak > 0
 
 
 class TestOptions:
