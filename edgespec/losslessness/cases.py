@@ -85,4 +85,4 @@ def check_at_once(acceptance: str, cases: int) -> None:
             "omit one of them; replies generated at once are compared token by token",
         )
     if cases < 2:
-        raise OptionError("a single reply cannot be generated beside others", "use more prompts")
+        raise OptionError("there is only one reply, so --parallel has no effect", "use more prompts")

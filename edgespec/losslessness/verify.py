@@ -113,8 +113,8 @@ def verify(
         check_at_once(acceptance, len(cases))
         if runtime.parallel == 1 and not runtime.target.capabilities.exact:
             raise OptionError(
-                f"{runtime.target.name} generates replies one after the other, so none can be compared beside"
-                " others",
+                f"{runtime.target.name} generates only one reply at a time, so there are no replies at once"
+                " to compare",
                 "omit --parallel",
             )
     compared, sampled = count_case_replies(cases, acceptance, samples)
