@@ -84,12 +84,19 @@ def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
 
 def shown_path(path: Path) -> str:
     """Return the path as shown to users and models: relative to the current or home folder if possible."""
-    absolute = PurePath(os.path.abspath(path))
-    for folder, prefix in ((os.getcwd(), ""), (os.path.expanduser("~"), "~/")):
+    try:
+        absolute, working = PurePath(os.path.abspath(path)), os.getcwd()
+    except OSError:
+        return _printable(str(path))  # The working folder has been deleted.
+    for folder, prefix in ((working, ""), (os.path.expanduser("~"), "~/")):
         if absolute.is_relative_to(folder):
             shown = prefix + absolute.relative_to(folder).as_posix()
             break
     else:
         shown = str(absolute)
+    return _printable(shown)
+
+
+def _printable(name: str) -> str:
     # Replace line breaks and other control characters, which file names can contain.
-    return "".join(character if character.isprintable() else "?" for character in shown)
+    return "".join(character if character.isprintable() else "?" for character in name)

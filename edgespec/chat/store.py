@@ -240,7 +240,7 @@ class ChatStore:
             os.utime(self._hidden_path(chat_id))
 
     def restore(self, chat_id: str) -> str:
-        """Return a hidden chat to the list.
+        """Put a hidden chat back into the list.
 
         Returns:
             The ID of the chat. It is a new one if another program still had the chat open and has saved it

@@ -39,6 +39,8 @@ class Archive:
         self.hidden: list[str] = []
         self._store = store
         self._lock = Lock()
+        # The chats in `unsaved`, to be saved later even if another chat is open then, and their models.
+        self._waiting: dict[str, tuple[OpenChat, str]] = {}
 
     async def save(self, chat: OpenChat, target: str) -> None:
         """Save the chat without blocking the event loop. See `save_now`."""
@@ -61,22 +63,33 @@ class Archive:
         with self._lock:
             if turn is not None and turn.ended.is_set():
                 return
-            chat.id = chat.id or self._store.new_id()
-            snapshot = chat.saved(target, turn)
-            if not snapshot.messages and chat.saved_at is None:
-                return
-            try:
-                saved = self._store.save_after(snapshot, chat.saved_at)
-            except ChatFileError as error:
-                title = snapshot.title or title_of(snapshot.messages)
-                what = f"the chat {title!r} was not saved: {error.what}"
-                if chat.saved_at is not None:
-                    what = f"the last messages in {title!r} were not saved: {error.what}"
-                self.unsaved[chat.id] = ChatFileError(what, error.next_step)
-                raise
-            self.unsaved.pop(snapshot.id, None)
-            self.branched |= saved.id != snapshot.id
-            chat.id, chat.saved_at = saved.id, saved.updated
+            self._save(chat, target, turn)
+            for other, other_target in [*self._waiting.values()]:
+                with suppress(ChatFileError):
+                    self._save(other, other_target)
+
+    def _save(self, chat: OpenChat, target: str, turn: RunningTurn | None = None) -> None:
+        chat.id = chat.id or self._store.new_id()
+        snapshot = chat.saved(target, turn)
+        if not snapshot.messages and chat.saved_at is None:
+            return
+        try:
+            saved = self._store.save_after(snapshot, chat.saved_at)
+        except ChatFileError as error:
+            title = snapshot.title or title_of(snapshot.messages)
+            what = f"the chat {title!r} was not saved: {error.what}"
+            if chat.saved_at is not None:
+                what = f"the last messages in {title!r} were not saved: {error.what}"
+            self.unsaved[chat.id] = ChatFileError(what, error.next_step)
+            self._waiting[chat.id] = chat, target
+            raise
+        self._forget_failure(snapshot.id)
+        self.branched |= saved.id != snapshot.id
+        chat.id, chat.saved_at = saved.id, saved.updated
+
+    def _forget_failure(self, chat_id: str) -> None:
+        self.unsaved.pop(chat_id, None)
+        self._waiting.pop(chat_id, None)
 
     def save_while_written(self, chat: OpenChat, target: str) -> None:
         """Save the chat about once a second, in another thread, until its running turn ends.
@@ -158,7 +171,7 @@ class Archive:
     def _hide(self, chat_id: str) -> None:
         with self._lock:
             self._store.hide(chat_id)
-            self.unsaved.pop(chat_id, None)
+            self._forget_failure(chat_id)
             self.hidden.append(chat_id)
 
     async def restore(self) -> StoredChat | None:
@@ -201,7 +214,7 @@ class Archive:
 
         with self._lock:
             self._store.delete(chat_id)
-            self.unsaved.pop(chat_id, None)
+            self._forget_failure(chat_id)
         try:
             edgespec.delete_data("replies")
             edgespec.delete_data("prefix-cache")

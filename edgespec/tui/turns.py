@@ -304,7 +304,8 @@ class TurnScreen(ChatView):
 
     def begin_edit(self, place: int) -> None:
         """Copy a message into the input for editing."""
-        self._unsent = self.prompt.text
+        if self.editing is None:
+            self._unsent = self.prompt.text
         self.editing = place
         self.prompt.replace_text(self.current_chat.tree.messages[place].content)
         self.prompt.focus()

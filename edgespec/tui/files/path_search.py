@@ -44,7 +44,10 @@ class PathSearch:
 
     def _listed(self) -> Sequence[str]:
         """Return all files and folders inside the working folder."""
-        folder = os.getcwd()
+        try:
+            folder = os.getcwd()
+        except OSError:
+            return ()  # The folder has been deleted.
         if folder != self._folder or monotonic() - self._listed_at > _LISTING_SECONDS:
             files: Sequence[str] = ()
             with suppress(OSError):

@@ -20,7 +20,7 @@ __all__ = ["ApprovalScreen", "Decision", "readable_arguments"]
 
 Decision: TypeAlias = Literal["once", "chat", "always", "refuse", "stop"]
 # The dialog can open while the user is typing. It ignores keys until none has been pressed for this many
-# seconds.
+# seconds. A letter shows that the user is still typing, and starts this time again.
 _QUIET_SECONDS = 0.5
 _CHECK_SECONDS = 0.05
 
@@ -67,6 +67,8 @@ class ApprovalScreen(ModalScreen[Decision]):
     async def on_event(self, event: events.Event) -> None:
         if isinstance(event, events.Key | events.Paste):
             self._last_key = monotonic()
+            if isinstance(event, events.Paste) or event.is_printable:
+                self._enable(False)
         await super().on_event(event)
 
     def _check_quiet(self) -> None:
