@@ -12,7 +12,7 @@ from typing import Any
 from edgespec.errors import ConfigurationError, OptionError
 from edgespec.files import config_folder, error_reason, write_advice, write_private_file
 from edgespec.options import SETTINGS, setting_value
-from edgespec.settings_file import line_number, quoted, read_text
+from edgespec.settings_file import error_at, quoted, read_text
 from edgespec.spelling import nearest
 
 __all__ = ["Preset", "preset_names", "preset_path", "read_preset", "write_preset"]
@@ -83,9 +83,7 @@ def read_preset(name: str) -> Preset:
                 )
             settings[key] = setting_value(key, given)
         except OptionError as error:
-            line = line_number(text, (key,))
-            where = f"{path}, line {line}" if line else str(path)
-            raise ConfigurationError(f"{where}: {error.what}", error.next_step) from error
+            raise error_at(path, text, (key,), error.what, error.next_step) from error
     return Preset(name, settings)
 
 
