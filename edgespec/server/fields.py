@@ -16,8 +16,8 @@ from pydantic import (
 )
 
 from edgespec.errors import OptionError
-from edgespec.option_kinds import TokenBiases
 from edgespec.options import REPLY_OPTIONS, Option, ReplyArguments
+from edgespec.reply_option_kinds import TokenBiases
 from edgespec.server.errors import invalid_request
 
 __all__ = ["Ignored", "ReplyFields", "RequestFields", "combined_options", "reply_options", "require_fields"]

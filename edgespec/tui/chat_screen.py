@@ -227,13 +227,17 @@ class ChatScreen(TurnScreen):
             await delete_chat(self, option.chat)
 
     async def action_chats(self) -> None:
-        shown = await self.toggle_panel("sidebar")
-        (self.sidebar if shown else self.prompt).focus()
+        if "sidebar" in self._panels:
+            await self.toggle_panel("sidebar")
+            self.prompt.focus()
+        else:
+            await self.show_chats()
         self.post_message(self.PreferencesChanged())
 
     async def show_chats(self) -> None:
-        """Show the list of chats and focus it."""
+        """Show the list of chats and focus it. It begins with all chats, whatever was searched for last."""
         if "sidebar" not in self._panels:
+            self.sidebar.clear_query()
             await self.toggle_panel("sidebar")
         self.sidebar.focus()
 

@@ -164,6 +164,24 @@ async def test_keys_of_the_list_of_paths(tmp_path: Path, demo: Load) -> None:
         await shows_chip(d, "src/deep/shapes.py")
 
 
+async def test_the_path_after_a_command_is_completed(tmp_path: Path, demo: Load) -> None:
+    (tmp_path / "work" / "my chats.json").write_text("[]")
+    async with driving(demo, tmp_path) as d:
+        await d.write("/import ch")
+        await until(d.pilot, lambda: d.chat.paths.chosen == "my chats.json", "the path")
+        await d.press("tab")
+        assert d.chat.prompt.text == "/import my chats.json"
+        await until(d.pilot, lambda: not d.chat.paths.display, "the list to go")
+        await d.press("enter")
+        await d.said("contains no chats in a known format")
+        d.chat.prompt.clear()
+        for typed in ("/schema none", "/export my", "/import\nmy"):
+            d.chat.prompt.replace_text(typed)
+            await d.settled()
+            assert not d.chat.paths.chosen
+            d.chat.prompt.clear()
+
+
 async def test_folders_and_patterns(tmp_path: Path, demo: Load) -> None:
     async with driving(demo, tmp_path) as d:
         d.chat.prompt.replace_text("@src/**/*.py compare")
