@@ -91,7 +91,7 @@ class SettingOption(SectionOption):
         super().__init__(*args, **settings)
 
     def consume_value(self, ctx: click.Context, opts: Mapping[str, Any]) -> tuple[Any, ParameterSource]:
-        """Return the value from the command line, the preset, the settings, or else the default.
+        """Return the value from the command line, or else from the preset, the settings or the default.
 
         Raises:
             ConfigurationError: A setting is invalid.

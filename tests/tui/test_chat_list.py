@@ -1,4 +1,4 @@
-"""The list of chats: what is typed filters it, pinned chats come first, and deletions can be undone."""
+"""The list of chats: typing filters it, pinned chats come first, and deletions can be undone."""
 
 from __future__ import annotations
 

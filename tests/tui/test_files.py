@@ -1,4 +1,4 @@
-"""Files in the chat: completing and dropping paths, chips, and what is sent."""
+"""Files in the chat: completing and dropping paths, chips, and the messages that are sent."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ async def test_a_completed_path_is_sent_as_a_file(tmp_path: Path, demo: Load) ->
         size = f"{message.files[0].token_count} tokens"
         shown = d.transcript().replace("\N{NO-BREAK SPACE}", " ")
         assert f"src/main.py {size}" in shown
-        # The reply can repeat the file, but the message does not print it.
+        # The file's text may appear in the reply, but not in the displayed message.
         assert "return width" not in str(d.chat.transcript.query_one(UserMessage).visual)
         # The model has read the file.
         stats = d.chat.stats
