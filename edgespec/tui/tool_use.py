@@ -31,6 +31,9 @@ _MAX_ROUNDS = 25
 # Maximum length of a tool's result in characters. For a model with a small context, the limit is as many
 # characters as the context has tokens, which is about a quarter of the context.
 _MAX_RESULT_CHARACTERS = 32_000
+# Maximum length of the arguments of a call. The user must be able to read them before allowing the call, and
+# the screen takes seconds to show more.
+_MAX_ARGUMENT_CHARACTERS = 100_000
 _REFUSED = ToolResult.failure("The user does not allow this call.")
 _STOPPED = ToolResult.failure("The user stopped the reply before this call was made.")
 _INTERRUPTED = ToolResult.failure("The user stopped this call.")
@@ -200,6 +203,11 @@ class ToolUse:
         if tool is None:
             names = ", ".join(each.call_name for each in self.tools) or "none"
             return ToolResult.failure(f"There is no tool {call.name!r}. Available tools: {names}.")
+        if len(call.arguments) > _MAX_ARGUMENT_CHARACTERS:
+            return ToolResult.failure(
+                f"The arguments have {len(call.arguments):,} characters, but at most"
+                f" {_MAX_ARGUMENT_CHARACTERS:,} are allowed."
+            )
         arguments = parse_object(call.arguments)
         if arguments is None:
             return ToolResult.failure("The arguments are not a JSON object.")

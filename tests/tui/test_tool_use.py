@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ import pytest
 
 import edgespec.tui.screens.approval
 import edgespec.tui.tool_use
-from edgespec.chat.store import Setting
+from edgespec.chat.message import Message
+from edgespec.chat.message_tree import MessageTree
+from edgespec.chat.store import ChatStore, SavedChat, Setting
+from edgespec.chat.tool_calls.calls import ToolCall
 from edgespec.settings_file import quoted
 from edgespec.tools.server_config import read_servers, servers_path
 from edgespec.tui.screens.approval import ApprovalScreen
@@ -303,3 +307,17 @@ async def test_without_servers_it_says_how_to_add_one(tmp_path: Path, config: Pa
         d.chat.prompt.clear()
         await d.say("/tools maybe")
         await d.said("Type /tools, /tools on or /tools off")
+
+
+async def test_a_saved_call_with_huge_arguments_is_refused_without_asking(tmp_path: Path) -> None:
+    configure("good", "good_server.py", "stdio")
+    call = ToolCall("1", "good_add", json.dumps({"text": "x" * 200_000}))
+    messages = [Message("user", "Add."), Message("assistant", "", tool_calls=(call,))]
+    noon = datetime(2026, 1, 1, 12, tzinfo=UTC)
+    ChatStore(tmp_path / "chats").save(SavedChat("one", MessageTree.linear(messages), noon, noon))
+    async with driving(loading(ScriptedRuntime()), tmp_path, resume="last") as d:
+        await tools_on(d)
+        await d.send("/continue")
+        await until(d.pilot, lambda: len(results(d)) == 1, "the result", 30)
+        await d.settled()
+        assert results(d)[0].startswith("Error: The arguments have 200,012 characters")
