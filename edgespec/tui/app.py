@@ -242,7 +242,8 @@ class ChatApp(App[None]):
             self.exit()
         else:
             self._leaving = True
-            self.run_worker(self._leave(), exclusive=True)
+            # Not `self._leave()`: Python would warn about it if a second quit comes before it starts.
+            self.run_worker(self._leave, exclusive=True)
 
     async def _leave(self) -> None:
         if self.chat is not None:
