@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+from textual import work
 from textual.app import App
 from textual.filter import LineFilter
 
@@ -242,9 +243,10 @@ class ChatApp(App[None]):
             self.exit()
         else:
             self._leaving = True
-            # Not `self._leave()`: Python would warn about it if a second quit comes before it starts.
-            self.run_worker(self._leave, exclusive=True)
+            self._leave()
 
+    # With `run_worker`, Python would warn about this coroutine if the app exits before it starts.
+    @work(exclusive=True)
     async def _leave(self) -> None:
         if self.chat is not None:
             await self.chat.finish(_QUIT_SECONDS)
