@@ -126,7 +126,10 @@ def test_replies_at_once_need_shared_passes(run: Run, monkeypatch: pytest.Monkey
     ("args", "says"),
     [
         (("--acceptance", "rejection"), "--acceptance rejection cannot be combined with --parallel"),
-        (("--methods", "suffix", "--temperatures", "0"), "a single reply cannot be generated beside others"),
+        (
+            ("--methods", "suffix", "--temperatures", "0"),
+            "there is only one reply, so --parallel has no effect",
+        ),
     ],
 )
 def test_replies_at_once_are_refused_before_a_model_is_loaded(
