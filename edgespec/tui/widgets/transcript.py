@@ -17,12 +17,18 @@ from edgespec.tui.widgets.tool_call import ToolCallMessage
 
 __all__ = ["Transcript"]
 
-# Number of messages shown when a chat is opened, and added each time the user asks for older ones.
+# Maximum number of messages that are added at once. Each costs several milliseconds.
 _PAGE_MESSAGES = 40
-# Maximum time in seconds for drawing the messages that are shown at once.
+# Maximum time in seconds for drawing the messages that are added at once.
 _PAGE_SECONDS = 10.0
-# Maximum number of messages shown as widgets. Hundreds of Markdown widgets slow the screen down.
-_MAX_MESSAGES = 120
+# Number of messages that are added when the selection leaves the shown ones.
+_SELECTED_MESSAGES = 2
+# Number of pages shown as widgets: one in view, and one above and below it. The more widgets there are, the
+# longer each change of the layout takes.
+_MAX_PAGES = 3
+# Rows of a message besides those of its text: the space above it and its padding. Chosen low, because a page
+# with too many messages is better than one that does not fill the view.
+_OTHER_ROWS = 1
 
 
 class Transcript(VerticalScroll):
@@ -36,6 +42,7 @@ class Transcript(VerticalScroll):
         # The messages shown as widgets, as indexes of the open path: from `_first` to before `_end`.
         self._first = self._end = 0
         self._dropped = 0
+        self._extending = False
         self._origin = False
 
     def compose(self) -> ComposeResult:
@@ -60,33 +67,33 @@ class Transcript(VerticalScroll):
         with self.app.batch_update():
             await self.keep(index)
             await self.show_later()
+        if (changed := self.message_at(index - 1)) is not None:
+            self.call_after_refresh(self.scroll_to_widget, changed, animate=False)
 
-    async def show_earlier(self) -> None:
-        """Show up to 40 more of the older messages. Hide the newest ones if there are too many widgets."""
-        old_first = self.message_at(self._first)
-        start = self._page(self._first, -1)
+    async def show_earlier(self, most: int = _PAGE_MESSAGES) -> None:
+        """Show up to `most` older messages, at most a page. Remove the newest widgets if too many."""
+        start = self._page(self._first, -1, most)
+        if start == self._first:
+            return
+        self.release_anchor()
+        self._hold_view(self.message_at(self._first))
         widgets = self._widgets(start, self._first)
         self._first = start
-        if widgets:
-            self.release_anchor()
-            await self._column.mount_all(widgets, after=self._earlier)
-            await self._column.remove_children(self._messages[_MAX_MESSAGES:])
-            self._end = min(self._end, self._first + _MAX_MESSAGES)
-            if old_first is not None:
-                self.call_after_refresh(self.scroll_to_widget, old_first, animate=False)
+        await self._column.mount_all(widgets, after=self._earlier)
+        end = min(self._end, self._pages(start, 1))
+        await self._column.remove_children(self._messages[end - start :])
+        self._end = end
         self._refresh_more()
 
-    async def show_later(self) -> None:
-        """Show up to 40 more of the newer messages. Hide the oldest ones if there are too many widgets."""
-        old_last = self.message_at(self._end - 1)
-        end = self._page(self._end, 1)
+    async def show_later(self, most: int = _PAGE_MESSAGES) -> None:
+        """Show up to `most` newer messages, at most a page. Remove the oldest widgets if too many."""
+        self._hold_view(self.message_at(self._end - 1))
+        end = self._page(self._end, 1, most)
         widgets = self._widgets(self._end, end)
         self._end = end
         if widgets:
             await self._column.mount_all(widgets, before=self._later)
             await self.prune()
-            if old_last is not None:
-                self.call_after_refresh(self.scroll_to_widget, old_last, animate=False)
         self._refresh_more()
 
     async def _show_last_page(self) -> None:
@@ -106,13 +113,37 @@ class Transcript(VerticalScroll):
         self.anchor()
 
     async def page(self, pages: int) -> None:
-        """Scroll by `pages` pages, up if negative. At the first or last shown message, show more."""
-        if pages < 0 and self.scroll_y == 0:
-            await self.show_earlier()
-        elif pages > 0 and self.scroll_y >= self.max_scroll_y and self._later.display:
-            await self.show_later()
+        """Scroll by `pages` pages, up if negative. Show more messages if fewer are left."""
+        await self._extend(pages)
         scroll = self.scroll_page_up if pages < 0 else self.scroll_page_down
         self.call_after_refresh(scroll, animate=False)
+
+    def on_mouse_scroll_up(self) -> None:
+        self.run_worker(self._extend(-1))
+
+    def on_mouse_scroll_down(self) -> None:
+        self.run_worker(self._extend(1))
+
+    async def _extend(self, step: int) -> None:
+        """Show more messages above or below if less than a page is left in that direction."""
+        left = self.scroll_y if step < 0 else self.max_scroll_y - self.scroll_y
+        more = self._earlier if step < 0 else self._later
+        if self._extending or not more.display or left >= self.size.height:
+            return
+        self._extending = True
+        try:
+            await (self.show_earlier() if step < 0 else self.show_later())
+        finally:
+            self._extending = False
+
+    def _hold_view(self, message: MessageWidget | None) -> None:
+        """Keep a message at the same row of the screen while others are added or removed."""
+        if message is not None:
+            self.call_after_refresh(self._return_to, message, message.region.y)
+
+    def _return_to(self, message: MessageWidget, row: int) -> None:
+        if message.is_attached:
+            self.scroll_to(y=self.scroll_y + message.region.y - row, animate=False, immediate=True)
 
     def message_at(self, index: int) -> MessageWidget | None:
         """Return the widget of the `index`-th message of the chat, or None if it is not shown."""
@@ -131,9 +162,9 @@ class Transcript(VerticalScroll):
             return self._messages[-1] if self._messages else None
         index = messages.index(message) + self._first + step
         if index < self._first:
-            await self.show_earlier()
+            await self.show_earlier(_SELECTED_MESSAGES)
         elif index >= self._end and index < len(self._chat.tree.path):
-            await self.show_later()
+            await self.show_later(_SELECTED_MESSAGES)
         return self.message_at(max(index, 0))
 
     async def add(self, widget: Widget) -> None:
@@ -186,7 +217,7 @@ class Transcript(VerticalScroll):
 
     async def prune(self) -> None:
         """Hide the oldest messages if there are too many widgets."""
-        surplus = max(0, len(self._messages) - _MAX_MESSAGES)
+        surplus = max(0, self._pages(self._end, -1) - self._first)
         await self._column.remove_children(self._messages[:surplus])
         self._first += surplus
         self._refresh_more()
@@ -225,15 +256,23 @@ class Transcript(VerticalScroll):
     def _messages(self) -> list[MessageWidget]:
         return [child for child in self._column.children if isinstance(child, MessageWidget)]
 
-    def _page(self, start: int, step: int) -> int:
-        """Return the other end of a page of messages that begins at `start` and can be drawn at once."""
-        entries, place, seconds = self._chat.entries, start, 0.0
-        while 0 <= (following := place + step) <= len(entries) and abs(place - start) < _PAGE_MESSAGES:
-            seconds += drawing_seconds(entries[min(place, following)].content)
-            if seconds > _PAGE_SECONDS and place != start:
+    def _page(self, start: int, step: int, most: int = _PAGE_MESSAGES) -> int:
+        """Return the other end of a page: messages from `start` on that fill the view."""
+        entries, place, seconds, rows = self._chat.entries, start, 0.0, 0
+        while 0 <= (following := place + step) <= len(entries) and abs(place - start) < most:
+            content = entries[min(place, following)].content
+            seconds += drawing_seconds(content)
+            if place != start and (seconds > _PAGE_SECONDS or rows >= self.app.size.height):
                 break
+            rows += _OTHER_ROWS + sum(1 for line in content.splitlines() if line.strip())
             place = following
         return place
+
+    def _pages(self, start: int, step: int) -> int:
+        """Return the other end of all messages that can be shown as widgets, beginning at `start`."""
+        for _ in range(_MAX_PAGES):
+            start = self._page(start, step)
+        return start
 
     def _widgets(self, start: int, end: int) -> list[MessageWidget]:
         """Create the widgets of messages, given as indexes of the open path."""
