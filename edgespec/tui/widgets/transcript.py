@@ -12,7 +12,7 @@ from edgespec.tui.numbers import count
 from edgespec.tui.open_chat import OpenChat, version_label
 from edgespec.tui.widgets.long_texts import drawing_seconds
 from edgespec.tui.widgets.message_widget import MessageWidget
-from edgespec.tui.widgets.messages import Panel, ReplyMessage, SystemMessage, UserMessage
+from edgespec.tui.widgets.messages import Panel, ReplyMessage, SystemMessage, UserMessage, Welcome
 from edgespec.tui.widgets.tool_call import ToolCallMessage
 
 __all__ = ["Transcript"]
@@ -21,6 +21,10 @@ __all__ = ["Transcript"]
 _PAGE_MESSAGES = 40
 # Maximum time in seconds for drawing the messages that are added at once.
 _PAGE_SECONDS = 10.0
+# Rows of the line that tells how many older messages there are. It is in the way when the user scrolls up.
+_MORE_ROWS = 2
+# Number of layouts until the blocks of added replies have their final height.
+_LAYOUTS = 3
 # Number of messages that are added when the selection leaves the shown ones.
 _SELECTED_MESSAGES = 2
 # Number of pages shown as widgets: one in view, and one above and below it. The more widgets there are, the
@@ -43,6 +47,8 @@ class Transcript(VerticalScroll):
         self._first = self._end = 0
         self._dropped = 0
         self._extending = False
+        # The message that stays at a row of the screen until the added messages are laid out.
+        self._held: tuple[MessageWidget, int] | None = None
         self._origin = False
 
     def compose(self) -> ComposeResult:
@@ -76,25 +82,30 @@ class Transcript(VerticalScroll):
         if start == self._first:
             return
         self.release_anchor()
-        self._hold_view(self.message_at(self._first))
         widgets = self._widgets(start, self._first)
+        held = self.message_at(self._first)
+        row = 0 if held is None else held.region.y
         self._first = start
-        await self._column.mount_all(widgets, after=self._earlier)
-        end = min(self._end, self._pages(start, 1))
-        await self._column.remove_children(self._messages[end - start :])
-        self._end = end
-        self._refresh_more()
+        # Without the batch, the screen computes its layout again after each widget.
+        with self.app.batch_update():
+            await self._column.mount_all(widgets, after=self._earlier)
+            end = min(self._end, self._pages(start, 1))
+            await self._column.remove_children(self._messages[end - start :])
+            self._end = end
+            self._refresh_more()
+        self._hold(held, row)
 
     async def show_later(self, most: int = _PAGE_MESSAGES) -> None:
         """Show up to `most` newer messages, at most a page. Remove the oldest widgets if too many."""
-        self._hold_view(self.message_at(self._end - 1))
+        held = self.message_at(self._end - 1)
+        row = 0 if held is None else held.region.y
         end = self._page(self._end, 1, most)
         widgets = self._widgets(self._end, end)
         self._end = end
-        if widgets:
+        with self.app.batch_update():
             await self._column.mount_all(widgets, before=self._later)
             await self.prune()
-        self._refresh_more()
+        self._hold(held, row)
 
     async def _show_last_page(self) -> None:
         """Show the newest messages, and no others."""
@@ -115,6 +126,10 @@ class Transcript(VerticalScroll):
     async def page(self, pages: int) -> None:
         """Scroll by `pages` pages, up if negative. Show more messages if fewer are left."""
         await self._extend(pages)
+        if self._held is not None:
+            message, row = self._held
+            self._held = message, row - pages * (self.scrollable_content_region.height - _MORE_ROWS)
+            return
         scroll = self.scroll_page_up if pages < 0 else self.scroll_page_down
         self.call_after_refresh(scroll, animate=False)
 
@@ -136,14 +151,20 @@ class Transcript(VerticalScroll):
         finally:
             self._extending = False
 
-    def _hold_view(self, message: MessageWidget | None) -> None:
-        """Keep a message at the same row of the screen while others are added or removed."""
-        if message is not None:
-            self.call_after_refresh(self._return_to, message, message.region.y)
+    def _hold(self, message: MessageWidget | None, row: int) -> None:
+        """Keep a message at this row of the screen while the messages added above it are laid out."""
+        self._held = None if message is None else (message, row)
+        self.call_after_refresh(self._return_to_held, _LAYOUTS)
 
-    def _return_to(self, message: MessageWidget, row: int) -> None:
-        if message.is_attached:
-            self.scroll_to(y=self.scroll_y + message.region.y - row, animate=False, immediate=True)
+    def _return_to_held(self, times: int) -> None:
+        if self._held is None or not self._held[0].is_attached:
+            return
+        message, row = self._held
+        self.scroll_to(y=self.scroll_y + message.region.y - row, animate=False, immediate=True)
+        if times > 1:
+            self.call_after_refresh(self._return_to_held, times - 1)
+        else:
+            self._held = None
 
     def message_at(self, index: int) -> MessageWidget | None:
         """Return the widget of the `index`-th message of the chat, or None if it is not shown."""
@@ -307,6 +328,7 @@ class Transcript(VerticalScroll):
         earlier, later = self._first, len(self._chat.tree.path) - self._end
         older, newer = count(earlier, "older message"), count(later, "newer message")
         self._earlier.display, self._later.display = earlier > 0, later > 0
+        self.query(Welcome).set(display=not earlier)
         self._earlier.update(f"[@click=screen.show_earlier]↑ {older}: click, or press Ctrl+Home[/]")
         self._later.update(f"[@click=screen.to_end]↓ {newer}: click, or press Ctrl+End[/]")
         self.set_dropped(self._dropped)
