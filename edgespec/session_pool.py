@@ -101,7 +101,7 @@ class SessionPool:
 
     @contextmanager
     def borrowed_targets(self) -> Iterator[Sequence[LanguageModel]]:
-        """Provide the targets of all sessions. Meanwhile, no session can start a reply.
+        """Provide the targets of all sessions. No session can start a reply until the caller is done.
 
         Raises:
             BusyError: A reply is running.

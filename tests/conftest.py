@@ -14,6 +14,8 @@ import pytest
 from edgespec.backends import trial_load
 from edgespec.backends.llamacpp.quantise import quantise
 from edgespec.catalog.catalogue import models_folder
+from edgespec.costs.target_costs import TargetCosts
+from edgespec.prepare.layerskip import prepare_layerskip
 
 # A deadline per example fails on a busy machine without anything being wrong.
 hypothesis.settings.register_profile("edgespec", deadline=None)
@@ -63,6 +65,18 @@ def files_count_as_tried() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def costs_are_measured_briefly() -> Iterator[None]:
+    """Measure few passes when a model is loaded, because the full measurement takes half a second to two.
+
+    Tests with two processes measure again and again, because the speed of the models varies. The default
+    arguments apply only to loading: `edgespec bench` and `edgespec tune` measure as long as outside of tests.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TargetCosts.remeasure, "__defaults__", (None, 0, 0.0))
+        yield
+
+
 @pytest.fixture(scope="session")
 def demo_target() -> Path:
     """Return the path of the demo target."""
@@ -73,6 +87,12 @@ def demo_target() -> Path:
 def demo_draft() -> Path:
     """Return the path of the demo draft model."""
     return models_folder() / "demo-draft-q8_0.gguf"
+
+
+@pytest.fixture(scope="session")
+def demo_in_halves(demo_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the demo target split after 4 layers, which tests must not change."""
+    return prepare_layerskip(demo_target, 4, to=tmp_path_factory.mktemp("halves") / "demo").folder
 
 
 @pytest.fixture(scope="session")

@@ -84,12 +84,19 @@ def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
 
 def shown_path(path: Path) -> str:
     """Return a path as shown to the user and the model: relative to the current or the home folder."""
-    absolute = PurePath(os.path.abspath(path))
-    for folder, prefix in ((os.getcwd(), ""), (os.path.expanduser("~"), "~/")):
+    try:
+        absolute, working = PurePath(os.path.abspath(path)), os.getcwd()
+    except OSError:
+        return _printable(str(path))  # The working folder has been deleted.
+    for folder, prefix in ((working, ""), (os.path.expanduser("~"), "~/")):
         if absolute.is_relative_to(folder):
             shown = prefix + absolute.relative_to(folder).as_posix()
             break
     else:
         shown = str(absolute)
+    return _printable(shown)
+
+
+def _printable(name: str) -> str:
     # File names can contain line breaks and other control characters.
-    return "".join(character if character.isprintable() else "?" for character in shown)
+    return "".join(character if character.isprintable() else "?" for character in name)

@@ -83,7 +83,7 @@ def _write_gguf_benchmark(path: Path, type_name: str, size_bytes: int) -> PassWe
 
 def _estimate_gguf_head(head: Head, target: Path, context_tokens: int) -> MemoryEstimate:
     from edgespec.backends.llamacpp.dflash import estimate_dflash_head
-    from edgespec.backends.llamacpp.eagle import estimate_eagle_head, estimate_unconverted_head
+    from edgespec.backends.llamacpp.eagle import estimate_eagle_head, estimate_published_head
     from edgespec.backends.llamacpp.mtp import estimate_mtp_head
     from edgespec.backends.llamacpp.residual_target import estimate_gguf_residual_heads
 
@@ -94,8 +94,9 @@ def _estimate_gguf_head(head: Head, target: Path, context_tokens: int) -> Memory
         return estimate_gguf_residual_heads(head.path, target, context_tokens)
     if head.method == "dflash":
         return estimate_dflash_head(head.path, context_tokens)
-    estimate = estimate_unconverted_head if head.path.is_dir() else estimate_eagle_head
-    return estimate(head.path, context_tokens)
+    if head.path.is_dir():
+        return estimate_published_head(head.path, target, context_tokens)
+    return estimate_eagle_head(head.path, context_tokens)
 
 
 def _gguf_tokens(path: Path) -> TokenList | None:
@@ -237,6 +238,7 @@ _GGUF = FileFormat(
         **dict.fromkeys(RESIDUAL_METHODS, frozenset({"mlx"})),
     },
     converted_heads=frozenset({"eagle", "dflash"}),
+    unconverted_heads=frozenset({"EAGLE-1"}),
     estimate_head=_estimate_gguf_head,
 )
 _SPLIT_GGUF = FileFormat(

@@ -22,7 +22,7 @@ from edgespec.backends.model_info import Kind, ModelInfo
 from edgespec.backends.token_list import tokens_of_folder
 from edgespec.errors import ModelFileError
 from edgespec.files import read_regular_file, regular_file_bytes
-from edgespec.heads.eagle_files import is_eagle
+from edgespec.heads.eagle_files import eagle_kind
 from edgespec.heads.mtp_files import mtp_files
 from edgespec.heads.tensor_files import read_folder_tensors
 
@@ -75,7 +75,7 @@ def read_mlx_info(folder: Path) -> ModelInfo:
     experts, used = _first(config, _EXPERTS), _first(config, _EXPERTS_USED)
     settings = config.get("quantization") or whole.get("quantization")
     return ModelInfo(
-        kind="head" if is_eagle(tensors) else _kind(whole),
+        kind="head" if eagle_kind(tensors) else _kind(whole),
         family=_name(whole, folder),
         architecture=str(whole.get("model_type", "")),
         parameters=_parameters(tensors, settings if isinstance(settings, dict) else {}),
@@ -90,8 +90,9 @@ def read_mlx_info(folder: Path) -> ModelInfo:
         licence=_licence(folder),
         experts=experts,
         experts_used=used,
-        heads=tuple(_heads(whole, config, tensors | _extra_layers(folder)))
-        or (("EAGLE",) if is_eagle(tensors) else ()),
+        heads=tuple(
+            _heads(whole, config, tensors | _extra_layers(folder)) or filter(None, [eagle_kind(tensors)])
+        ),
         hidden_size=_first(config, ("target_hidden_size", "hidden_size", "n_embd")),
         layers=_first(config, ("num_hidden_layers", "n_layer")),
         read_layers=_read_layers(config),
@@ -119,8 +120,8 @@ def read_head_info(folder: Path) -> ModelInfo:
     # The weights of Medusa and Hydra heads are in files such as `medusa_lm_head.safetensors`.
     named = [label for name, label in _HEAD_NAMES.items() for file in weights if file.startswith(f"{name}_")]
     heads = tuple(_heads(whole, config, {}) or named[:1])
-    if not heads and is_eagle(read_folder_tensors(folder)):
-        heads = ("EAGLE",)
+    if (not heads or heads == ("EAGLE",)) and (kind := eagle_kind(read_folder_tensors(folder))):
+        heads = (kind,)
     return ModelInfo(
         kind="head" if heads else _kind(whole),
         family=_name(whole, folder),

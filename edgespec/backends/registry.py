@@ -118,6 +118,8 @@ class FileFormat:
         head_formats: Maps each method whose heads the backend can run to the file formats of heads that the
             backend can read.
         converted_heads: Methods whose heads can be converted to this format (`edgespec prepare head`).
+        unconverted_heads: Kinds of heads, such as `EAGLE-1`, that the backend reads as published, although
+            the method's other heads must be converted.
         estimate_head: Returns the memory that a head needs, given the head, the target's path, and the
             context size in tokens. Raises ModelFileError. None if the format supports no heads.
         load_teacher: Loads the model at a path as the teacher for training drafters, given its name and a
@@ -151,6 +153,7 @@ class FileFormat:
     benchmark_models: BenchmarkModels | None = None
     head_formats: Mapping[str, frozenset[str]] = field(default_factory=dict)
     converted_heads: frozenset[str] = frozenset()
+    unconverted_heads: frozenset[str] = frozenset()
     estimate_head: Callable[[Head, Path, int], MemoryEstimate] | None = None
     load_teacher: Callable[[str, str, Progress | None], Teacher] | None = None
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from edgespec.backends.base import Progress, Snapshot, Vocabulary
+from edgespec.backends.base import Progress, Snapshot
 from edgespec.backends.base_model import BaseModel, in_batches
 from edgespec.backends.hidden_state_log import HiddenStateLog
 from edgespec.backends.memory_check import check_tokens_fit
 from edgespec.backends.model_facts import ModelFacts
-from edgespec.backends.self_draft_view import SelfDraftView
+from edgespec.backends.state_head_view import CachedStateHeadView, StateHeadView
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import BackendError, CancelledError, CapabilityError
+from edgespec.errors import CapabilityError
 from edgespec.heads.prefix_layer import PrefixLayer
 from edgespec.heads.products import Array
 from edgespec.heads.residual_network import ResidualNetwork
@@ -39,12 +38,20 @@ class _Node(NamedTuple):
     inputs: Array
 
 
-class ResidualHeadView(SelfDraftView[BaseModel]):
+class ResidualHeadView(StateHeadView):
     """Medusa or Hydra heads as a draft model, which predicts from the target's last known hidden state.
 
     The draft model has no KV cache. The first head predicts the token after the root of a draft tree, and
     each further head predicts the tokens one level deeper. Hydra heads also read the embeddings of the tokens
     on the path from the root to the node.
+
+    Args:
+        target: See `StateHeadView`.
+        log: See `StateHeadView`.
+        stop_logging: See `StateHeadView`.
+        facts: Properties of the heads.
+        network: The heads.
+        embed: Returns the embeddings of token ids. None if the heads do not read tokens.
     """
 
     def __init__(
@@ -56,43 +63,15 @@ class ResidualHeadView(SelfDraftView[BaseModel]):
         network: ResidualNetwork,
         embed: Callable[[Sequence[int]], Array] | None,
     ) -> None:
-        """Create a view of a target.
-
-        Args:
-            target: The target.
-            log: The target's hidden states.
-            stop_logging: Stops the log. Called when the view is closed.
-            facts: Properties of the heads.
-            network: The heads.
-            embed: Returns the embeddings of token ids. None if the heads do not read tokens.
-        """
-        super().__init__(target)
-        self.facts = facts
-        self.vocabulary: Vocabulary = target.vocabulary
-        self.log, self._stop_logging = log, stop_logging
+        super().__init__(target, log, stop_logging, facts)
         self._network, self._embed = network, embed
         self._nodes: list[_Node] = []
-        self._interrupted = False
 
     @property
     def length(self) -> int:
         # A recurrent target may have been rewound, which makes it shorter than the text until its next pass.
         # The log still covers the whole text.
         return max(self._target.length, self.log.end)
-
-    @property
-    def free_tokens(self) -> int:
-        return max(0, self.facts.context_tokens - self.length)
-
-    @property
-    def first_position(self) -> int:
-        """The first position whose preceding hidden state is in the log."""
-        return self.log.start + 1
-
-    @property
-    def last_position(self) -> int:
-        """The last position whose preceding hidden state is in the log."""
-        return self.log.end
 
     def start_at(self, position: int) -> None:  # noqa: ARG002
         """Do nothing, because there is no KV cache."""
@@ -150,10 +129,6 @@ class ResidualHeadView(SelfDraftView[BaseModel]):
         last = max(self.log.end - self.length, 0)
         return self._states_before(sum(depth <= last for depth in tree.depths))
 
-    def _states_before(self, count: int) -> Array:
-        """Return the head inputs for the next `count` tokens: the hidden state before each token."""
-        return self.log.rows(self.length - 1, self.length - 1 + count)
-
     def _predict(self, head: int, nodes: Sequence[_Node], rows: Array) -> None:
         """Fill in the logits of all nodes that belong to this head."""
         at = [i for i, node in enumerate(nodes) if node.head == head]
@@ -163,20 +138,8 @@ class ResidualHeadView(SelfDraftView[BaseModel]):
         for i in at:
             rows[i] = logits[id(nodes[i].inputs)]
 
-    def _check_not_interrupted(self) -> None:
-        if self._interrupted:
-            raise CancelledError("the model's computation was cancelled")
 
-    def interrupt(self, enabled: bool) -> None:
-        self._interrupted = enabled
-
-    def close(self) -> None:
-        if not self._closed:
-            super().close()
-            self._stop_logging()
-
-
-class PrefixHeadView(ResidualHeadView):
+class PrefixHeadView(CachedStateHeadView, ResidualHeadView):
     """Hydra++ heads, which read the output of an attention layer instead of the target's hidden states.
 
     The attention layer has a KV cache. The entry for position p is computed from the target's hidden state at
@@ -194,63 +157,24 @@ class PrefixHeadView(ResidualHeadView):
         prefix: PrefixLayer,
     ) -> None:
         super().__init__(target, log, stop_logging, facts, network, embed)
-        self._prefix = prefix
+        self._prefix, self._attention = prefix, prefix.attention
         self._length = 0
-
-    @property
-    def length(self) -> int:
-        return self._length
-
-    def start_at(self, position: int) -> None:
-        """Empty the KV cache, and let it begin at `position`. Tokens before `position` are never run."""
-        self._check()
-        self._prefix.restart(position)
-        self._length = position
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
         self._check()
         check_tokens_fit(self, len(tokens))
-        self._prefix.truncate(self._length)
+        self._end_round()
         for batch in in_batches(tokens, _BATCH_TOKENS, progress):
             self._check_not_interrupted()
             self._prefix.append(super()._states_before(len(batch)))
             self._length += len(batch)
 
     def _states_before(self, count: int) -> Array:
-        self._prefix.truncate(self._length)
+        """Return the attention layer's output for each of the next `count` tokens."""
+        self._end_round()
         return self._prefix.run(super()._states_before(count))
 
     def commit(self, path: tuple[int, ...]) -> None:
         """Keep the KV cache entries of the last pass, all of which come from the target's hidden states."""
         super().commit(path)
-        self._length = self._prefix.end
-
-    def truncate(self, length: int) -> None:
-        super().truncate(length)
-        self._length = min(self._length, length)
-        self._prefix.truncate(self._length)
-
-    def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
-        """Copy the KV cache at positions [start, end). If it begins later, start there."""
-        self._check()
-        self._prefix.truncate(self._length)
-        end = self._length if end is None else min(end, self._length)
-        start = min(max(start, self._prefix.start), end)
-        return Snapshot(end, self._prefix.copy(start, end), start)
-
-    def restore(self, snapshot: Snapshot) -> None:
-        super().restore(snapshot)
-        start, end = snapshot.start, snapshot.length
-        self._prefix.truncate(self._length)
-        fits = self._length == start <= end <= self.facts.context_tokens
-        if not (fits and self._prefix.restore(end - start, snapshot.data)):
-            self.start_at(0)
-            raise BackendError(
-                f"the saved KV cache does not fit {self.facts.name}", "process the prompt again"
-            )
-        self._length = end
-
-    def resized(self) -> None:
-        tokens = self._target.facts.context_tokens
-        token_bytes = self.facts.kv_bytes // self.facts.context_tokens if self.facts.context_tokens else 0
-        self.facts = replace(self.facts, context_tokens=tokens, kv_bytes=token_bytes * tokens)
+        self._length = self._attention.end

@@ -254,7 +254,9 @@ def _why_not_yet(kind: str, form: FileFormat) -> str:
 
 def _is_readable(kind: str, path: Path, target: Resolved) -> bool:
     """Return whether the target's backend can read the head's files."""
-    return format_at(path).name in target.file_format.head_formats[method_of(kind)]
+    form = target.file_format
+    is_published = path.is_dir() and kind in form.unconverted_heads
+    return is_published or format_at(path).name in form.head_formats[method_of(kind)]
 
 
 def _is_convertible(kind: str, path: Path, target: Resolved) -> bool:

@@ -33,11 +33,13 @@ class AttachedFile:
     @property
     def block(self) -> str:
         """The file as Markdown: its name, and its text in a code block."""
-        # The fence must be longer than any in the text.
-        longest = max(map(len, re.findall(r"^\s*(`+)", self.text, re.MULTILINE)), default=0)
+        # The fence must be longer than any in the text. Some programs also start lines at other characters.
+        longest = max(map(len, re.findall("`+", self.text)), default=0)
         fence = "`" * max(3, longest + 1)
         line_break = "" if self.text.endswith("\n") or not self.text else "\n"
-        return f"{self.name}:\n{fence}{PurePath(self.name).suffix[1:]}\n{self.text}{line_break}{fence}"
+        # A backtick after the fence would end the code block at once.
+        language = re.fullmatch(r"\.([\w+#-]+)", PurePath(self.name).suffix)
+        return f"{self.name}:\n{fence}{language[1] if language else ''}\n{self.text}{line_break}{fence}"
 
 
 def as_attached_files(number: int, items: object) -> tuple[AttachedFile, ...]:

@@ -14,6 +14,8 @@ from edgespec.chat.store import SavedChat, title_of
 __all__ = ["FORMATS", "as_html", "as_json", "as_markdown", "messages_as_markdown"]
 
 _NAMES = {"user": "You", "assistant": "Model", "system": "System", "tool": "Tool"}
+# A page must not tell other servers that it was opened, so pictures in replies are not loaded.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _STYLE = (
     "body{font:16px/1.5 system-ui,sans-serif;max-width:46rem;margin:2rem auto;padding:0 1rem}"
     ":root{color-scheme:light dark}"
@@ -44,7 +46,8 @@ def as_html(chat: SavedChat) -> str:
     )
     title = html.escape(_title(chat))
     return (
-        f'<!doctype html>\n<html><head><meta charset="utf-8"><title>{title}</title>'
+        f'<!doctype html>\n<html><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}"><title>{title}</title>'
         f"<style>{_STYLE}</style></head>\n"
         f"<body><h1>{title}</h1>\n{sections}</body></html>\n"
     )

@@ -55,12 +55,11 @@ def read_export(path: Path) -> Import:
     """
     try:
         value = json.loads(_content(path).decode("utf-8-sig"))
-    except (OSError, zipfile.BadZipFile, KeyError) as error:
-        reason = error_reason(error) if isinstance(error, OSError) else f"it has no {_CHATS_IN_ZIP}"
+    except OSError as error:
         raise ChatFileError(
-            f"cannot read {path}: {reason}", "check the path and the permissions of the file"
+            f"cannot read {path}: {error_reason(error)}", "check the path and the permissions of the file"
         ) from error
-    except (ValueError, RecursionError, NotImplementedError, RuntimeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ChatFileError(
             f"{path.name} is not a file of exported chats: it is not valid JSON",
             "choose the JSON or ZIP file that ChatGPT, Claude, Open WebUI or edgespec exported",
@@ -84,11 +83,19 @@ def _content(path: Path) -> bytes:
         raise OSError(f"the file is larger than {_MAX_FILE_BYTES >> 30} GiB")
     if not zipfile.is_zipfile(path):
         return path.read_bytes()
-    with zipfile.ZipFile(path) as archive:
-        entry = archive.getinfo(_CHATS_IN_ZIP)
-        if entry.file_size > _MAX_FILE_BYTES:
-            raise OSError(f"{_CHATS_IN_ZIP} is larger than {_MAX_FILE_BYTES >> 30} GiB")
-        return archive.read(entry)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entry = archive.getinfo(_CHATS_IN_ZIP)
+            if entry.file_size > _MAX_FILE_BYTES:
+                raise OSError(f"{_CHATS_IN_ZIP} is larger than {_MAX_FILE_BYTES >> 30} GiB")
+            return archive.read(entry)
+    except KeyError:
+        raise OSError(f"it has no {_CHATS_IN_ZIP}") from None
+    except OSError:
+        raise
+    except Exception as error:
+        # Each compression method raises errors of its own.
+        raise OSError("the ZIP file is damaged or encrypted") from error
 
 
 def _chat(item: Any, left_out: Counter[str]) -> SavedChat:

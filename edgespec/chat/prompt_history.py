@@ -7,7 +7,13 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from edgespec.files import data_folder, delete_files, read_regular_file, write_private_file
+from edgespec.files import (
+    data_folder,
+    delete_files,
+    read_regular_file,
+    regular_file_bytes,
+    write_private_file,
+)
 
 __all__ = ["PromptHistory", "delete_prompt_history"]
 
@@ -53,6 +59,8 @@ class PromptHistory:
             return
         with suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if self._path.exists():
+                regular_file_bytes(self._path)  # Opening a pipe would wait for a program that reads it.
             # A single write, so that the lines of two programs are not mixed.
             handle = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
             try:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from edgespec.backends.base import Vocabulary
+if TYPE_CHECKING:
+    from edgespec.backends.base import Vocabulary
 
 __all__ = [
     "REASONING_MARKERS",

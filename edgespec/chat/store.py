@@ -215,14 +215,19 @@ class ChatStore:
 
     def load(self, chat_id: str) -> SavedChat:
         """Read the chat with this ID. Raises ChatFileError."""
-        return read_chat(self._path(chat_id))
+        return read_chat(self._path(chat_id), chat_id)
 
     def delete(self, chat_id: str) -> None:
-        """Delete the chat with this ID, hidden or not, if it exists. Raises ChatFileError."""
-        path = self._path(chat_id)
+        """Delete the chat with this ID, hidden or not, if it exists.
+
+        If another program still had a hidden chat open and has saved it again, that version is kept.
+
+        Raises:
+            ChatFileError: The chat could not be deleted.
+        """
+        path, hidden = self._path(chat_id), self._hidden_path(chat_id)
         try:
-            path.unlink(missing_ok=True)
-            self._hidden_path(chat_id).unlink(missing_ok=True)
+            (hidden if hidden.exists() else path).unlink(missing_ok=True)
         except OSError as error:
             raise ChatFileError(
                 f"cannot delete {path}: {error_reason(error)}", write_advice(error, self.folder)
@@ -234,9 +239,26 @@ class ChatStore:
         with suppress(OSError):
             os.utime(self._hidden_path(chat_id))
 
-    def restore(self, chat_id: str) -> None:
-        """Return a hidden chat to the list. Raises ChatFileError."""
-        self._move(self._hidden_path(chat_id), self._path(chat_id))
+    def restore(self, chat_id: str) -> str:
+        """Return a hidden chat to the list.
+
+        Returns:
+            The ID of the chat. It is a new one if another program still had the chat open and has saved it
+            again.
+
+        Raises:
+            ChatFileError: The chat could not be restored.
+        """
+        path, hidden = self._path(chat_id), self._hidden_path(chat_id)
+        with self._locked():
+            if not path.exists():
+                self._move(hidden, path)
+                return chat_id
+            chat = replace(read_chat(hidden, chat_id), id=self.new_id())
+            self.save(chat)
+            with suppress(OSError):
+                hidden.unlink()
+        return chat.id
 
     def _move(self, path: Path, target: Path) -> None:
         try:
@@ -316,7 +338,7 @@ def _tree_json(tree: MessageTree[Message]) -> list[dict[str, object]]:
 
 def _entry(path: Path) -> StoredChat:
     try:
-        chat = read_chat(path)
+        chat = read_chat(path, path.stem)
     except ChatFileError as error:
         updated = datetime.fromtimestamp(0, UTC)
         with suppress(OSError):
@@ -331,13 +353,13 @@ def _entry(path: Path) -> StoredChat:
     )
 
 
-def read_chat(path: Path) -> SavedChat:
-    """Read and validate one chat file. Raises ChatFileError."""
+def read_chat(path: Path, chat_id: str) -> SavedChat:
+    """Read and validate the file of the chat with this ID. Raises ChatFileError."""
     try:
         size_bytes = regular_file_bytes(path)
         if size_bytes > _MAX_FILE_BYTES:
             raise ValueError(f"the file has {size_bytes:,} bytes, which is too large for a chat")
-        return _checked(path, json.loads(path.read_bytes().decode("utf-8")))
+        return _checked(path, chat_id, json.loads(path.read_bytes().decode("utf-8")))
     except FileNotFoundError:
         raise ChatFileError(f"there is no saved chat at {path}", "choose from the list of chats") from None
     except OSError as error:
@@ -360,7 +382,7 @@ def read_chat(path: Path) -> SavedChat:
     )
 
 
-def _checked(path: Path, json_value: object) -> SavedChat:
+def _checked(path: Path, chat_id: str, json_value: object) -> SavedChat:
     data = _typed(json_value, dict, "the file")
     version = _typed(data.get("version"), int, "`version`")
     if not 1 <= version <= VERSION:
@@ -370,7 +392,7 @@ def _checked(path: Path, json_value: object) -> SavedChat:
             "upgrade edgespec, or open the chat with the version that wrote it",
         )
     chat = _from_json(data, version)
-    if chat.id != path.stem:
+    if chat.id != chat_id:
         raise ValueError(f"the chat ID {chat.id[:80]!r} does not match the file name")
     return chat
 

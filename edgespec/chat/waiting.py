@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from edgespec.backends.base import Progress
 from edgespec.errors import CancelledError
+
+if TYPE_CHECKING:
+    from edgespec.backends.base import Progress
 
 __all__ = ["check_cancelled", "wait_for"]
 

@@ -130,8 +130,13 @@ def _verify(
     options: dict[str, Any],
 ) -> Report:
     from edgespec.assembly.loading import always_draft
-    from edgespec.losslessness import count_replies, verify
+    from edgespec.losslessness import all_cases, check_at_once, count_replies, verify
 
+    if options["parallel"] > 1:
+        lengths = pick(options, ("temperatures", "draft_lengths"))
+        # Without --methods, at least these two are compared.
+        cases = all_cases(prompts, methods or ("suffix", "ngram"), **lengths)
+        check_at_once(acceptance, len(cases))
     wanted = pick(options, MODEL_NAMES)
     constraint = {name: options[name] for name in CONSTRAINT_NAMES if options[name]}
     is_constrained = constraint or any(prompt.schema for prompt in prompts)

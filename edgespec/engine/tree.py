@@ -72,6 +72,20 @@ class TokenTree:
             depths[node] = depths[self.parents[node]] + 1
         return tuple(depths)
 
+    def independent_ranges(self, begin: int) -> list[tuple[int, int]]:
+        """Split the nodes from `begin` on into ranges (first, end) that can be run one after the other.
+
+        No range contains a node and its parent. Each range is as long as possible.
+        """
+        ranges = []
+        while begin < self.width:
+            end = begin + 1
+            while end < self.width and self.parents[end] < begin:
+                end += 1
+            ranges.append((begin, end))
+            begin = end
+        return ranges
+
     def children(self, node: int) -> list[int]:
         """Return the children of a node, in the order they were drawn."""
         return [i for i in range(node + 1, len(self.parents)) if self.parents[i] == node]

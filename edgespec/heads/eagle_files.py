@@ -13,6 +13,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,7 @@ from edgespec.heads.layer_config import read_config
 from edgespec.heads.stored_tensor import StoredTensor
 from edgespec.heads.tensor_files import read_folder_tensors
 
-__all__ = ["EagleFiles", "is_eagle", "read_eagle", "target_ids"]
+__all__ = ["EagleFiles", "eagle_kind", "read_eagle", "target_ids"]
 
 # Tensor name prefixes that differ between layouts.
 _PREFIX = re.compile(r"^(?:model\.)?(?:midlayer|layers\.0)\.|^model\.")
@@ -56,13 +57,20 @@ class EagleFiles:
         return sum(tensor.size_bytes for tensor in self.tensors.values())
 
 
-def is_eagle(names: Collection[str]) -> bool:
-    """Return whether these tensor names belong to an EAGLE head.
+def eagle_kind(names: Collection[str]) -> str:
+    """Return "EAGLE-1" or "EAGLE-3" if these tensor names belong to such a head, or "" if they do not.
 
     The configuration cannot answer this, because an EAGLE-1 head's configuration looks like its target's.
     """
     canonical = {_canonical(name) for name in names}
-    return {"fc.weight", "layer.self_attn.q_proj.weight"} <= canonical
+    if not {"fc.weight", "layer.self_attn.q_proj.weight"} <= canonical:
+        return ""
+    return f"EAGLE-{_version(canonical)}"
+
+
+def _version(names: Collection[str]) -> Literal[1, 3]:
+    """Return the version of a head with these canonical tensor names. EAGLE-2 heads count as EAGLE-1."""
+    return 3 if "layer.hidden_norm.weight" in names else 1
 
 
 def read_eagle(folder: Path) -> EagleFiles:
@@ -79,7 +87,7 @@ def read_eagle(folder: Path) -> EagleFiles:
     }
     try:
         offsets = tensors.pop("d2t", None)
-        config = parse_config(settings, 3 if "layer.hidden_norm.weight" in tensors else 1)
+        config = parse_config(settings, _version(tensors))
         ids = None if offsets is None else target_ids(offsets, config.vocab_size)
         _check_tensors(config, tensors, config.vocab_size if ids is None else len(ids))
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
@@ -115,6 +123,8 @@ def target_ids(offsets: StoredTensor, vocab_size: int) -> NDArray[np.int64]:
 
 def _check_tensors(config: EagleConfig, tensors: Mapping[str, StoredTensor], draft_vocab: int) -> None:
     """Raise ValueError if a tensor is missing or unknown, or if its shape contradicts the configuration."""
+    if config.version == 1 and draft_vocab != config.vocab_size:
+        raise ValueError("it has a d2t, but no LM head of its own")
     needed, optional = _shapes(config, tensors, draft_vocab)
     if missing := needed.keys() - tensors.keys():
         raise ValueError(f"it lacks {min(missing)}")

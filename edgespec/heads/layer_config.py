@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from edgespec.files import error_reason, read_regular_file
 from edgespec.heads.config_values import positive
 from edgespec.heads.rope_settings import RopeSettings, parse_rope
 
-__all__ = ["LayerConfig", "layer_settings", "read_config"]
+__all__ = ["LayerConfig", "invalid_settings", "layer_settings", "read_config"]
 
 _MAX_CONFIG_BYTES = 2**24
 # Objects in config.json that hold settings found at the top level in other layouts. They are used by
@@ -84,3 +85,15 @@ def layer_settings(config: Mapping[str, Any]) -> dict[str, Any]:
         "vocab_size": vocab_size,
         "context_tokens": int(config.get("max_position_embeddings") or 0),
     }
+
+
+@contextmanager
+def invalid_settings(folder: Path) -> Iterator[None]:
+    """Convert exceptions from creating the network of a head to ModelFileErrors about its config.json."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, ArithmeticError, AssertionError) as error:
+        raise ModelFileError(
+            f"the config.json of the head {folder} has invalid settings: {shorten(error)}",
+            "download it again",
+        ) from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -44,6 +44,26 @@ class WeightLoader:
     def matrix(self, tensor: StoredTensor) -> Product:
         """Return a function that multiplies by a matrix. Raises ModelFileError if a weight is not finite."""
         return self._make_product(self._finite(tensor), tensor.dtype)
+
+    def linear(self, weight: StoredTensor, bias: StoredTensor | None) -> Product:
+        """Return a function that multiplies by a matrix and adds a bias, if any. See `matrix`."""
+        product = self.matrix(weight)
+        if bias is None:
+            return product
+        added = self.vector(bias)
+        return lambda rows: product(rows) + added
+
+    def rows(self, tensor: StoredTensor) -> Callable[[Sequence[int]], Array]:
+        """Return a function that returns the rows of a matrix with given indices [rows, size].
+
+        In memory, 16-bit matrices keep their type. Raises ModelFileError if a weight is not finite.
+        """
+        values = np.array(self._finite(tensor), np.float16 if tensor.dtype == "F16" else np.float32)
+        if tensor.dtype != "BF16":
+            return lambda ids: values[list(ids)].astype(np.float32)
+        # BF16 is the upper half of a float32.
+        upper = values.view(np.uint16)[:, 1::2].copy()
+        return lambda ids: (upper[list(ids)].astype(np.uint32) << 16).view(np.float32)
 
     def vector(self, tensor: StoredTensor) -> Array:
         """Return a vector in float32. Raises ModelFileError if a weight is not finite."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from edgespec.heads.products import Array, Product, WeightLoader, silu
-from edgespec.heads.residual_layout import Linear, ResidualHead, ResidualHeads
+from edgespec.heads.residual_layout import ResidualHead, ResidualHeads
 
 __all__ = ["ResidualNetwork"]
 
@@ -41,23 +41,13 @@ class ResidualNetwork:
         return logits if np.isfinite(logits).all() else np.nan_to_num(logits)
 
 
-class _Linear:
-    def __init__(self, linear: Linear, loader: WeightLoader) -> None:
-        self._product: Product = loader.matrix(linear.weight)
-        self._bias = None if linear.bias is None else loader.vector(linear.bias)
-
-    def __call__(self, x: Array) -> Array:
-        y = self._product(x)
-        return y if self._bias is None else y + self._bias
-
-
 class _Head:
     def __init__(self, head: ResidualHead, loader: WeightLoader, shared_output: Product | None) -> None:
         self._blocks = [
-            (_Linear(linear, loader), None if shortcut is None else _Linear(shortcut, loader))
+            (loader.linear(*linear), None if shortcut is None else loader.linear(*shortcut))
             for linear, shortcut in head.blocks
         ]
-        output = _Linear(head.output, loader) if head.output else shared_output
+        output = loader.linear(*head.output) if head.output else shared_output
         assert output is not None
         self._output: Product = output
 

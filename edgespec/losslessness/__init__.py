@@ -1,6 +1,6 @@
 """Verify that speculative decoding gives the same tokens as plain decoding."""
 
-from edgespec.losslessness.cases import count_replies
+from edgespec.losslessness.cases import all_cases, check_at_once, count_replies
 from edgespec.losslessness.prompts import Prompt, prompt_tokens, read_prompts
 from edgespec.losslessness.report import Divergence, MethodResult, Report
 from edgespec.losslessness.verify import verify
@@ -10,6 +10,8 @@ __all__ = [
     "MethodResult",
     "Prompt",
     "Report",
+    "all_cases",
+    "check_at_once",
     "count_replies",
     "prompt_tokens",
     "read_prompts",

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from edgespec.errors import OptionError
 from edgespec.losslessness.prompts import Prompt
 
-__all__ = ["DEFAULT_SAMPLES", "Case", "all_cases", "count_case_replies", "count_replies"]
+__all__ = ["DEFAULT_SAMPLES", "Case", "all_cases", "check_at_once", "count_case_replies", "count_replies"]
 
 # Default number of replies per prompt, method, temperature and draft length in rejection mode.
 DEFAULT_SAMPLES = 200
@@ -69,3 +70,19 @@ def count_case_replies(cases: Sequence[Case], acceptance: str, samples: int) -> 
     sampled = [case for case in cases if case.is_sampled(acceptance)]
     plain = {(case.prompt.name, case.temperature) for case in cases if not case.is_sampled(acceptance)}
     return len(plain) + len(cases) - len(sampled), samples * len(sampled)
+
+
+def check_at_once(acceptance: str, cases: int) -> None:
+    """Raise OptionError if replies cannot be generated at once with these arguments of `verify`.
+
+    Args:
+        acceptance: The acceptance rule.
+        cases: The number of cases.
+    """
+    if acceptance != "invariant":
+        raise OptionError(
+            f"--acceptance {acceptance} cannot be combined with --parallel",
+            "omit one of them; replies generated at once are compared token by token",
+        )
+    if cases < 2:
+        raise OptionError("a single reply cannot be generated beside others", "use more prompts")

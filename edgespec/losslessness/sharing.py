@@ -75,30 +75,51 @@ def measure_sharing(
         each.truncate(0)
     plain = logit_rows(model, prompt, reply)
     total = len(prompt) + len(reply)
-    foreign = [[(token + 1) % model.facts.vocab_size for token in text] for text in others]
+    leak = _measure_leak(models, prompt, reply, others)
     errors: list[float] = []
     wide: list[NDArray[np.float32]] = []
-    leak = 0.0
     with ThreadPoolExecutor(len(neighbours)) as pool:
         while len(errors) < _MAX_MEASUREMENTS and np.count_nonzero(errors) < _ENOUGH_ERRORS:
             passes: Alone
             if len(errors) % _SHARED_EVERY == 1:
                 passes = _SharedPasses(neighbours, others, width, pool)
             else:
-                passes = moving = _MovingPasses(models, others, total, seed=len(errors))
+                passes = _MovingPasses(models, others, total, seed=len(errors))
             rows = logit_rows(model, prompt, reply, passes=passes)
             wide.append(rows[-1])
             errors.append(largest_difference(plain, rows))
-            if len(errors) == 1:
-                again = _MovingPasses(models, foreign, total, seed=0)
-                changed = logit_rows(model, prompt, reply, passes=again)
-                # The number of threads follows the load of the machine, and can change how sums are rounded.
-                leak = largest_difference(rows, changed) if moving.threads == again.threads else 0.0
             if leak or explains(Rescored(plain[-1], wide, max(errors))):
                 break
     for each in models:
         each.truncate(0)
     return SharingErrors(Rescored(plain[-1], wide, max(errors)), leak)
+
+
+def _measure_leak(
+    models: Sequence[LanguageModel],
+    prompt: Sequence[int],
+    reply: Sequence[int],
+    others: Sequence[Sequence[int]],
+) -> float:
+    """Return the largest difference in the logits between two runs beside different texts.
+
+    Both use a single CPU thread. The number of threads otherwise follows the load of the machine, and can
+    change how sums are rounded.
+    """
+    model = models[0]
+    foreign = [[(token + 1) % model.facts.vocab_size for token in text] for text in others]
+    threads = model.max_threads
+    model.set_max_threads(1)
+    try:
+        first, second = (
+            logit_rows(
+                model, prompt, reply, passes=_MovingPasses(models, texts, len(prompt) + len(reply), seed=0)
+            )
+            for texts in (others, foreign)
+        )
+    finally:
+        model.set_max_threads(threads)
+    return largest_difference(first, second)
 
 
 class _MovingPasses(Alone):
@@ -111,9 +132,6 @@ class _MovingPasses(Alone):
         texts: The texts of the neighbours.
         total: Number of KV cells that the text needs.
         seed: Seed of the random positions and numbers.
-
-    Attributes:
-        threads: The number of CPU threads before each pass.
     """
 
     def __init__(
@@ -125,7 +143,6 @@ class _MovingPasses(Alone):
         seed: int,
     ) -> None:
         super().__init__()
-        self.threads: list[int] = []
         self._random = np.random.default_rng(seed)
         self._turns, self._total = cycle(models[1:]), total
         count = int(self._random.integers(1, _MAX_MOVES + 1))
@@ -138,7 +155,6 @@ class _MovingPasses(Alone):
             each.prefill(list(islice(cycle(text), min(_KEPT_TOKENS + total, each.free_tokens))))
 
     def before_pass(self, model: LanguageModel) -> int:
-        self.threads.append(model.threads)
         while self._moves and self._moves[0] <= model.length:
             self._moves.popleft()
             neighbour, most = next(self._turns), self._total - model.length

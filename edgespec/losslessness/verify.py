@@ -20,7 +20,7 @@ from edgespec.engine.sampling import Sampler
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, OptionError
-from edgespec.losslessness.cases import DEFAULT_SAMPLES, Case, all_cases, count_case_replies
+from edgespec.losslessness.cases import DEFAULT_SAMPLES, Case, all_cases, check_at_once, count_case_replies
 from edgespec.losslessness.findings import MethodFindings
 from edgespec.losslessness.prompts import Prompt, prompt_tokens
 from edgespec.losslessness.report import Divergence, Report, Verdict
@@ -110,7 +110,13 @@ def verify(
         raise OptionError("two prompts have the same id", "give each prompt a unique id")
     cases = all_cases(prompts, methods, temperatures, draft_lengths)
     if at_once:
-        _check_at_once(runtime, acceptance, len(cases))
+        check_at_once(acceptance, len(cases))
+        if runtime.parallel == 1 and not runtime.target.capabilities.exact:
+            raise OptionError(
+                f"{runtime.target.name} generates replies one after the other, so none can be compared beside"
+                " others",
+                "omit --parallel",
+            )
     compared, sampled = count_case_replies(cases, acceptance, samples)
     run = _Verification(
         *(runtime, max_tokens, seed, acceptance, samples, idle_seconds, progress, options),
@@ -127,22 +133,6 @@ def verify(
     draft = runtime.draft.name if runtime.draft else None
     results = {method: each.finished_result() for method, each in findings.items()}
     return Report(runtime.target.name, draft, acceptance, results, runtime.parallel if at_once else 1)
-
-
-def _check_at_once(runtime: Runtime, acceptance: str, cases: int) -> None:
-    if runtime.parallel == 1 and not runtime.target.capabilities.exact:
-        raise OptionError(
-            f"{runtime.target.name} generates replies one after the other, so none can be compared beside"
-            " others",
-            "omit --parallel",
-        )
-    if acceptance != "invariant":
-        raise OptionError(
-            f"--acceptance {acceptance} cannot be combined with --parallel",
-            "omit one of them; replies generated at once are compared token by token",
-        )
-    if cases < 2:
-        raise OptionError("a single reply cannot be generated beside others", "use more prompts")
 
 
 @dataclass

@@ -20,7 +20,7 @@ from edgespec.option_kinds import TokenBiases
 from edgespec.options import REPLY_OPTIONS, Option, ReplyArguments
 from edgespec.server.errors import invalid_request
 
-__all__ = ["Ignored", "ReplyFields", "RequestFields", "reply_options", "require_fields"]
+__all__ = ["Ignored", "ReplyFields", "RequestFields", "combined_options", "reply_options", "require_fields"]
 
 _IGNORED = object()
 Ignored = Annotated[Any, Field(default=None, description="Accepted, but ignored."), _IGNORED]
@@ -122,6 +122,13 @@ def reply_options(fields: ReplyFields) -> dict[str, Any]:
     """Return the reply options that the request sets."""
     values = {name: getattr(fields, _attribute(name)) for name in REPLY_OPTIONS}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def combined_options(options: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Combine the options that different fields set. Raises ApiError if both set the same option."""
+    for name in options.keys() & more.keys():
+        raise invalid_request(f"two fields of the request set the {name}; leave out one of them", name)
+    return {**options, **more}
 
 
 def require_fields(place: str, given: RequestFields, names: Sequence[str]) -> None:

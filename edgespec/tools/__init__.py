@@ -1,1 +1,1 @@
-"""Tools of MCP servers (Model Context Protocol), which the terminal chat offers to the model."""
+"""Tools from MCP (Model Context Protocol) servers that the model can call in the terminal chat."""

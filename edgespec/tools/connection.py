@@ -19,23 +19,25 @@ if TYPE_CHECKING:
 
 __all__ = ["ServerConnection"]
 
-# Maximum time in seconds for starting a server and listing its tools. Some download themselves first.
+# Maximum time in seconds to start a server and list its tools. Long, because `npx` and similar programs may
+# download the server first.
 _START_SECONDS = 60.0
-# Maximum time in seconds for ending a server. The transport needs less, unless the machine is very busy.
+# Maximum time in seconds to stop a server. The transport itself gives up earlier, unless the machine is very
+# busy.
 _STOP_SECONDS = 10.0
-# Time in seconds to wait for the reason why a connection was lost.
+# Maximum time in seconds to wait for the reason why a connection was lost.
 _REASON_SECONDS = 2.0
 _MAX_PROBLEM_CHARACTERS = 300
 
 
 class ServerConnection:
-    """A connection to an MCP server. Use it in the event loop of one thread; attributes can be read anywhere.
+    """A connection to an MCP server. Call its methods in one event loop. Any thread may read its attributes.
 
     Attributes:
         config: How to reach the server.
         tools: The server's tools. Empty unless the server is running.
-        left_out: Number of tools that were left out, because there are too many or they are invalid.
-        problem: Why the server does not run. Empty if it runs or was not started.
+        left_out: Number of tools that were left out because they are invalid or too many.
+        problem: Why the server is not running. Empty if it is running or was never started.
     """
 
     def __init__(self, config: ServerConfig) -> None:
@@ -55,7 +57,7 @@ class ServerConnection:
         return self._client is not None
 
     async def start(self) -> None:
-        """Start the server, unless it runs. If that fails, `problem` says why."""
+        """Start the server unless it is running. If it cannot be started, `problem` says why."""
         if self._task is not None and self._ended.is_set():
             await asyncio.wait([self._task], timeout=_STOP_SECONDS)
         if self._task is None or self._task.done():
@@ -64,7 +66,7 @@ class ServerConnection:
         await self._started.wait()
 
     async def stop(self) -> None:
-        """End the server, if it runs."""
+        """Stop the server if it is running."""
         self._stop.set()
         if self._task is not None:
             self._client = None
@@ -73,14 +75,14 @@ class ServerConnection:
             await asyncio.wait([self._task], timeout=_STOP_SECONDS)
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Call a tool. Start the server again if it has ended. Failures are results, too."""
+        """Call a tool. Restart the server if it has ended. Failures are returned as results, not raised."""
         from edgespec.tools.transport import is_connection_lost
 
         began = monotonic()
         await self.start()
         client = self._client
         if client is None:
-            return ToolResult.failure(f"the server {self.config.name} does not run: {self.problem}")
+            return ToolResult.failure(f"the server {self.config.name} is not running: {self.problem}")
         try:
             async with asyncio.timeout(self.config.timeout):
                 result = await client.call_tool(name, dict(arguments))
@@ -88,10 +90,10 @@ class ServerConnection:
         except TimeoutError:
             problem = f"{name} did not answer within {self.config.timeout:g} seconds"
         except Exception as error:
-            # A server can cause any error in the SDK, for example with a result of the wrong type.
+            # The SDK can raise any exception, for example if the server returns a result of the wrong type.
             problem = f"{name} failed: {_reason(error)}"
             if is_connection_lost(error):
-                # The transport learns a moment later why.
+                # The transport finds out shortly afterwards why the connection was lost.
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._ended.wait(), _REASON_SECONDS)
             if self.problem:
@@ -99,7 +101,7 @@ class ServerConnection:
         return ToolResult.failure(problem, monotonic() - began)
 
     async def _serve(self, started: asyncio.Event, stop: asyncio.Event) -> None:
-        """Connect to the server, and keep the connection until `stop` is set or the server ends."""
+        """Connect to the server. Keep the connection open until `stop` is set or the server ends."""
         from mcp import Client
 
         from edgespec.tools.transport import Problems, transport
@@ -129,19 +131,22 @@ class ServerConnection:
             started.set()
 
     async def _list_tools(self, client: Client) -> tuple[tuple[Tool, ...], int]:
-        """Return the tools of the server, as `accepted_tools`. A server can list them on several pages."""
+        """Return the server's tools and the number of tools left out. See `accepted_tools`.
+
+        A server can spread its list of tools over several pages.
+        """
         listed, cursor = [], None
         while True:
             page = await client.list_tools(cursor=cursor)
             listed += page.tools
             cursor = page.next_cursor
-            # Ignore further pages, because even a server that never stops must not keep the user waiting.
+            # Ignore further pages, because a faulty server could send pages forever.
             if not cursor or len(listed) > MAX_TOOLS:
                 return accepted_tools(self.config.name, listed)
 
 
 async def _first(*waiting: Any) -> None:
-    """Wait until one of several coroutines has ended, and cancel the others."""
+    """Wait until the first of several coroutines has ended, and cancel the others."""
     tasks = [asyncio.ensure_future(each) for each in waiting]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -162,7 +167,7 @@ def _problem(problems: Problems, reason: str) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Return what went wrong in one line. Groups of errors stand for their first error."""
+    """Return a one-line description of an error. For a group of errors, describe the first one."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, FileNotFoundError):

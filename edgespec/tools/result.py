@@ -17,9 +17,9 @@ class ToolResult:
     """The result of a tool call.
 
     Attributes:
-        text: The result for the model. If the call failed, what went wrong.
+        text: The result to send to the model, or the error message if the call failed.
         failed: Whether the call failed.
-        seconds: How long the call took.
+        seconds: Duration of the call in seconds.
     """
 
     text: str
@@ -28,7 +28,7 @@ class ToolResult:
 
     @classmethod
     def of(cls, result: CallToolResult, seconds: float) -> ToolResult:
-        """Convert the result of the MCP SDK. Contents other than text are described."""
+        """Convert a result of the MCP SDK. Replace contents other than text by a short description."""
         parts = [_text(content) for content in result.content]
         if not parts and result.structured_content is not None:
             parts = [json.dumps(result.structured_content, ensure_ascii=False)]
@@ -37,7 +37,7 @@ class ToolResult:
 
     @classmethod
     def failure(cls, problem: str, seconds: float = 0.0) -> ToolResult:
-        """Return the result of a call that failed outside the tool."""
+        """Return the result of a call that failed before or while reaching the tool."""
         return cls(f"Error: {problem}", True, seconds)
 
 
@@ -53,7 +53,7 @@ def _text(content: Any) -> str:
 
 
 def limited(text: str, max_characters: int) -> str:
-    """Return the start of a text that is too long, with a note for the model and the user."""
+    """Shorten a text that is too long, and append a note that says how much is missing."""
     if len(text) <= max_characters:
         return text
     left_out = len(text) - max_characters

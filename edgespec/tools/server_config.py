@@ -17,7 +17,8 @@ from edgespec.spelling import nearest
 
 __all__ = ["ServerConfig", "allow_always", "read_servers", "servers_path"]
 
-# Without underscores, so that the name that the model uses for a tool, SERVER_TOOL, identifies the server.
+# Server names contain no underscores. The model calls a tool SERVER_TOOL, and the first underscore ends the
+# server's name.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,31}")
 _MAX_TIMEOUT_SECONDS = 3600.0
 
@@ -51,7 +52,7 @@ _KEYS = tuple(each.name for each in fields(ServerConfig) if each.name != "name")
 
 
 def servers_path() -> Path:
-    """Return the path of the file, which may not exist."""
+    """Return the path of `tools.toml`. The file may not exist."""
     return config_folder() / "tools.toml"
 
 
@@ -59,7 +60,7 @@ def read_servers() -> tuple[ServerConfig, ...]:
     """Return the user's servers.
 
     Raises:
-        ConfigurationError: The file cannot be read, or contains an unknown key or an invalid value.
+        ConfigurationError: The file is unreadable, or contains an unknown key or an invalid value.
     """
     path = servers_path()
     text = read_text(path)
@@ -99,7 +100,7 @@ def _server(path: Path, text: str, name: str, table: Any) -> ServerConfig:
 
 
 def _problem(key: str, value: Any) -> str:
-    """Return what the value of a setting must be, or an empty string if it is valid."""
+    """Return a description of the values that a setting accepts, or an empty string if `value` is valid."""
     if key in ("args", "allow"):
         valid = isinstance(value, list) and all(isinstance(each, str) for each in value)
         return "" if valid else "a list of strings"
@@ -123,7 +124,11 @@ def _is_http(url: str) -> bool:
 
 
 def allow_always(server: str, tool: str) -> None:
-    """Save that a tool of a server may run without asking. Raises ConfigurationError if that fails."""
+    """Add a tool to the server's list of tools that run without asking the user.
+
+    Raises:
+        ConfigurationError: `tools.toml` cannot be changed.
+    """
     allowed = next((config.allow for config in read_servers() if config.name == server), ())
     if tool not in allowed:
         names = ", ".join(map(quoted, (*allowed, tool)))

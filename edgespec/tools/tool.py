@@ -10,14 +10,14 @@ from typing import Any, Protocol
 
 __all__ = ["MAX_TOOLS", "Tool", "accepted_tools", "visible"]
 
-# Maximum number of tools of one server. Each takes about a hundred tokens of the context.
+# Maximum number of tools per server. Each tool uses about a hundred tokens of the context.
 MAX_TOOLS = 100
 _MAX_DESCRIPTION_CHARACTERS = 1_000
 _MAX_SCHEMA_CHARACTERS = 20_000
-# The names that the MCP specification recommends.
+# Matches the tool names that the MCP specification recommends.
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
-# Control characters, and invisible characters that can hide text or change its direction. Line breaks and
-# tabs are harmless.
+# Matches control characters, and invisible characters that can hide text or change its direction. Does not
+# match line breaks and tabs, which are harmless.
 _INVISIBLE = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufe00-\ufe0f\ufeff"
     r"\ud800-\udfff\U000e0000-\U000e0fff]"
@@ -47,18 +47,18 @@ class Tool:
 
     @property
     def call_name(self) -> str:
-        """The name that the model uses. It is unique, because server names contain no underscores."""
+        """The name that the model uses, such as `files_read`. Unique, as server names have no underscores."""
         return f"{self.server}_{self.name}"
 
     @property
     def definition(self) -> dict[str, Any]:
-        """The tool in the format of OpenAI's API, as `Runtime.stream_messages` takes it."""
+        """The tool in the format of OpenAI's API, for `Runtime.stream_messages`."""
         function = {"name": self.call_name, "description": self.description, "parameters": dict(self.schema)}
         return {"type": "function", "function": function}
 
 
 class _Listed(Protocol):
-    """The part of `mcp.types.Tool` that is used."""
+    """The attributes of `mcp.types.Tool` that this module reads."""
 
     name: str
     description: str | None
@@ -66,9 +66,10 @@ class _Listed(Protocol):
 
 
 def accepted_tools(server: str, listed: Iterable[_Listed]) -> tuple[tuple[Tool, ...], int]:
-    """Return the tools that a server lists, and how many were left out.
+    """Return the usable tools among those that a server lists, and the number of tools left out.
 
-    Tools with an invalid or repeated name or a huge schema are left out, and those after the first 100.
+    A tool is left out if its name is invalid or repeated, if its schema is too large, or if 100 tools have
+    already been accepted.
     """
     tools: dict[str, Tool] = {}
     left_out = 0

@@ -1,4 +1,4 @@
-"""The MCP servers of a chat. They run in their own thread, so that none of them can block the screen."""
+"""The MCP servers of a chat. A separate thread handles them, so that they cannot block the screen."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 class Toolbox:
     """Connections to MCP servers. The methods can be called from any thread.
 
-    Nothing is started until `start` or `call`, not even the thread.
+    The first call of `start` or `call` starts the thread. Until then, nothing runs.
 
     Args:
         configs: The servers.
@@ -44,19 +44,19 @@ class Toolbox:
         return [tool for server in self.servers.values() for tool in server.tools]
 
     def start(self, name: str) -> Future[None]:
-        """Start a server. If that fails, its `problem` says why."""
+        """Start a server. If it cannot be started, its `problem` says why."""
         return self._submit(self.servers[name].start())
 
     def stop(self, name: str) -> Future[None]:
-        """End a server."""
+        """Stop a server."""
         return self._submit(self.servers[name].stop())
 
     def call(self, tool: Tool, arguments: Mapping[str, Any]) -> Future[ToolResult]:
-        """Call a tool. Failures are results, too. Cancelling the future stops waiting for the server."""
+        """Call a tool. Failures are returned as results. Cancel the future to stop waiting for the server."""
         return self._submit(self.servers[tool.server].call(tool.name, arguments))
 
     def close(self) -> None:
-        """End all servers and the thread. Waits a few seconds at most."""
+        """Stop all servers and the thread, waiting a few seconds at most."""
         if self._closed or self._loop is None or self._thread is None:
             return
         self._closed = True

@@ -1,7 +1,7 @@
-"""Connect to MCP servers, with a limit on how much a server may send.
+"""Connect to MCP servers, and limit how much data a server may send.
 
 The transports of the MCP SDK buffer messages of any length, so a broken or hostile server could fill the
-memory. Here, a server may send at most 8 MiB after each request of ours.
+memory. This transport accepts at most 8 MiB from a server between two of our requests.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ if TYPE_CHECKING:
 __all__ = ["MAX_RECEIVED_BYTES", "FloodError", "Problems", "is_connection_lost", "transport"]
 
 MAX_RECEIVED_BYTES = 8 << 20
-# Time that a server gets to end by itself, and then again after SIGTERM.
+# Seconds that a server has to exit after its stdin is closed, and again after SIGTERM.
 _END_SECONDS = 1.0
 _MAX_STDERR_BYTES = 2_000
 _CONNECT_SECONDS = 10.0
 
-# The SDK logs each invalid message of a server with its traceback, which would cover the chat.
+# The SDK logs a traceback for every invalid message from a server, which would overwrite the chat screen.
 logging.getLogger("mcp").addHandler(logging.NullHandler())
 logging.getLogger("mcp").propagate = False
 
 
 class FloodError(Exception):
-    """The server sent more than it may."""
+    """The server sent more data than the limit allows."""
 
 
 class Problems:
-    """What is known about why a connection ended, for the error message.
+    """The known reasons why a connection ended, for the error message.
 
     Attributes:
-        flooded: Whether the server sent too much.
+        flooded: Whether the server exceeded the limit on data.
         exit_status: Exit status of the server's program. None if it is running or was not started.
-        stderr: The end of what the program wrote to stderr.
-        ended: Set when the server's program has closed the connection or was cut off.
+        stderr: The last lines that the program wrote to stderr.
+        ended: Set when the server's program closed the connection, or when edgespec disconnected it.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Problems:
         self.stderr = b""
 
     def describe(self) -> str:
-        """Return why the connection ended, or an empty string if nothing is known."""
+        """Return why the connection ended, or an empty string if the reason is unknown."""
         if self.flooded:
             return f"it sent more than {MAX_RECEIVED_BYTES >> 20} MiB at once"
         lines = self.stderr.decode("utf-8", "replace").strip().splitlines()
@@ -71,7 +71,7 @@ class Problems:
 
 
 class _Allowance:
-    """Counts the bytes received since our last request."""
+    """Counts the bytes received since our last request, and limits them."""
 
     def __init__(self, problems: Problems) -> None:
         self._problems = problems
@@ -81,7 +81,7 @@ class _Allowance:
         self._received = 0
 
     def count(self, received: int) -> None:
-        """Count received bytes. Raises FloodError if they are too many."""
+        """Count received bytes. Raises FloodError if the limit is exceeded."""
         self._received += received
         if self._received > MAX_RECEIVED_BYTES:
             self._problems.flooded = True
@@ -90,12 +90,12 @@ class _Allowance:
 
 
 def transport(config: ServerConfig, problems: Problems) -> Any:
-    """Return the transport to a server, for `mcp.Client`."""
+    """Return the transport that `mcp.Client` uses for a server."""
     return _http(config, problems) if config.url else _stdio(config, problems)
 
 
 def is_connection_lost(error: Exception) -> bool:
-    """Return whether an error of the SDK means that the connection has ended."""
+    """Return whether an exception from the SDK means that the connection has ended."""
     return isinstance(error, MCPError) and error.code == types.CONNECTION_CLOSED
 
 
@@ -111,14 +111,14 @@ async def _http(config: ServerConfig, problems: Problems) -> AsyncGenerator[Any]
 
 
 class _LimitedHTTP(httpx2.AsyncBaseTransport):
-    """Passes requests on to another transport, and limits the responses."""
+    """Forwards requests to another transport, and limits the size of the responses."""
 
     def __init__(self, inner: httpx2.AsyncBaseTransport, allowance: _Allowance) -> None:
         self._inner = inner
         self._allowance = allowance
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        # Answers to the server's own requests have no method. See `_stdio`.
+        # Only our own requests contain a method. Answers to requests from the server do not, see `_stdio`.
         if b'"method"' in request.content:
             self._allowance.reset()
         response = await self._inner.handle_async_request(request)
@@ -149,7 +149,7 @@ class _LimitedStream(httpx2.AsyncByteStream):
 
 @asynccontextmanager
 async def _stdio(config: ServerConfig, problems: Problems) -> AsyncGenerator[Any]:
-    """Start a server, and exchange lines of JSON with it. On exit, end it and the processes it started."""
+    """Start a server and exchange lines of JSON with it. On exit, stop it and the processes it started."""
     command = os.path.expanduser(config.command)
     process = await anyio.open_process(
         [shutil.which(command) or command, *map(os.path.expanduser, config.args)],
@@ -175,7 +175,8 @@ async def _stdio(config: ServerConfig, problems: Problems) -> AsyncGenerator[Any
         assert process.stdin is not None
         async with sent_reader:
             async for each in sent_reader:
-                # Answers to the server's own requests do not count, or it could send any number of requests.
+                # Answering a request from the server must not reset the limit. Otherwise, the server could
+                # send any number of requests.
                 if isinstance(each.message, types.JSONRPCRequest):
                     allowance.reset()
                 text = each.message.model_dump_json(by_alias=True, exclude_unset=True)
@@ -225,7 +226,7 @@ def _message(line: bytes) -> SessionMessage | Exception:
 
 
 async def _end(process: Process) -> None:
-    """End a server as the MCP specification demands: close stdin, then SIGTERM, then SIGKILL."""
+    """Stop a server as the MCP specification requires: close its stdin, then send SIGTERM, then SIGKILL."""
     if process.stdin is not None:
         with suppress(OSError, anyio.ClosedResourceError, anyio.BrokenResourceError):
             await process.stdin.aclose()
@@ -234,7 +235,7 @@ async def _end(process: Process) -> None:
             break
         _signal(process, number)
     await _has_ended(process)
-    # End the processes that the server started, which can outlive it.
+    # Kill the processes that the server started, because they can outlive it.
     _signal(process, "SIGKILL")
     with anyio.move_on_after(_END_SECONDS), suppress(OSError, anyio.BrokenResourceError):
         await process.aclose()
@@ -248,7 +249,7 @@ async def _has_ended(process: Process) -> bool:
 
 
 def _signal(process: Process, name: str) -> None:
-    """Send a signal to a server and the processes that it started. Windows can only kill the server."""
+    """Send a signal to a server and the processes that it started. On Windows, only kill the server."""
     with suppress(OSError):
         if os.name == "posix":
             os.killpg(process.pid, getattr(signal, name))

@@ -45,7 +45,7 @@ def chat_prompts(store: ChatStore | None = None) -> list[TrainingPrompt]:
     prompts = []
     for stored in (store or ChatStore()).list():
         try:
-            chat = read_chat(stored.path)
+            chat = read_chat(stored.path, stored.id)
         except ChatFileError:
             continue
         system = [Message("system", chat.system)] if chat.system else []

@@ -24,6 +24,7 @@ from edgespec.tui.ending import EndWatch
 from edgespec.tui.environment import check_textual_variables
 from edgespec.tui.history import History
 from edgespec.tui.preferences import Preferences
+from edgespec.tui.saved_chats import offer_unfinished, resume
 from edgespec.tui.screens.loading import LoadingScreen
 from edgespec.tui.texts import sentences
 from edgespec.tui.themes import DARK
@@ -74,7 +75,7 @@ class ChatApp(App[None]):
     Attributes:
         load_error: The error if loading failed, or None.
         chat: The chat screen, or None until the model is loaded.
-        switched_to: A reference to the model that is loaded now. Empty if it is the first one.
+        switched_to: A reference to the loaded model. Empty if the user has not switched models.
         archive: The saved chats.
     """
 
@@ -154,7 +155,7 @@ class ChatApp(App[None]):
             self.notify(sentences(error.what, error.next_step), markup=False, timeout=10)
         self.register_theme(theme)
         if self.theme == theme.name:
-            # The user may have edited the theme's file.
+            # Refresh even if the name is the same, because the user may have edited the theme's file.
             self.mutate_reactive(ChatApp.theme)
         self.theme = theme.name
 
@@ -177,9 +178,9 @@ class ChatApp(App[None]):
         self._leaving = False
         await self.switch_screen(chat)
         if self._resume is None:
-            chat.call_later(chat.offer_unfinished)
+            chat.call_later(offer_unfinished, chat)
         else:
-            chat.call_later(chat.resume, self._resume)
+            chat.call_later(resume, chat, self._resume)
         if self._tools:
             chat.run_worker(chat.tool_use.start_servers())
 
@@ -200,7 +201,7 @@ class ChatApp(App[None]):
             self.run_worker(self._switch_model(event.reference))
 
     async def _switch_model(self, reference: str) -> None:
-        """Continue the chat with another model. If it cannot be loaded, show why and keep the old one."""
+        """Continue the chat with another model. If loading it fails, show the error and keep the old one."""
         chat = self.chat
         assert chat is not None
         self._loading = LoadingScreen(reference)
@@ -278,7 +279,7 @@ def run_chat(load: Load, *, mouse: bool = True, **options: Any) -> ChatEnd:
 
     Args:
         load: Function that loads the model.
-        mouse: Whether the chat reacts to the mouse. If not, the terminal selects text with it.
+        mouse: Whether the chat reacts to the mouse. If not, the mouse selects text as usual in the terminal.
         **options: The other arguments of `ChatApp`.
 
     Raises:

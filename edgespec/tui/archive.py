@@ -16,7 +16,7 @@ from edgespec.tui.open_chat import OpenChat, RunningTurn
 __all__ = ["UNDO_SECONDS", "Archive"]
 
 UNDO_SECONDS = 60.0
-"""Time in which a deleted chat can be restored."""
+"""Time in seconds during which a deleted chat can be restored."""
 
 _SAVE_SECONDS = 1.0
 # Maximum fraction of time spent saving. Chats that take long to save are saved less often.
@@ -30,7 +30,7 @@ class Archive:
         unsaved: The errors of chats whose last save failed, by chat ID. Each message names the chat.
         branched: Set to True when a chat was saved under a new ID, because another program had changed it.
             The caller resets it to False after telling the user.
-        hidden: The IDs of chats that are deleted but can still be restored, last deleted last.
+        hidden: The IDs of deleted chats that can still be restored, most recently deleted last.
     """
 
     def __init__(self, store: ChatStore) -> None:
@@ -39,6 +39,8 @@ class Archive:
         self.hidden: list[str] = []
         self._store = store
         self._lock = Lock()
+        # The chats in `unsaved`, to be saved later even if another chat is open then, and their models.
+        self._waiting: dict[str, tuple[OpenChat, str]] = {}
 
     async def save(self, chat: OpenChat, target: str) -> None:
         """Save the chat without blocking the event loop. See `save_now`."""
@@ -61,22 +63,33 @@ class Archive:
         with self._lock:
             if turn is not None and turn.ended.is_set():
                 return
-            chat.id = chat.id or self._store.new_id()
-            snapshot = chat.saved(target, turn)
-            if not snapshot.messages and chat.saved_at is None:
-                return
-            try:
-                saved = self._store.save_after(snapshot, chat.saved_at)
-            except ChatFileError as error:
-                title = snapshot.title or title_of(snapshot.messages)
-                what = f"the chat {title!r} was not saved: {error.what}"
-                if chat.saved_at is not None:
-                    what = f"the last messages in {title!r} were not saved: {error.what}"
-                self.unsaved[chat.id] = ChatFileError(what, error.next_step)
-                raise
-            self.unsaved.pop(snapshot.id, None)
-            self.branched |= saved.id != snapshot.id
-            chat.id, chat.saved_at = saved.id, saved.updated
+            self._save(chat, target, turn)
+            for other, other_target in [*self._waiting.values()]:
+                with suppress(ChatFileError):
+                    self._save(other, other_target)
+
+    def _save(self, chat: OpenChat, target: str, turn: RunningTurn | None = None) -> None:
+        chat.id = chat.id or self._store.new_id()
+        snapshot = chat.saved(target, turn)
+        if not snapshot.messages and chat.saved_at is None:
+            return
+        try:
+            saved = self._store.save_after(snapshot, chat.saved_at)
+        except ChatFileError as error:
+            title = snapshot.title or title_of(snapshot.messages)
+            what = f"the chat {title!r} was not saved: {error.what}"
+            if chat.saved_at is not None:
+                what = f"the last messages in {title!r} were not saved: {error.what}"
+            self.unsaved[chat.id] = ChatFileError(what, error.next_step)
+            self._waiting[chat.id] = chat, target
+            raise
+        self._forget_failure(snapshot.id)
+        self.branched |= saved.id != snapshot.id
+        chat.id, chat.saved_at = saved.id, saved.updated
+
+    def _forget_failure(self, chat_id: str) -> None:
+        self.unsaved.pop(chat_id, None)
+        self._waiting.pop(chat_id, None)
 
     def save_while_written(self, chat: OpenChat, target: str) -> None:
         """Save the chat about once a second, in another thread, until its running turn ends.
@@ -121,7 +134,7 @@ class Archive:
         return await asyncio.to_thread(self.find_now, wanted)
 
     def find_now(self, wanted: str) -> StoredChat | None:
-        """Return what `find` returns. Blocks until the files are read."""
+        """Do the same as `find`, but block until the files have been read."""
         chats = self.list_now()
         if wanted == "last":
             return next((chat for chat in chats if not chat.problem), None)
@@ -146,42 +159,43 @@ class Archive:
         await asyncio.to_thread(self._add, chats)
 
     def _add(self, chats: Sequence[SavedChat]) -> None:
-        with self._lock:
-            for chat in chats:
+        for chat in chats:
+            # Let replies be saved between the chats of a large import.
+            with self._lock:
                 self._store.save(replace(chat, id=self._store.new_id()))
 
     async def hide(self, chat_id: str) -> None:
-        """Remove a chat from the list, but keep it until `finish_deletion`."""
+        """Remove a chat from the list. Its file is kept until `finish_deletion`."""
         await asyncio.to_thread(self._hide, chat_id)
 
     def _hide(self, chat_id: str) -> None:
         with self._lock:
             self._store.hide(chat_id)
-            self.unsaved.pop(chat_id, None)
+            self._forget_failure(chat_id)
             self.hidden.append(chat_id)
 
     async def restore(self) -> StoredChat | None:
-        """Return the chat that was hidden last to the list of chats."""
+        """Put the most recently hidden chat back into the list of chats."""
         return await asyncio.to_thread(self._restore)
 
     def _restore(self) -> StoredChat | None:
         with self._lock:
             if not self.hidden:
                 return None
-            chat_id = self.hidden.pop()
-            self._store.restore(chat_id)
+            chat_id = self._store.restore(self.hidden[-1])
+            self.hidden.pop()
             return next((chat for chat in self._store.list() if chat.id == chat_id), None)
 
     async def finish_deletion(self, chat_id: str) -> None:
-        """Delete a chat that is still hidden, and cached data that may contain its text."""
+        """Delete a chat if it is still hidden, and cached data that may contain its text."""
         if chat_id in self.hidden:
             self.hidden.remove(chat_id)
             await self.delete(chat_id)
 
     def finish_all_deletions(self) -> None:
-        """Delete all hidden chats, and those that an earlier program did not get to delete.
+        """Delete all hidden chats, including chats hidden by an earlier run that ended before deleting them.
 
-        Call this after the model is closed, which can save its cache.
+        Call this after closing the model, because closing can save a cache that contains their text.
         """
         old = self._store.hidden_before(time() - 2 * UNDO_SECONDS)
         for chat_id in {*self.hidden, *old}:
@@ -200,7 +214,7 @@ class Archive:
 
         with self._lock:
             self._store.delete(chat_id)
-            self.unsaved.pop(chat_id, None)
+            self._forget_failure(chat_id)
         try:
             edgespec.delete_data("replies")
             edgespec.delete_data("prefix-cache")

@@ -1,4 +1,4 @@
-"""Run slow functions in threads that never keep the program from ending."""
+"""Run slow functions in threads that do not delay the end of the program."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _T = TypeVar("_T")
 async def in_thread(function: Callable[[], _T]) -> _T:
     """Run a function in a daemon thread and return its result.
 
-    The threads of `asyncio.to_thread` must end before the program can, and a network request can hang.
+    `asyncio.to_thread` is not used, because the program cannot end before its threads do, and a network
+    request can hang.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[_T] = loop.create_future()
@@ -35,7 +36,7 @@ async def in_thread(function: Callable[[], _T]) -> _T:
             result = function()
         except Exception as error:
             failure = error
-        # The loop is closed if the chat has ended meanwhile.
+        # The loop is closed if the chat ended in the meantime.
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(finish, result, failure)
 

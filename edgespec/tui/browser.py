@@ -1,4 +1,4 @@
-"""Serve the terminal chat in a browser: the same screen, drawn by textual-serve, on this machine only."""
+"""Serve the terminal chat to browsers on this machine. textual-serve draws the same screen there."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ __all__ = ["BrowserChat"]
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-# Maximum time in seconds that the chats get to save and end when the server stops.
+# Maximum time in seconds for the chats to save and end when the server stops.
 _STOP_SECONDS = 8.0
-# The chat needs nothing from elsewhere. This also stops the page from loading fonts from Google.
+# The page needs nothing from other servers. This policy also blocks the Google fonts that it would load.
 _POLICY = (
     "default-src 'none'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline';"
     " img-src 'self' data:; font-src 'self'; connect-src 'self' ws:; frame-ancestors 'none'; base-uri 'none'"
@@ -45,20 +45,21 @@ _HEADERS = {
 class BrowserChat(Server):
     """Serves the chat on 127.0.0.1. Each browser tab gets a chat process, which ends with the tab.
 
-    textual-serve itself checks nothing, so a guard checks every request before it:
+    textual-serve does not check who sends a request, so a guard checks every request first:
 
     - The Host header must be this server's address. Otherwise, a web page could reach the server by pointing
       its own host name at 127.0.0.1 (DNS rebinding).
     - The Origin header, which browsers send with web sockets, must be this server's address.
-    - The page and its web socket need the key. Only textual-serve's own scripts and styles do not.
+    - Requests for the page and its web socket must contain the key. Only textual-serve's scripts and styles
+      are served without it.
 
     Args:
-        words: The command of a chat process.
+        words: The command that starts a chat process.
         port: The port. 0 chooses a free one.
-        key: The key, or None to make a random one.
+        key: The key, or None to generate a random one.
 
     Attributes:
-        address: The address of the chat, with a random key.
+        address: The address of the chat. Contains the key only if it was generated.
 
     Raises:
         EdgespecError: The port cannot be used.
@@ -79,7 +80,7 @@ class BrowserChat(Server):
         self._stop_requested = False
 
     def run(self, on_ready: Callable[[], None]) -> None:
-        """Serve the chat until `stop` is called. Blocks the thread."""
+        """Serve the chat. Blocks until `stop` is called."""
         asyncio.run(self._run(on_ready))
 
     def stop(self) -> None:
@@ -94,7 +95,7 @@ class BrowserChat(Server):
         self._loop = asyncio.get_running_loop()
         if self._stop_requested:
             return
-        # textual-serve logs the tracebacks of closed connections.
+        # textual-serve logs a traceback whenever a connection is closed.
         logging.getLogger("textual-serve").setLevel(logging.CRITICAL)
         runner = web.AppRunner(await self._make_app(), access_log=None, shutdown_timeout=_STOP_SECONDS)
         await runner.setup()
@@ -111,7 +112,7 @@ class BrowserChat(Server):
         app.add_routes(
             [
                 web.get("/", self.handle_index, name="index"),
-                # The page appends the size of the terminal to the address, so the key is part of the path.
+                # The page appends the terminal's size to this address as a query, so the key is in the path.
                 web.get("/ws/{key}", self.handle_websocket, name="websocket"),
                 web.static("/static", self.statics_path, name="static"),
             ]
@@ -120,7 +121,7 @@ class BrowserChat(Server):
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """Pass the request on if its Host, Origin and key are acceptable."""
+        """Handle the request if its Host, Origin and key are valid. Reject it otherwise."""
         host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
         if host not in self._hosts:
             raise web.HTTPForbidden(text=f"The host name {host[:100]!r} is not the address of this chat.\n")
@@ -139,7 +140,7 @@ class BrowserChat(Server):
 
     @aiohttp_jinja2.template("app_index.html")
     async def handle_index(self, request: web.Request) -> dict[str, object]:
-        """Return what the page needs: the addresses of the web socket and of the static files."""
+        """Return the values of the page's template: the addresses of the web socket and the static files."""
         base = f"//{request.headers['Host']}"
         font_size = request.query.get("fontsize", "16")
         return {

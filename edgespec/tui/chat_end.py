@@ -1,4 +1,4 @@
-"""How a chat ended, and the option that opens it again."""
+"""The outcome of a chat, and the `--resume` value that opens it again."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class ChatEnd(NamedTuple):
     """How the terminal chat ended.
 
     Attributes:
-        signalled: Whether a signal ended it.
-        resume: The value of `--resume` that opens the same chat: `last` or its ID. Empty if the chat was
-            empty.
-        switched_to: A reference to the model used last, if the user has switched to it. Otherwise empty.
+        signalled: Whether a signal ended the chat.
+        resume: The value of `--resume` that opens the same chat: `last` or the chat's ID. Empty if the chat
+            has no messages.
+        switched_to: A reference to the model in use at the end. Empty if the user never switched models.
     """
 
     signalled: bool = False

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 from time import monotonic
 from typing import ClassVar
 
-from textual import events, on, work
+from textual import events, on
 from textual.binding import Binding, BindingType
 
 from edgespec.chat.message import Message
-from edgespec.chat.store import Setting, StoredChat
-from edgespec.errors import ChatFileError, OptionError
-from edgespec.tui import commands, selection
-from edgespec.tui.clipboard import copy_with_desktop_tool
+from edgespec.errors import OptionError
+from edgespec.tui import commands, saved_chats, selection
+from edgespec.tui.chat_settings import edit_settings, edit_system
+from edgespec.tui.copying import copy_text
 from edgespec.tui.deletion import delete_chat
 from edgespec.tui.editor import write_prompt
 from edgespec.tui.files import sending
 from edgespec.tui.model_choice import pick_model
 from edgespec.tui.open_chat import OpenChat
-from edgespec.tui.screens.dialogs import SystemScreen
 from edgespec.tui.screens.help import HelpScreen
-from edgespec.tui.screens.settings import SettingsScreen
-from edgespec.tui.setting_commands import check_settings
-from edgespec.tui.settings import SCHEMA, accepted
 from edgespec.tui.texts import sentences
-from edgespec.tui.tool_use import unanswered_calls
 from edgespec.tui.turns import TurnScreen
 from edgespec.tui.widgets.prompt import PromptInput
 from edgespec.tui.widgets.reply_markdown import ReplyMarkdown
@@ -108,7 +102,7 @@ class ChatScreen(TurnScreen):
 
         Args:
             text: The text.
-            editing: The place of the message of which the text is a new version.
+            editing: Index of the message that the user was editing, or None if the text is a new message.
         """
         if self.prompt.text:
             return False
@@ -127,7 +121,7 @@ class ChatScreen(TurnScreen):
         self.history.add(text)
 
     async def action_back(self) -> None:
-        """Hide the list of paths, stop the reply, cancel editing or close a side column."""
+        """Handle Esc: hide the list of paths, stop the reply, cancel editing, or close a side column."""
         if self.paths.display:
             self.paths.hide()
         elif self.prompt.leave_insert_mode():
@@ -149,7 +143,7 @@ class ChatScreen(TurnScreen):
     async def action_interrupt(self) -> None:
         """Handle Ctrl+C: copy the selection, stop the reply, clear the input or, if pressed twice, quit."""
         if selected := self.get_selected_text() or self.prompt.selected_text:
-            await self.copy(selected, "selection")
+            await copy_text(self, selected, "selection")
             self.clear_selection()
             self.prompt.move_cursor(self.prompt.cursor_location)
         elif self.writing:
@@ -175,40 +169,6 @@ class ChatScreen(TurnScreen):
 
         await self.when_free(again)
 
-    async def action_continue_reply(self) -> None:
-        """Finish the last reply. If this chat is empty, open the newest unfinished chat first."""
-        if self.writing:
-            self.say_while_writing("The reply is not finished yet.")
-            return
-        if not self.current_chat.entries:
-            try:
-                unfinished = await self.archive.find_unfinished()
-            except ChatFileError as error:
-                await self.show_error(error)
-                return
-            if unfinished is None:
-                self.say("There is no unfinished reply to continue.")
-                return
-            await self.open_chat(unfinished)
-        if (calls := unanswered_calls(self.current_chat)) and not self.writing:
-            self.tool_use.begin(calls)
-            return
-        place = self.current_chat.last_place("user", "tool", "assistant")
-        if place is not None and not self.writing:
-            await self.take_turn(self.current_chat.continue_reply(place))
-
-    async def offer_unfinished(self) -> None:
-        """If the newest saved chat has an unfinished reply, tell the user how to continue it."""
-        try:
-            newest = await self.archive.find("last")
-        except ChatFileError as error:
-            await self.show_error(error)
-            return
-        if newest is not None and newest.unfinished:
-            await self.transcript.note(
-                f"Your last chat, “{newest.title}”, has an unfinished reply. Type /continue to finish it."
-            )
-
     async def action_edit_last(self) -> None:
         """Copy the last message into the input so that the user can edit and resend it."""
 
@@ -224,26 +184,17 @@ class ChatScreen(TurnScreen):
 
     async def action_copy_reply(self) -> None:
         entry = self.current_chat.last_reply
-        await self.copy(entry.content.strip() if entry is not None else "", "last reply")
+        await copy_text(self, entry.content.strip() if entry is not None else "", "last reply")
 
     async def action_copy_code(self) -> None:
         await self.code_copier.copy_next(self, self.current_chat.last_reply)
 
     @on(ReplyMarkdown.CopyCode)
     async def _code_clicked(self, event: ReplyMarkdown.CopyCode) -> None:
-        await self.copy(event.code.rstrip("\n"), "code block")
+        await copy_text(self, event.code.rstrip("\n"), "code block")
 
     def action_editor(self) -> None:
         write_prompt(self)
-
-    async def copy(self, text: str, name: str) -> None:
-        """Copy `text` to the clipboard and show a confirmation that refers to it as `name`."""
-        if not text:
-            self.say(f"There is no {name} to copy yet.")
-            return
-        self.app.copy_to_clipboard(text)
-        await asyncio.to_thread(copy_with_desktop_tool, text)
-        self.say(f"Copied the {name}.")
 
     async def action_new_chat(self) -> None:
         """Start a new chat with the system prompt and settings given on the command line."""
@@ -261,73 +212,12 @@ class ChatScreen(TurnScreen):
 
         await self.when_free(clear)
 
-    async def save_as(self, title: str) -> None:
-        """Save the chat. Rename it if `title` is not empty."""
-        if not self.current_chat.entries and not self.writing:
-            self.say("There is nothing to save: the chat is empty.")
-            return
-        self.current_chat.title = " ".join(title.split())[:80] or self.current_chat.title
-        self._failure_shown = False
-        if await self.save():
-            self.refresh_facts()
-            self.say(f"Saved as {self.current_chat.shown_title!r}.")
-
-    async def open_by_title(self, title: str) -> None:
-        """Open the newest chat whose title contains `title`. Raises OptionError if there is none."""
-        if not await self._open_found(title):
-            raise OptionError(
-                f"No saved chat has {title!r} in its title",
-                "Press F2 for the list of chats. To change the model, type /model",
-            )
-
-    async def resume(self, wanted: str) -> None:
-        """Open the chat with this ID or title. `last` means the newest chat. Show a note if there is none."""
-        if not await self._open_found(wanted):
-            missing = "there are no saved chats yet" if wanted == "last" else f"no saved chat {wanted!r}"
-            await self.transcript.note(
-                f"There is {missing}, so this is a new chat. Press F2 for the list of chats."
-            )
-
-    async def _open_found(self, wanted: str) -> bool:
-        try:
-            found = await self.archive.find(wanted)
-        except ChatFileError as error:
-            await self.show_error(error)
-            return True
-        if found is not None:
-            await self.open_chat(found)
-        return found is not None
-
     @on(Sidebar.OptionSelected)
     async def _chat_chosen(self, event: Sidebar.OptionSelected) -> None:
         assert isinstance(event.option, ChatOption)
         if self._width_class != "-wide" and not event.option.chat.problem:
             await self.toggle_panel("sidebar")
-        await self.open_chat(event.option.chat)
-
-    async def open_chat(self, chat: StoredChat) -> None:
-        """Open a saved chat. Show an error if its file is damaged."""
-
-        async def opened() -> None:
-            try:
-                saved = await self.archive.load(chat.id)
-            except ChatFileError as error:
-                await self.show_error(error)
-                return
-            settings, problems = accepted(saved.sampling)
-            await self.show_chat(OpenChat.opened(saved, settings))
-            if saved.messages and saved.messages[-1].role == "user":
-                await self.transcript.note("Your last message has no reply yet. Type /continue to get one.")
-            elif saved.unfinished:
-                await self.transcript.note("The last reply is unfinished. Type /continue to finish it.")
-            for problem in problems:
-                await self.transcript.note(sentences("One setting in this chat was ignored", problem))
-            if (other := saved.target) and other != self.runtime.target.name:
-                await self.transcript.note(
-                    f"This chat used {other}, and now uses {self.runtime.target.name}. Type /model to switch."
-                )
-
-        await self.when_free(opened)
+        await saved_chats.open_chat(self, event.option.chat)
 
     async def action_delete_chat(self) -> None:
         """Delete the chat highlighted in the list."""
@@ -345,40 +235,11 @@ class ChatScreen(TurnScreen):
             await self.toggle_panel("sidebar")
         self.sidebar.focus()
 
-    @work
-    async def action_system(self) -> None:
-        text = await self.app.push_screen_wait(SystemScreen(self.current_chat.system or ""))
-        if text is not None:
-            await self.set_system(text or None)
+    def action_system(self) -> None:
+        self.run_worker(edit_system(self))
 
-    async def set_system(self, text: str | None) -> None:
-        """Change the system prompt, starting with the next message."""
-        if text == self.current_chat.system:
-            return
-        self.current_chat.system = text
-        which = "use the new system prompt" if text else "not use a system prompt"
-        await self.transcript.note(f"Your next message will {which}.")
-        await self.save()
-
-    @work
-    async def action_settings(self) -> None:
-        settings = await self.app.push_screen_wait(SettingsScreen(self.current_chat.settings, self.runtime))
-        if settings is not None and SCHEMA in self.current_chat.settings:
-            settings[SCHEMA] = self.current_chat.settings[SCHEMA]
-        if settings is not None and settings != self.current_chat.settings:
-            try:
-                await self.set_settings(settings, "The new settings take effect with your next message.")
-            except OptionError as error:
-                await self.transcript.note(
-                    sentences("The settings were not changed", error.what, error.next_step)
-                )
-
-    async def set_settings(self, settings: dict[str, Setting], note: str) -> None:
-        """Apply settings from the next message on, and show `note`. Raises OptionError if that fails."""
-        check_settings(settings, self.runtime)
-        self.current_chat.settings = settings
-        await self.transcript.note(note)
-        await self.save()
+    def action_settings(self) -> None:
+        self.run_worker(edit_settings(self))
 
     def action_models(self) -> None:
         self.run_worker(pick_model(self))
@@ -414,7 +275,7 @@ class ChatScreen(TurnScreen):
         self.post_message(self.PreferencesChanged())
 
     def use_vi_keys(self, use: bool) -> None:
-        """Switch the vi keys of the input on or off, and remember that."""
+        """Turn vi keys in the input on or off, and save that choice."""
         self.preferences.vi = use
         self.prompt.use_vi_keys(use)
         self.post_message(self.PreferencesChanged())

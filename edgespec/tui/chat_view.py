@@ -140,7 +140,7 @@ class ChatView(Screen[None]):
 
     @property
     def writing(self) -> bool:
-        """True while a reply is being generated, or the tools that it calls are running."""
+        """True while a reply is being generated or tools that it called are running."""
         return self.current_chat.turn is not None or self.calling_tools
 
     def _measure_memory(self) -> None:
@@ -165,7 +165,7 @@ class ChatView(Screen[None]):
             stream = self._thread.stream
             return self.runtime.method if stream is None else stream.method
         entry = self.current_chat.last_reply
-        # Without statistics, the last reply is from another model or another run.
+        # There are no statistics if another model or an earlier run of edgespec generated the last reply.
         if self._last_stats is None or entry is None or entry.reply is None:
             return self.runtime.method
         return entry.reply.method

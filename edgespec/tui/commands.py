@@ -11,10 +11,13 @@ from edgespec import spelling
 from edgespec.chat.exporting import messages_as_markdown
 from edgespec.errors import OptionError
 from edgespec.tui import selection
+from edgespec.tui.chat_settings import set_settings, set_system
+from edgespec.tui.copying import copy_text
 from edgespec.tui.deletion import restore_chat
 from edgespec.tui.editor import show_message
 from edgespec.tui.model_choice import choose_model
 from edgespec.tui.presets import preset
+from edgespec.tui.saved_chats import continue_reply, open_by_title, save_as
 from edgespec.tui.setting_commands import SettingsChange, changed_schema, changed_settings, unquoted
 from edgespec.tui.texts import memory_rows, show_rows
 from edgespec.tui.theme_command import choose_theme
@@ -39,7 +42,7 @@ async def _copy(screen: ChatScreen, argument: str) -> None:
     elif part in ("code", "block"):
         await screen.action_copy_code()
     elif part in ("chat", "all"):
-        await screen.copy(messages_as_markdown(screen.current_chat.messages), "chat")
+        await copy_text(screen, messages_as_markdown(screen.current_chat.messages), "chat")
     elif part in ("", "reply", "last"):
         await screen.action_copy_reply()
     else:
@@ -58,7 +61,7 @@ async def _editor(screen: ChatScreen, _argument: str) -> None:
 
 async def _system(screen: ChatScreen, argument: str) -> None:
     if argument:
-        await screen.set_system(None if argument.lower() == "none" else unquoted(argument))
+        await set_system(screen, None if argument.lower() == "none" else unquoted(argument))
     else:
         screen.action_system()
 
@@ -81,7 +84,7 @@ async def _apply(screen: ChatScreen, change: SettingsChange) -> None:
     if change.settings is None:
         await screen.transcript.note(change.note)
     else:
-        await screen.set_settings(change.settings, change.note)
+        await set_settings(screen, change.settings, change.note)
 
 
 async def _show(screen: ChatScreen, _argument: str) -> None:
@@ -95,19 +98,19 @@ async def _memory(screen: ChatScreen, _argument: str) -> None:
 
 
 async def _race(screen: ChatScreen, argument: str) -> None:
-    # Imported on use, because importing what runs a race delays the first screen.
+    # Imported only when used, because this import would delay the first screen.
     from edgespec.tui.race import open_race
 
     await open_race(screen, argument)
 
 
 async def _save(screen: ChatScreen, argument: str) -> None:
-    await screen.save_as(unquoted(argument))
+    await save_as(screen, unquoted(argument))
 
 
 async def _load(screen: ChatScreen, argument: str) -> None:
     if argument:
-        await screen.open_by_title(unquoted(argument))
+        await open_by_title(screen, unquoted(argument))
     else:
         await screen.show_chats()
 
@@ -192,25 +195,25 @@ COMMANDS = (
     Command("new", "", "start a new chat; this one stays saved", "new_chat"),
     Command("load", "[title]", "open a saved chat", _load, ("open", "chats", "list")),
     Command("regen", "", "regenerate the last reply", "regenerate", ("regenerate", "retry", "again")),
-    Command("continue", "", "finish an interrupted reply in this chat or the previous one", "continue_reply"),
+    Command("continue", "", "finish an interrupted reply in this chat or the previous one", continue_reply),
     Command("edit", "", "edit and resend your last message", "edit_last"),
     Command("fork", "", "start a new chat with the messages of this one", _fork, ("branch",)),
     Command("delete", "", "delete your last message and the reply to it", _delete),
-    Command("undo", "", "restore what was deleted last", _undo),
-    Command("copy", "[code [n]|chat]", "copy the last reply, a code block of it, or the whole chat", _copy),
+    Command("undo", "", "restore the last deleted messages or chat", _undo),
+    Command("copy", "[code [n]|chat]", "copy the last reply, a code block from it, or the whole chat", _copy),
     Command("editor", "", "open the last reply in your text editor", _editor, ("view",)),
     Command("export", "[file]", "write this chat to a file: .md, .json or .html", export_chat),
     Command("import", "file", "add chats exported by ChatGPT, Claude or Open WebUI", import_chats),
     Command("quit", "", "quit; the chat is saved", "app.quit", ("exit", "bye", "q")),
     Command("clear", "", "start a new chat with the same system prompt and settings", "clear", ("reset",)),
     Command("save", "[title]", "save the chat now, optionally under a new title", _save, ("rename",)),
-    Command("pin", "", "keep this chat at the top of the list of chats, or stop that", _pin),
+    Command("pin", "", "pin this chat to the top of the list of chats, or unpin it", _pin),
     Command("details", "", "show or hide details of the last reply", "details", ("stats",)),
     Command("why", "", "explain the speed of the last reply", show_why),
     Command("race", "[message]", "compare a reply with and without the speed-up", _race),
     Command("memory", "", "show memory use", _memory),
     Command("colours", "", "colour words that came from accepted guesses", "origin", ("colors", "origin")),
-    Command("vi", "[on|off]", "switch vi keys in the input on or off", _vi),
+    Command("vi", "[on|off]", "turn vi keys in the input on or off", _vi),
     Command("theme", "[name]", "list the colour themes, or choose one", choose_theme),
 )  # fmt: skip
 

@@ -1,17 +1,29 @@
-"""Copy the code blocks of a message."""
+"""Copy texts, and the code blocks of a message, to the clipboard."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from edgespec.errors import OptionError
+from edgespec.tui.clipboard import copy_with_desktop_tool
 from edgespec.tui.numbers import count
 from edgespec.tui.open_chat import ChatEntry, code_blocks
 
 if TYPE_CHECKING:
     from edgespec.tui.chat_screen import ChatScreen
 
-__all__ = ["CodeCopier"]
+__all__ = ["CodeCopier", "copy_text"]
+
+
+async def copy_text(screen: ChatScreen, text: str, name: str) -> None:
+    """Copy `text` to the clipboard and show a confirmation that refers to it as `name`."""
+    if not text:
+        screen.say(f"There is no {name} to copy yet.")
+        return
+    screen.app.copy_to_clipboard(text)
+    await asyncio.to_thread(copy_with_desktop_tool, text)
+    screen.say(f"Copied the {name}.")
 
 
 class CodeCopier:
@@ -21,7 +33,7 @@ class CodeCopier:
         self._last: tuple[ChatEntry, int] | None = None
 
     async def copy_next(self, screen: ChatScreen, entry: ChatEntry | None) -> None:
-        """Copy the last code block of a message or, after that, the one before the block copied last."""
+        """Copy the last code block of a message. Each further call copies the preceding block."""
         blocks = code_blocks(entry.content) if entry is not None else []
         if entry is None or not blocks:
             screen.say("There is no code block to copy yet.")
@@ -32,7 +44,7 @@ class CodeCopier:
         await _copy(screen, blocks, place)
 
     async def copy_numbered(self, screen: ChatScreen, entry: ChatEntry | None, number: str) -> None:
-        """Copy the code block with this number, from 1 on. Raises OptionError if there is none."""
+        """Copy the code block with this number, counted from 1. Raises OptionError if it does not exist."""
         blocks = code_blocks(entry.content) if entry is not None else []
         if not (number.isdecimal() and 1 <= int(number) <= len(blocks)):
             raise OptionError(
@@ -44,4 +56,4 @@ class CodeCopier:
 
 async def _copy(screen: ChatScreen, blocks: list[str], place: int) -> None:
     which = f"code block {place + 1} of {len(blocks)}" if len(blocks) > 1 else "code block"
-    await screen.copy(blocks[place].rstrip("\n"), which)
+    await copy_text(screen, blocks[place].rstrip("\n"), which)

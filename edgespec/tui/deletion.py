@@ -1,4 +1,4 @@
-"""Delete chats from the list, with time to undo that."""
+"""Delete chats from the list. For a minute, the deletion can be undone."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from edgespec.errors import ChatFileError
 from edgespec.tui.archive import UNDO_SECONDS
 from edgespec.tui.open_chat import OpenChat
+from edgespec.tui.saved_chats import open_chat
 
 if TYPE_CHECKING:
     from edgespec.chat.store import StoredChat
@@ -16,7 +17,7 @@ __all__ = ["delete_chat", "restore_chat"]
 
 
 async def delete_chat(screen: ChatScreen, chat: StoredChat) -> None:
-    """Remove a chat from the list. It is deleted for good after a minute, or when edgespec quits.
+    """Remove a chat from the list. It is permanently deleted after a minute, or when edgespec quits.
 
     Cached data that may contain its text is deleted at the same time.
     """
@@ -40,7 +41,7 @@ async def delete_chat(screen: ChatScreen, chat: StoredChat) -> None:
         except ChatFileError as error:
             await screen.show_error(error)
 
-    # A reply that is still being written would save the chat again.
+    # Stop a running reply first. Otherwise, the chat would be saved again when the reply ends.
     if chat.id == screen.current_chat.id:
         await screen.when_free(begin)
     else:
@@ -48,7 +49,7 @@ async def delete_chat(screen: ChatScreen, chat: StoredChat) -> None:
 
 
 async def restore_chat(screen: ChatScreen) -> bool:
-    """Restore the chat that was deleted last, and open it. Return False if there is none."""
+    """Restore and open the most recently deleted chat. Return False if there is none to restore."""
     if not screen.archive.hidden:
         return False
     try:
@@ -57,5 +58,5 @@ async def restore_chat(screen: ChatScreen) -> bool:
         await screen.show_error(error)
     else:
         if stored is not None:
-            await screen.open_chat(stored)
+            await open_chat(screen, stored)
     return True

@@ -1,4 +1,4 @@
-"""Download models in the background while the chat goes on."""
+"""Download models in the background while the user continues to chat."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ __all__ = ["Download", "Downloads"]
 
 @dataclass(slots=True)
 class Download:
-    """The download of a model, and of the draft model that goes with it. Its thread updates the attributes.
+    """The download of a model and its draft model. The download thread updates the attributes.
 
     Attributes:
         reference: A reference to the model.
         draft: A reference to the draft model. Empty if there is none.
         draft_share: The draft model's share of the bytes to download.
-        fraction: Completed fraction of both models.
+        fraction: Downloaded fraction of the total bytes of both models.
         cancelled: Set when the user has cancelled the download.
         ended: Set when the download has finished, failed or stopped.
-        error: Why it did not finish. None if it did.
+        error: The error that stopped the download, or None if there was none.
     """
 
     reference: str
@@ -54,7 +54,7 @@ class Download:
 
     @property
     def state(self) -> str:
-        """Whether the download runs, and how far it is, in a few words."""
+        """The download's state and progress in a few words, such as `downloading 40 %`."""
         if self.ended.is_set():
             return f"stopped at {percent(self.fraction)}" if self.error else "downloaded"
         return "stopping" if self.cancelled.is_set() else f"downloading {percent(self.fraction)}"
@@ -69,11 +69,11 @@ class Downloads:
     def start(self, download: Download) -> None:
         """Start a download. It resumes where an earlier one stopped."""
         self._downloads[download.reference] = download
-        # A daemon, so that quitting does not wait for it. The next download resumes it.
+        # A daemon thread does not delay quitting. The next download resumes where this one stopped.
         Thread(target=download.run, name="edgespec-download", daemon=True).start()
 
     def find(self, reference: str) -> Download | None:
-        """Return the last download of a model, or None."""
+        """Return the most recent download of a model, or None if there was none."""
         return self._downloads.get(reference)
 
     def is_running(self, reference: str) -> bool:
@@ -82,7 +82,7 @@ class Downloads:
         return download is not None and not download.ended.is_set()
 
     def stop(self, reference: str) -> None:
-        """Stop a model's download. What is downloaded already is kept."""
+        """Stop a model's download. The bytes downloaded so far are kept."""
         if (download := self.find(reference)) is not None:
             download.cancelled.set()
 

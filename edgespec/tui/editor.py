@@ -26,7 +26,7 @@ _ADVICE = "Set the environment variable EDITOR to your editor, such as nano or v
 
 
 def write_prompt(screen: ChatScreen) -> None:
-    """Open the text of the input in the editor, and put the edited text back. Errors keep the text."""
+    """Edit the text of the input box in the editor. If the editor fails, the text stays as it was."""
     prompt = screen.prompt
     try:
         text = _edited(screen.app, prompt.text).removesuffix("\n")
@@ -44,16 +44,16 @@ def write_prompt(screen: ChatScreen) -> None:
 
 
 def show_message(screen: ChatScreen, message: Message) -> None:
-    """Open a message in the editor, with its reasoning and its files. The chat does not change.
+    """Show a message in the editor, including its reasoning and attached files. Edits are discarded.
 
     Raises:
-        OptionError: There is no editor, or it failed.
+        OptionError: No editor is set, or it failed.
     """
     _edited(screen.app, message.with_files_as_text().text)
 
 
 def _edited(app: App[None], text: str) -> str:
-    """Open a text in the editor and return the text that was saved there. Raises OptionError."""
+    """Open `text` in the editor and return it as saved. Raises OptionError if the editor fails."""
     command = _editor()
     with tempfile.TemporaryDirectory(prefix="edgespec-") as folder:
         path = Path(folder, "message.md")
@@ -90,7 +90,7 @@ def _editor() -> list[str]:
 def _run(app: App[None], command: list[str]) -> int:
     """Run the editor in the terminal and return its exit status."""
     with app.suspend():
-        # Ctrl+C in the editor sends a signal to edgespec too, which must not end the chat.
+        # The terminal sends Ctrl+C to edgespec as well as to the editor. It must not end the chat.
         before = signal.signal(signal.SIGINT, lambda *_: None)
         try:
             return subprocess.run(command, check=False).returncode

@@ -12,10 +12,11 @@ _MAX_MESSAGES = 500
 
 
 class History:
-    """The messages that the user has sent, and the text in the input that has not been sent.
+    """The messages that the user has sent, and the unsent text in the input.
 
     Args:
-        saved: The prompts of earlier runs, to which new ones are added. None neither reads nor saves any.
+        saved: The file of prompts from earlier runs, which also receives new ones. If None, no prompts are
+            read or saved.
     """
 
     def __init__(self, saved: PromptHistory | None = None) -> None:

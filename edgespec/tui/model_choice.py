@@ -23,7 +23,7 @@ async def choose_model(screen: ChatScreen, reference: str) -> None:
     """Switch to the model with this reference, or download it if it is not on this machine.
 
     Raises:
-        OptionError: There is no such model, or its file cannot be read.
+        OptionError: There is no such model, or its file is unreadable.
     """
     from edgespec.catalog import resolve
 
@@ -67,7 +67,7 @@ async def _download(screen: ChatScreen, download: Download, model: AvailableMode
     screen.downloads.start(download)
     size = f" ({format_bytes(model.download_bytes)})" if model and model.download_bytes else ""
     await screen.transcript.note(
-        f"Downloading {name}{size} in the background. You can go on chatting. Press F9 to stop it."
+        f"Downloading {name}{size} in the background. You can keep chatting. Press F9 to stop it."
     )
     screen.run_worker(_watch(screen, download))
 

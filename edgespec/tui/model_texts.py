@@ -1,4 +1,4 @@
-"""Texts about models for the list of models: their size, memory, expected speed and draft model."""
+"""Texts of the model list: each model's size, memory, expected speed and draft model."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _PLACES = {
     "catalogue": "on Hugging Face",
     "search": "on Hugging Face",
 }
-# Widths of the columns in cells, and the least width of a row that shows each of them.
+# The width of each column, and the minimum width of a row that shows it. Both are in cells.
 _COLUMNS = {"size": (12, 0), "fits": (11, 46), "speed": (13, 58), "draft": (18, 74)}
 
 
 def row_text(model: AvailableModel, width: int, *, is_used: bool, download: Download | None) -> Content:
-    """Return a model's row in the list, which is `width` cells wide. A narrow row shows fewer columns."""
+    """Return a model's row in the list, `width` cells wide. Narrow rows omit columns."""
     values = {
         "size": f"~{_size(model)}" if not model.is_installed and model.size_bytes else _size(model),
         "fits": "" if not model.size_bytes else "fits" if model.fits else "too large",
@@ -52,7 +52,7 @@ def _size(model: AvailableModel) -> str:
 
 
 def speed_text(model: AvailableModel) -> str:
-    """Return the expected speed, such as `12 tok/s`. Empty if this machine was not measured."""
+    """Return the expected speed, such as `12 tok/s`, or an empty text if this machine was not measured."""
     if model.speed is None:
         return ""
     speed = model.speed.fastest_tokens_per_second
@@ -62,7 +62,7 @@ def speed_text(model: AvailableModel) -> str:
 def details_text(
     model: AvailableModel, budget_bytes: int | None, *, is_used: bool, is_downloading: bool
 ) -> Content:
-    """Return what the list says about the highlighted model, and what Enter does."""
+    """Return the details of the highlighted model, and a description of what Enter does."""
     memory = "Its size is unknown."
     if model.needed_bytes:
         budget = f" {format_bytes(budget_bytes)} may be used." if budget_bytes is not None else ""

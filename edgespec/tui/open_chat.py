@@ -48,16 +48,16 @@ class ChatEntry:
 
 @dataclass(frozen=True, slots=True)
 class RunningTurn:
-    """A message and its reply while the model writes it.
+    """A message and its reply while the reply is being generated.
 
     Attributes:
         tree: The chat's messages. The open path ends with the message to reply to.
         sent: The text that the user sent to start this turn. Empty if it continues or regenerates a reply.
-        edited: The place of the message of which `sent` is a new version, or None.
-        continued: The place of the reply that is being continued, or None.
-        written: Text generated so far, without the start of a continued reply. The model thread appends to
+        edited: Index of the message that `sent` replaces, or None if `sent` is a new message.
+        continued: Index of the reply that is being continued, or None if this is a new reply.
+        written: Text generated so far, excluding the start of a continued reply. The model thread appends to
             this list.
-        ended: Set when the turn has ended and must not be saved any more.
+        ended: Set when the turn has ended and must no longer be saved.
     """
 
     tree: MessageTree[ChatEntry]
@@ -72,12 +72,13 @@ class RunningTurn:
         """Text of the reply that is being continued, or an empty string."""
         if self.continued is None:
             return ""
-        # A reply cancelled within a character ends with U+FFFD. The model writes the whole character.
+        # A reply that was stopped in the middle of a character ends with U+FFFD. The model generates the
+        # complete character again.
         return self.tree.messages[self.continued].message.text.rstrip("\ufffd")
 
     @property
     def prompt(self) -> tuple[Message, ...]:
-        """The conversation for the model: it ends with a message to reply to, or a reply to continue."""
+        """The conversation to send to the model. It ends with a message to answer or a reply to continue."""
         continued = () if self.continued is None else (self.tree.messages[self.continued].message,)
         return (*(entry.message for entry in self.tree.open_messages), *continued)
 
@@ -87,10 +88,10 @@ class RunningTurn:
         return self.with_reply(reply_message(text)) if text else self.tree
 
     def with_reply(self, message: Message) -> MessageTree[ChatEntry]:
-        """Return the chat's messages, including the reply.
+        """Return the chat's messages, including the finished reply.
 
-        A continued reply replaces its start, unless other messages follow that start. Then it becomes
-        another version, because these messages refer to the shorter reply.
+        A continued reply replaces the unfinished one. If messages follow the unfinished reply, it becomes
+        another version instead, because these messages refer to the shorter text.
         """
         tree, place = self.tree, self.continued
         if place is not None and tree.is_last(place):
@@ -103,9 +104,9 @@ class OpenChat:
     """The chat that is currently open.
 
     Attributes:
-        id: Empty until the chat is first saved.
+        id: ID of the saved chat. Empty until the chat is first saved.
         tree: The messages, including earlier versions and those deleted since the chat was opened.
-        saved_at: Timestamp of the saved version that this program last wrote or read, or None.
+        saved_at: Timestamp of the file that this program last wrote or read, or None if the chat is unsaved.
         unfinished: Whether the last reply is incomplete because the program ended or an error occurred.
         pinned: Whether the chat stays at the top of the list of chats.
         turn: The message being answered and its reply so far. None if no reply is being generated.
@@ -134,12 +135,12 @@ class OpenChat:
 
     @property
     def entries(self) -> list[ChatEntry]:
-        """The messages of the open conversation: one version of each."""
+        """The messages on the open path: one version of each."""
         return list(self.tree.open_messages)
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The messages of the open conversation, without data that is used only for display."""
+        """The messages on the open path, without the data that is used only for display."""
         return tuple(entry.message for entry in self.entries)
 
     @property
@@ -152,12 +153,12 @@ class OpenChat:
         return next((entry for entry in reversed(self.entries) if entry.role == "assistant"), None)
 
     def last_place(self, *roles: Role) -> int | None:
-        """Return the place in `tree` of the last message on the open path with one of these roles."""
+        """Return the index in `tree` of the last message on the open path that has one of these roles."""
         path = reversed(self.tree.path)
         return next((place for place in path if self.tree.messages[place].role in roles), None)
 
     def change_messages(self, tree: MessageTree[ChatEntry]) -> None:
-        """Replace the messages outside of a turn, for example to open another version."""
+        """Replace the messages while no reply is being generated, for example to open another version."""
         self.unfinished = self.unfinished and tree.tip == self.tree.tip
         self.tree = tree
 
@@ -171,7 +172,7 @@ class OpenChat:
         return RunningTurn(tree, sent=message.content, edited=place)
 
     def regenerate(self, place: int) -> RunningTurn:
-        """Return a turn that adds a new version of a reply, or a new reply to a message of the user."""
+        """Return a turn that generates another version of a reply, or another reply to a user's message."""
         is_reply = self.tree.messages[place].role == "assistant"
         return RunningTurn(self.tree.ending_at(self.tree.parents[place] if is_reply else place))
 
@@ -182,7 +183,7 @@ class OpenChat:
         return RunningTurn(self.tree.ending_at(self.tree.parents[place]), continued=place)
 
     def begin_turn(self, turn: RunningTurn) -> None:
-        """Start a reply. Until `end_turn`, `saved` includes the text generated so far."""
+        """Mark `turn` as running. Until `finish_turn`, `saved` includes the text generated so far."""
         self.turn = turn
 
     def end_turn(self) -> None:
@@ -196,7 +197,7 @@ class OpenChat:
         Args:
             reply: The reply. None if it failed.
             message: The reply as a message. None if it failed.
-            leaving: Whether the program is about to end. A reply that was stopped is then unfinished.
+            leaving: Whether the program is about to end. If so, a stopped reply counts as unfinished.
 
         Returns:
             The new message, or None if no text was generated.
@@ -239,7 +240,7 @@ class OpenChat:
 
 
 def version_label(tree: MessageTree[ChatEntry], place: int) -> str:
-    """Return which version of a message this is, such as `2/3`. Empty if there are no others."""
+    """Return the number of a message's version, such as `2/3`, or an empty text if it has no others."""
     versions = tree.versions(place)
     return f"{versions.index(place) + 1}/{len(versions)}" if len(versions) > 1 else ""
 

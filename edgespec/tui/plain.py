@@ -37,10 +37,11 @@ if TYPE_CHECKING:
 __all__ = ["PlainChat", "run_plain_chat"]
 
 _WAIT_SECONDS = 0.05
-# Two presses of Ctrl-C within this time quit the chat.
+# Maximum time in seconds between two presses of Ctrl-C that quit the chat.
 _TWICE_SECONDS = 2.0
 _QUIT_SECONDS = 5.0
-# Text is written in pieces of at least this many characters, because screen readers speak each piece alone.
+# Minimum number of characters to write at once. Screen readers pause between pieces, so short ones are hard
+# to follow.
 _PIECE_CHARACTERS = 60
 _QUOTES = '"""'
 
@@ -94,9 +95,9 @@ class PlainChat:
                 self._take(text)
 
     def on_interrupt(self, _number: int, _frame: FrameType | None) -> None:
-        """Handle Ctrl-C: stop the reply, or quit if it was pressed twice.
+        """Handle Ctrl-C: stop the reply, or quit if Ctrl-C was pressed twice.
 
-        Only a wait for input is interrupted by an exception, so that nothing else ends halfway.
+        Raises an exception only while the chat waits for input, so that no other work is left half done.
         """
         now = monotonic()
         self.leaving = self.leaving or now - self._interrupted_at < _TWICE_SECONDS
@@ -106,7 +107,7 @@ class PlainChat:
             raise KeyboardInterrupt
 
     def note(self, text: str) -> None:
-        """Print a note of edgespec to stderr."""
+        """Print a message from edgespec, as opposed to the model, to stderr."""
         _write(sys.stderr, f"{text}\n")
 
     def answer(self, text: str) -> None:
@@ -121,14 +122,14 @@ class PlainChat:
             self.note(sentences(error.what, error.next_step))
 
     def save_turn(self) -> None:
-        """Save the reply in progress, if any. Can be called from any thread."""
+        """Save the unfinished reply, if one is being generated. Can be called from any thread."""
         chat = self.current_chat
         if chat.turn is not None:
             with suppress(ChatFileError):
                 self.archive.save_now(chat, self.runtime.target.name, chat.turn)
 
     def resume(self, wanted: str) -> None:
-        """Open the chat with this ID or title, or the newest one for `last`, or say that there is none."""
+        """Open the saved chat with this ID or title; `last` is the newest. Tell the user if there is none."""
         try:
             found = self.archive.find_now(wanted)
             if found is not None:
@@ -227,7 +228,7 @@ class PlainChat:
         out = _Pieces()
         is_thinking = ended = False
         while not ended:
-            # Check for the end before reading the last chunks, so that none are missed.
+            # Check whether the reply has ended before reading its chunks, so that none are missed.
             ended = job.done()
             for chunk in self._new_chunks():
                 if chunk.reasoning and not is_thinking:
@@ -238,7 +239,7 @@ class PlainChat:
         out.end()
 
     def _new_chunks(self) -> Iterator[TextChunk]:
-        """Yield the chunks of the reply that have arrived. Wait a moment for the first one."""
+        """Yield the chunks of the reply that have arrived. Wait briefly if there are none yet."""
         queue = self.model_thread.chunks
         with suppress(Empty):
             yield queue.get(timeout=_WAIT_SECONDS)
@@ -247,7 +248,7 @@ class PlainChat:
 
 
 class _Pieces:
-    """Writes a growing text to stdout in whole lines, or in long pieces that end between words."""
+    """Writes a growing text to stdout: whole lines, or long pieces that end at a space."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -261,7 +262,7 @@ class _Pieces:
         self._flush(end)
 
     def end(self) -> None:
-        """Write the rest of the text and, if needed, a line break."""
+        """Write the rest of the text, and a line break unless the text ends with one."""
         self._flush(len(self._text))
         if self._last != "\n":
             _write(sys.stdout, "\n")
@@ -317,14 +318,14 @@ def run_plain_chat(
         try:
             _write(sys.stderr, f"Loading {model_name}.\n")
             chat = PlainChat(thread, _loaded(thread), archive, system=system, settings=settings or {})
-            # Ctrl-C only stops a reply, while other signals end the chat.
+            # From now on, Ctrl-C stops the reply. Other signals still end the chat.
             signal.signal(signal.SIGINT, chat.on_interrupt)
             chat.run(resume)
         finally:
             save()
             if not stop():
                 sys.stdout.flush()
-                # A normal exit could hang, because the model's thread is still running.
+                # A normal exit would wait for the model thread, which is still running.
                 os._exit(130)
     archive.check_saved()
     return ChatEnd(watch.signalled, resume_value(chat.current_chat, store))
@@ -337,7 +338,7 @@ def _loaded(thread: ModelThread) -> Runtime:
 
 
 def _interrupt_main() -> None:
-    """Raise KeyboardInterrupt in the main thread, even if it waits for a line of input."""
+    """Raise KeyboardInterrupt in the main thread, even while it waits for a line of input."""
     if sys.platform == "win32":
         _thread.interrupt_main()
     else:

@@ -1,4 +1,4 @@
-"""The slash commands of the plain chat. They have the same names as those of the full-screen chat."""
+"""The slash commands of the plain chat, which have the same names as in the full-screen chat."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
-# Number of chats that /load lists.
+# Maximum number of chats that /load lists.
 _LISTED_CHATS = 20
 
 

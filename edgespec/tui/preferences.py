@@ -41,7 +41,7 @@ class Preferences:
         if not isinstance(data, dict):
             return cls()
         if data.get("light") is True:
-            # Written by versions that had no other themes than light and dark.
+            # This file was written by a version whose only themes were light and dark.
             data.setdefault("theme", "light")
         kinds = {field.name: type(field.default) for field in fields(cls)}
         known: dict[str, Any] = {

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from edgespec.errors import ConfigurationError, OptionError
 from edgespec.presets import Preset, preset_names, preset_path, read_preset, write_preset
+from edgespec.tui.chat_settings import set_settings
 from edgespec.tui.model_choice import choose_model
 from edgespec.tui.screens.dialogs import ConfirmScreen
 from edgespec.tui.screens.presets import PresetScreen
@@ -23,7 +24,7 @@ async def preset(screen: ChatScreen, argument: str) -> None:
     """Apply the preset named `argument`, or let the user choose one. `save NAME` saves a preset.
 
     Raises:
-        OptionError: There is no such preset, or it cannot be read or written.
+        OptionError: There is no such preset, or its file cannot be read or written.
     """
     word, _, name = argument.partition(" ")
     if word == "save":
@@ -51,7 +52,7 @@ async def _choose(screen: ChatScreen) -> None:
 
 
 def _all_presets() -> list[Preset | tuple[str, str]]:
-    """Return all presets. For one that cannot be read, return its name and what is wrong."""
+    """Return all presets. An invalid preset is returned as its name and a description of the problem."""
     presets: list[Preset | tuple[str, str]] = []
     for name in preset_names():
         try:
@@ -62,7 +63,7 @@ def _all_presets() -> list[Preset | tuple[str, str]]:
 
 
 async def _apply(screen: ChatScreen, name: str) -> None:
-    """Use a preset from the next message on. Raises OptionError if that is impossible."""
+    """Use a preset from the next message on. Raises OptionError if the preset is invalid or missing."""
     try:
         chosen = await asyncio.to_thread(read_preset, name)
     except ConfigurationError as error:
@@ -75,7 +76,7 @@ async def _apply(screen: ChatScreen, name: str) -> None:
         raise OptionError(f"The preset {name} was not applied: {problems[0]}", f"Edit {preset_path(name)}")
     if SCHEMA in screen.current_chat.settings:
         settings[SCHEMA] = screen.current_chat.settings[SCHEMA]
-    await screen.set_settings(settings, f"The preset {name} takes effect with your next message.")
+    await set_settings(screen, settings, f"The preset {name} takes effect with your next message.")
     screen.current_chat.system = system or None
     await screen.save()
     target = str(given.pop("target", screen.model_name))

@@ -1,4 +1,4 @@
-"""The `/race` command: generate a reply with plain decoding and with `auto`, and show both side by side."""
+"""The `/race` command: generate a reply with plain decoding and again with `auto`, and compare the speeds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class StartedRace(NamedTuple):
 
 
 async def open_race(screen: ChatScreen, argument: str) -> None:
-    """Race the reply to `argument`, or to the last message if it is empty, and show the race.
+    """Start a race for the message `argument`, or for the chat's last message if it is empty, and show it.
 
     Raises:
         OptionError: There is no message, or a reply is being generated.
@@ -41,7 +41,7 @@ async def open_race(screen: ChatScreen, argument: str) -> None:
 
 
 def start_race(thread: ModelThread, chat: OpenChat, argument: str) -> StartedRace:
-    """Start a race. It continues the chat with its settings, but adds nothing to it.
+    """Start a race in the model thread. It uses the chat's messages and settings, but leaves the chat as is.
 
     Raises:
         OptionError: There is no message.
@@ -54,7 +54,7 @@ def start_race(thread: ModelThread, chat: OpenChat, argument: str) -> StartedRac
     if not messages:
         raise OptionError("There is no message to race yet", "Type /race followed by a message")
     options = {name: value for name, value in chat.settings.items() if name != "method"}
-    # Bounds the time of the race and the cost of drawing it.
+    # Limit the replies, because long ones would make the race slow to run and to draw.
     options["max_tokens"] = min(int(str(options.get("max_tokens", DEFAULT_RACE_TOKENS))), DEFAULT_RACE_TOKENS)
     progress = RaceProgress()
     race = thread.submit(_work(chat.system, messages, options, progress))

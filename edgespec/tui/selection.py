@@ -1,4 +1,4 @@
-"""What the keys of a selected message do. A message is selected while its widget has the focus."""
+"""Actions that a key triggers on the selected message. A message is selected while its widget has focus."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from edgespec.chat.message import Message
 from edgespec.chat.message_tree import MessageTree
 from edgespec.errors import OptionError
+from edgespec.tui.copying import copy_text
 from edgespec.tui.editor import show_message
 from edgespec.tui.numbers import count
 from edgespec.tui.open_chat import ChatEntry, OpenChat
@@ -24,12 +25,12 @@ _Run: TypeAlias = Callable[["ChatScreen", int], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class MessageAction:
-    """Something that a key does with the selected message.
+    """An action on the selected message, and the key that triggers it.
 
     Attributes:
-        key: The key, as Textual names it.
-        label: The key and what it does, for the hint line. Empty if the hint does not mention it.
-        run: A function that takes the message's place in the chat's `MessageTree`.
+        key: Textual's name of the key.
+        label: The key and the action in the hint line. Empty if the hint line does not show them.
+        run: Function that performs the action. Takes the message's index in the chat's `MessageTree`.
     """
 
     key: str
@@ -38,14 +39,14 @@ class MessageAction:
 
 
 async def select(screen: ChatScreen, step: int) -> None:
-    """Move the selection by `step` messages. From the input, select the last message.
+    """Move the selection by `step` messages. If the input has focus, select the last message.
 
-    Moving down from the last message returns to the input.
+    Moving down from the last message returns focus to the input.
     """
     selected = screen.selected
     message = await screen.transcript.neighbour(selected, step)
     if message is None and selected is None:
-        # An empty chat has no messages. Shift+Tab moves the focus as it does elsewhere.
+        # An empty chat has no messages to select, so Shift+Tab moves focus as in other programs.
         screen.focus_previous()
         return
     screen.transcript.release_anchor()
@@ -53,7 +54,7 @@ async def select(screen: ChatScreen, step: int) -> None:
 
 
 async def edit(screen: ChatScreen, place: int) -> None:
-    """Copy a message into the input. Sending it adds a version of the message."""
+    """Copy a message into the input for editing. Sending the text adds a version of the message."""
 
     async def begin() -> None:
         screen.begin_edit(place)
@@ -76,7 +77,7 @@ async def finish_edit(screen: ChatScreen, place: int, message: Message) -> None:
 
 
 async def rerun(screen: ChatScreen, place: int) -> None:
-    """Generate another reply at this place in the chat."""
+    """Generate another version of a reply, or another reply to a user's message."""
 
     async def begin() -> None:
         screen.prompt.focus()
@@ -86,7 +87,7 @@ async def rerun(screen: ChatScreen, place: int) -> None:
 
 
 async def go_on(screen: ChatScreen, place: int) -> None:
-    """Continue a reply where it ends, or answer a message."""
+    """Continue a reply from its end, or reply to a message."""
 
     async def begin() -> None:
         screen.prompt.focus()
@@ -97,16 +98,16 @@ async def go_on(screen: ChatScreen, place: int) -> None:
 
 async def copy(screen: ChatScreen, place: int) -> None:
     """Copy the text of a message."""
-    await screen.copy(screen.current_chat.tree.messages[place].content.strip(), "message")
+    await copy_text(screen, screen.current_chat.tree.messages[place].content.strip(), "message")
 
 
 async def copy_code(screen: ChatScreen, place: int) -> None:
-    """Copy the last code block of a message or, if pressed again, the one before."""
+    """Copy the last code block of a message. Each further key press copies the preceding block."""
     await screen.code_copier.copy_next(screen, screen.current_chat.tree.messages[place])
 
 
 async def open_in_editor(screen: ChatScreen, place: int) -> None:
-    """Open a message in the user's text editor, to read it."""
+    """Open a message in the user's text editor for reading."""
     try:
         show_message(screen, screen.current_chat.tree.messages[place].message)
     except OptionError as error:
@@ -149,7 +150,7 @@ async def delete(screen: ChatScreen, place: int) -> None:
 
 
 async def undo(screen: ChatScreen, _place: int | None = None) -> None:
-    """Restore the messages that were deleted last in this chat."""
+    """Restore the most recently deleted messages of this chat."""
 
     async def begin() -> None:
         tree = screen.current_chat.tree
@@ -184,7 +185,7 @@ async def _switch(screen: ChatScreen, place: int, step: int) -> None:
 
 
 async def _show(screen: ChatScreen, tree: MessageTree[ChatEntry], index: int) -> None:
-    """Save a changed tree and show it from the `index`-th message on. Keep that message selected."""
+    """Save a changed tree and redraw the chat from the `index`-th message, which stays selected."""
     selecting = screen.selected is not None
     screen.current_chat.change_messages(tree)
     await screen.transcript.show_from(index)
@@ -212,17 +213,17 @@ _BY_KEY = {action.key: action for action in ACTIONS}
 async def run(screen: ChatScreen, key: str) -> None:
     """Run the action of a key on the selected message, if there is one."""
     message = screen.selected
-    # The running reply has no place in the chat until it ends.
+    # A reply has no index until it has been generated completely, so it cannot be edited yet.
     if message is not None and message.place is not None:
         await _BY_KEY[key].run(screen, message.place)
 
 
 def hint(width: int, *, versions: bool) -> str:
-    """Return as many keys for the selected message as fit in `width` cells.
+    """Return the hint line for a selected message: as many keys as fit.
 
     Args:
         width: Maximum width of the hint in cells.
-        versions: Whether there are other versions of the message.
+        versions: Whether the message has other versions.
     """
     keys = [*(["←→ version"] if versions else []), *(action.label for action in ACTIONS if action.label)]
     for number in range(len(keys), 0, -1):

@@ -1,4 +1,4 @@
-"""What /set and /schema change, for both the full-screen and the plain chat."""
+"""The commands /set and /schema, for both the full-screen and the plain chat."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["SettingsChange", "changed_schema", "changed_settings", "check_settin
 
 
 class SettingsChange(NamedTuple):
-    """The result of a command: the new settings, or None if nothing changes, and what to tell the user."""
+    """The result of a command: the new settings (None if unchanged) and a note for the user."""
 
     settings: dict[str, Setting] | None
     note: str
 
 
 def changed_settings(argument: str, current: Mapping[str, Setting], runtime: Runtime) -> SettingsChange:
-    """Return what `/set NAME VALUE` changes. Without a value, only describe the setting.
+    """Return the result of `/set NAME VALUE`. Without a value, only describe the setting.
 
     Ollama's syntax, such as `/set parameter temperature 0.5`, is also accepted.
 
@@ -39,7 +39,7 @@ def changed_settings(argument: str, current: Mapping[str, Setting], runtime: Run
         return SettingsChange(None, sentences(f"{name}: {value}", SETTINGS[name].hint))
     if text.lower() in ("default", "none", "off") and not (name == "method" and text == "none"):
         settings.pop(name, None)
-        note = f"{name} is back to its default: {default_text(name, runtime, settings)}."
+        note = f"{name} was reset to its default: {default_text(name, runtime, settings)}."
     else:
         settings[name] = parse(name, unquoted(text))
         note = f"{name} is now {shown(settings[name])}."
@@ -47,7 +47,7 @@ def changed_settings(argument: str, current: Mapping[str, Setting], runtime: Run
 
 
 def changed_schema(argument: str, current: Mapping[str, Setting]) -> SettingsChange:
-    """Return what `/schema FILE` changes. Raises OptionError if the file is not a JSON schema."""
+    """Return the result of `/schema FILE`. Raises OptionError if the file is not a JSON schema."""
     settings = dict(current)
     if not argument:
         return SettingsChange(
@@ -55,7 +55,7 @@ def changed_schema(argument: str, current: Mapping[str, Setting]) -> SettingsCha
         )
     if argument.lower() in ("none", "off"):
         settings.pop(SCHEMA, None)
-        return SettingsChange(settings, "The schema is removed.")
+        return SettingsChange(settings, "The schema was removed.")
     settings[SCHEMA] = read_schema(unquoted(argument))
     return SettingsChange(settings, f"Replies now satisfy the schema in {argument}.")
 

@@ -7,17 +7,18 @@ from time import monotonic
 __all__ = ["SpeedHistory", "sparkline"]
 
 _BARS = "▁▂▃▄▅▆▇█"
-# Length of one bar of the sparkline in seconds, until the reply needs more bars than there may be.
+# Initial duration of one bar of the sparkline, in seconds. It doubles when a reply exceeds `_MAX_BARS` bars.
 _BAR_SECONDS = 0.25
 _MAX_BARS = 64
-# Shorter replies have no sparkline, because a few bars show only noise.
+# Minimum number of bars of a sparkline. Fewer bars would show mostly noise.
 _MIN_BARS = 6
 
 
 class SpeedHistory:
-    """The number of tokens generated in each quarter of a second of a reply.
+    """The number of tokens generated in each time interval of a reply.
 
-    A long reply has longer intervals, so that there are never more than 64.
+    An interval lasts a quarter of a second at first. Its length doubles whenever there would be more than
+    64 intervals.
     """
 
     def __init__(self) -> None:
@@ -26,7 +27,7 @@ class SpeedHistory:
         self._began: float | None = None
 
     def add(self, tokens: int, now: float | None = None) -> None:
-        """Add tokens that arrived at `now`, by default the current time. The first call starts the clock."""
+        """Add tokens that arrived at `now` (default: the current time). The first call starts the clock."""
         now = monotonic() if now is None else now
         if self._began is None:
             self._began = now
@@ -38,13 +39,13 @@ class SpeedHistory:
         self._tokens[place] += tokens
 
     def rates(self) -> list[float]:
-        """Return the tokens per second of each complete interval, or nothing if there are too few."""
+        """Return the tokens per second of each complete interval. Empty if there are too few intervals."""
         complete = self._tokens[:-1]
         return [tokens / self._bar_seconds for tokens in complete] if len(complete) >= _MIN_BARS else []
 
 
 def sparkline(rates: list[float], width: int) -> str:
-    """Return a line of at most `width` bars, from the oldest rate to the newest, relative to the highest."""
+    """Return at most `width` bars, oldest rate first. Their heights are relative to the highest rate."""
     if not rates or width < 1:
         return ""
     count = min(width, len(rates))

@@ -44,7 +44,7 @@ _SOURCES = {
     "suffix": "repeated text",
     "swift": "some layers of the model",
 }
-# Standard error of a speed-up from which on the status line calls it approximate.
+# If the standard error of a speed-up exceeds this value, the status line shows the speed-up as approximate.
 _ROUGH_GAIN = 0.1
 # Matches drafter names in the text that explains why a method is used.
 _DRAFTERS_IN_REASON = re.compile(r"[a-z+]+(?= is retried occasionally| found no draft)")
@@ -79,7 +79,7 @@ def speed_up_text(method: MethodReport) -> str:
 
 
 def speed_up_short(method: MethodReport, stats: Stats | None) -> str:
-    """Return a summary of the speed-up for the status line. It names a number only if one was measured."""
+    """Return a summary of the speed-up for the status line, with a number only if one was measured."""
     if method.effective == "none":
         return "speed-up off"
     if method.gain is not None:
@@ -127,7 +127,7 @@ def notices(runtime: Runtime) -> list[str]:
 
 
 def _real_model(runtime: Runtime) -> list[str]:
-    """Return a notice that suggests real models that fit this machine to a user of the demo."""
+    """Return a notice for users of the demo that suggests real models for this machine."""
     from edgespec.assembly.speed_prediction import predict_entry
     from edgespec.catalog import load_catalogue
     from edgespec.catalog.suggestion import suggest_models

@@ -54,7 +54,7 @@ LIGHT = Theme(
     },
 )
 
-# Black and white, and colours that are bright enough to reach a contrast of 7 to 1.
+# Black, white, and colours with a contrast of at least 7:1 against the background.
 HIGH_CONTRAST = Theme(
     name="edgespec-high-contrast",
     dark=True,

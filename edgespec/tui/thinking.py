@@ -1,4 +1,4 @@
-"""The command `/think`, which asks the model to reason before it answers, or not to."""
+"""The command `/think`, which turns reasoning before the answer on or off."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from edgespec.errors import OptionError, TemplateError
+from edgespec.tui.chat_settings import set_settings
 from edgespec.tui.settings import parse, shown
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ async def think(screen: ChatScreen, argument: str) -> None:
     """Show or change whether the model reasons before it answers.
 
     Raises:
-        OptionError: `argument` is invalid, or the model has no switch for reasoning.
+        OptionError: `argument` is invalid, or the model's reasoning cannot be turned on or off.
     """
     settings = dict(screen.current_chat.settings)
     wanted = argument.lower()
@@ -32,22 +33,22 @@ async def think(screen: ChatScreen, argument: str) -> None:
     if value != "auto":
         await _check_thinking_switch(screen.runtime)
     settings.pop("thinking", None)
-    note = "The model decides again whether it reasons before it answers."
+    note = "From your next message on, the model decides whether it reasons before it answers."
     if value != "auto":
         settings["thinking"] = value
         note = f"From your next message on, the model is asked {'' if value == 'on' else 'not '}to reason."
-    await screen.set_settings(settings, note)
+    await set_settings(screen, settings, note)
 
 
 async def _check_thinking_switch(runtime: Runtime) -> None:
-    """Raise OptionError if users of the model cannot choose whether it reasons."""
+    """Raise OptionError if the model's chat template has no option that turns reasoning on or off."""
     template, switch = runtime.template, False
-    # A broken template has no switch. The next message reports what is wrong with it.
+    # Treat a broken template as one without the option. The next message reports the template's error.
     with suppress(TemplateError):
-        # Use a thread, because the template runs in its own process, which may have to be started.
+        # Run in a thread, because starting the template's process would block the screen.
         switch = template is not None and await asyncio.to_thread(template.has_thinking_switch)
     if not switch:
         raise OptionError(
-            f"The model {runtime.target.name} has no switch for reasoning, so /think cannot change it",
-            "Models that have one include Qwen 3, GLM 4.5 and SmolLM3",
+            f"Reasoning cannot be turned on or off for the model {runtime.target.name}",
+            "Models that support /think include Qwen 3, GLM 4.5 and SmolLM3",
         )

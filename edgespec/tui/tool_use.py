@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 
 __all__ = ["ToolUse", "unanswered_calls"]
 
-# Maximum number of replies with tool calls after one message of the user.
+# Maximum number of replies with tool calls after one user message.
 _MAX_ROUNDS = 25
-# Maximum length of a result in characters. It is shorter for models with a small context: about a quarter.
+# Maximum length of a tool's result in characters. For a model with a small context, the limit is as many
+# characters as the context has tokens, which is about a quarter of the context.
 _MAX_RESULT_CHARACTERS = 32_000
 _REFUSED = ToolResult.failure("The user does not allow this call.")
 _STOPPED = ToolResult.failure("The user stopped the reply before this call was made.")
@@ -36,7 +37,7 @@ _TOO_MANY = ToolResult.failure(f"Not called: only {_MAX_ROUNDS} rounds of calls 
 
 
 def unanswered_calls(chat: OpenChat) -> list[ToolCall]:
-    """Return the tool calls at the end of the conversation that have no results."""
+    """Return the tool calls at the end of the conversation that have no results yet."""
     answered: set[str] = set()
     for message in reversed(chat.messages):
         if message.role != "tool":
@@ -46,11 +47,11 @@ def unanswered_calls(chat: OpenChat) -> list[ToolCall]:
 
 
 class ToolUse:
-    """The tools of the chat screen. Nothing is started until the user turns tools on.
+    """Tool use in the chat. No server is started until the user turns tools on.
 
     Attributes:
         toolbox: The servers. Empty until tools are first turned on.
-        disabled: The tools that the user switched off, by the name that the model uses.
+        disabled: Names, as the model sees them, of the tools that the user turned off.
     """
 
     def __init__(self, screen: TurnScreen) -> None:
@@ -59,7 +60,7 @@ class ToolUse:
         self._screen = screen
         self._stop = asyncio.Event()
         self._dialog: ApprovalScreen | None = None
-        # The tools that may run in one chat, the tools that may always run, and that chat.
+        # Tools that the user allowed in the chat `_approved_in`, and tools that the user always allows.
         self._approved: set[str] = set()
         self._always: set[str] = set()
         self._approved_in: OpenChat | None = None
@@ -71,7 +72,7 @@ class ToolUse:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of a reply that offer the tools to the model."""
+        """The reply options that make the tools available to the model."""
         tools = self.tools
         return {"tools": [tool.definition for tool in tools]} if tools else {}
 
@@ -79,7 +80,7 @@ class ToolUse:
         """Run `/tools`: show the servers and their tools, or turn all of them on or off.
 
         Raises:
-            OptionError: `argument` is invalid, or the file that lists the servers is.
+            OptionError: `argument` or the file that lists the servers is invalid.
         """
         word = argument.lower()
         if word not in ("", "on", "off"):
@@ -96,7 +97,7 @@ class ToolUse:
                 self._screen.app.push_screen(ToolsScreen(self.toolbox, self.disabled))
 
     async def _read_servers(self) -> bool:
-        """Read the user's servers, unless that is done. If there are none, say how to add one."""
+        """Read the user's servers unless they have been read. If there are none, explain how to add one."""
         if not self.toolbox.servers:
             try:
                 self.toolbox = Toolbox(await asyncio.to_thread(read_servers))
@@ -111,7 +112,7 @@ class ToolUse:
         return bool(self.toolbox.servers)
 
     async def start_servers(self) -> None:
-        """Start all servers, and report their tools and what failed."""
+        """Start all servers. Tell the user how many tools there are, and which servers failed."""
         note = self._screen.transcript.note
         try:
             if not await self._read_servers():
@@ -128,7 +129,7 @@ class ToolUse:
         if self.tools:
             await note(
                 f"The model can now call {count(len(self.tools), 'tool')}. You are asked before each call."
-                " Type /tools to see them or switch them off."
+                " Type /tools to see them or turn them off."
             )
 
     async def _stop_servers(self) -> None:
@@ -137,17 +138,17 @@ class ToolUse:
         await asyncio.to_thread(toolbox.close)
 
     def close(self) -> None:
-        """End all servers. Waits a few seconds at most. Can be called from any thread."""
+        """Stop all servers, waiting a few seconds at most. Can be called from any thread."""
         self.toolbox.close()
 
     def stop(self) -> None:
-        """Stop the running call and do not make the next ones. The results so far are kept."""
+        """Stop the running call and skip the remaining ones. Keep the results so far."""
         self._stop.set()
         if self._dialog is not None:
             self._dialog.decide("stop")
 
     def begin(self, calls: Sequence[ToolCall]) -> None:
-        """Make the calls, and then let the model go on. `calling_tools` of the screen is True meanwhile."""
+        """Make the calls, then let the model continue. Meanwhile, the screen's `calling_tools` is True."""
         self._stop = asyncio.Event()
         self._screen.calling_tools = True
         self._screen.run_worker(self._make_calls(calls))
@@ -171,12 +172,12 @@ class ToolUse:
                     f"Stopped after {_MAX_ROUNDS} rounds of tool calls. Type /continue to ask for an answer."
                 )
         finally:
-            # There must be no moment in which the chat seems to be free, so the next reply starts at once.
+            # Start the next reply without an `await` in between, so that nothing else sees the chat as free.
             screen.calling_tools = False
         await screen.after_calls(stopped=self._stop.is_set() or too_many)
 
     async def answer_pending(self, chat: OpenChat) -> None:
-        """Give calls that were never made a result, because the conversation goes on without them."""
+        """Add a result to each call that was not made, because chat templates expect one for every call."""
         for call in unanswered_calls(chat):
             widget = ToolCallMessage(call)
             await self._screen.transcript.add(widget)
@@ -197,7 +198,7 @@ class ToolUse:
         tool = next((each for each in self.tools if each.call_name == call.name), None)
         if tool is None:
             names = ", ".join(each.call_name for each in self.tools) or "none"
-            return ToolResult.failure(f"There is no tool {call.name!r}. The tools are: {names}.")
+            return ToolResult.failure(f"There is no tool {call.name!r}. Available tools: {names}.")
         arguments = parse_object(call.arguments)
         if arguments is None:
             return ToolResult.failure("The arguments are not a JSON object.")
@@ -220,7 +221,7 @@ class ToolUse:
         return _INTERRUPTED
 
     async def _decide(self, tool: Tool, call: ToolCall) -> Decision:
-        """Return `once` if the user allows the call, now or earlier."""
+        """Return the user's decision, or `once` if the user allows the call now or has allowed it before."""
         chat = self._screen.current_chat
         if self._approved_in is not chat:
             self._approved, self._approved_in = set(), chat
@@ -242,7 +243,7 @@ class ToolUse:
 
 
 def _rounds(chat: OpenChat) -> int:
-    """Return the number of replies with tool calls since the last message of the user."""
+    """Return the number of replies with tool calls since the last user message."""
     rounds = 0
     for message in reversed(chat.messages):
         if message.role == "user":

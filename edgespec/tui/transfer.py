@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ __all__ = ["export_chat", "import_chats"]
 
 
 async def export_chat(screen: ChatScreen, argument: str) -> None:
-    """Write the open chat to a file. Its name ends with the format: `.md`, `.json` or `.html`.
+    """Write the open chat to a file. The file extension selects the format: `.md`, `.json` or `.html`.
 
     Raises:
         OptionError: The chat is empty, the format is unknown, or the file exists or cannot be written.
@@ -29,7 +30,7 @@ async def export_chat(screen: ChatScreen, argument: str) -> None:
     if not chat.entries:
         raise OptionError("There is nothing to export: the chat is empty", "Send a message first")
     name = re.sub(r"[^\w -]", "", chat.shown_title).strip() or "chat"
-    path = Path(argument or f"{name}.md").expanduser()
+    path = Path(os.path.expanduser(argument or f"{name}.md"))
     export = FORMATS.get(path.suffix.lower())
     if export is None:
         raise OptionError(
@@ -40,7 +41,8 @@ async def export_chat(screen: ChatScreen, argument: str) -> None:
         await asyncio.to_thread(_write_new, path, text)
     except FileExistsError:
         raise OptionError(f"The file {path} exists already", "Type /export with another file name") from None
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        # Names with null characters raise ValueError.
         raise OptionError(f"Cannot write {path}: {error_reason(error)}", "Choose another file") from None
     await screen.transcript.note(f"Exported this chat to {path.resolve()}.")
 
@@ -51,14 +53,14 @@ def _write_new(path: Path, text: bytes) -> None:
 
 
 async def import_chats(screen: ChatScreen, argument: str) -> None:
-    """Save the chats in an exported file as new chats, and say what could not be imported."""
+    """Save the chats in an exported file as new chats, and tell the user what could not be imported."""
     if not argument:
         raise OptionError(
             "Type /import and the path of a file",
             "It reads the chats that ChatGPT, Claude, Open WebUI or edgespec exported, as JSON or ZIP",
         )
     try:
-        imported = await asyncio.to_thread(read_export, Path(argument).expanduser())
+        imported = await asyncio.to_thread(read_export, Path(os.path.expanduser(argument)))
         await screen.archive.add(imported.chats)
     except ChatFileError as error:
         await screen.show_error(error)

@@ -61,7 +61,7 @@ class TurnScreen(ChatView):
         await self._show_current_chat()
 
     async def use_runtime(self, runtime: Runtime) -> None:
-        """Continue the current chat with another model. Settings that it does not support are removed."""
+        """Continue the current chat with another model. Remove settings that the model does not support."""
         self.runtime = runtime
         self.chips.use_runtime(runtime)
         problem = ""
@@ -88,8 +88,14 @@ class TurnScreen(ChatView):
         self.refresh_facts()
         self.prompt.focus()
 
-    async def save(self) -> bool:
-        """Save the chat and refresh the list of chats. On failure, show the error and return False."""
+    async def save(self, *, show_again: bool = False) -> bool:
+        """Save the chat and refresh the list of chats. On failure, show the error and return False.
+
+        Args:
+            show_again: Whether to show an error that the user has seen already.
+        """
+        if show_again:
+            self._failure_shown = False
         with suppress(ChatFileError):
             await self.archive.save(self.current_chat, self.runtime.target.name)
         if not await self._report_save():
@@ -260,7 +266,7 @@ class TurnScreen(ChatView):
             self.tool_use.begin(entry.message.tool_calls)
 
     async def _report_ending(self, ended: Reply, turn: RunningTurn) -> None:
-        """Tell the user if a reply was complete before, was slowed down, or can be continued."""
+        """Tell the user if a reply was already complete, was slowed down, or can be continued."""
         if turn.continued is not None and not ended.text:
             self.say("The reply was already complete.")
         elif was_cpu_busy(ended.stats) and not self._is_cpu_busy:
@@ -272,7 +278,7 @@ class TurnScreen(ChatView):
         self._is_cpu_busy = was_cpu_busy(ended.stats)
 
     async def after_calls(self, *, stopped: bool) -> None:
-        """Let the model go on after its tool calls, unless the user stopped them."""
+        """Let the model continue after its tool calls, unless the user stopped them."""
         if self._after_reply is not None:
             action, self._after_reply = self._after_reply, None
             await action()
@@ -298,7 +304,8 @@ class TurnScreen(ChatView):
 
     def begin_edit(self, place: int) -> None:
         """Copy a message into the input for editing."""
-        self._unsent = self.prompt.text
+        if self.editing is None:
+            self._unsent = self.prompt.text
         self.editing = place
         self.prompt.replace_text(self.current_chat.tree.messages[place].content)
         self.prompt.focus()

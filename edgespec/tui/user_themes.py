@@ -1,4 +1,4 @@
-"""Colour themes of the user: TOML files in the folder `themes` of edgespec's configuration folder."""
+"""The user's colour themes: TOML files in the folder `themes` of edgespec's configuration folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _COLOURS = (
 
 
 def theme_names() -> list[str]:
-    """Return the names of all themes: the built-in ones, and then the user's, including invalid ones."""
+    """Return the names of the built-in themes and then of the user's, including invalid ones."""
     try:
         stems = sorted(path.stem for path in themes_folder().iterdir() if path.suffix == ".toml")
     except OSError:
@@ -57,7 +57,7 @@ def find_theme(name: str) -> Theme:
 
 
 def themes_folder() -> Path:
-    """Return the folder of the user's themes, which may not exist."""
+    """Return the folder of the user's themes. It may not exist."""
     return config_folder() / "themes"
 
 

@@ -1,4 +1,4 @@
-"""vi keys for the text input: a small set of commands in normal mode."""
+"""vi keys for the text input: insert mode, and normal mode with a small set of commands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["ViKeys"]
 
 Mode = Literal["insert", "normal"]
 _Place = tuple[int, int]
-# A word, or a run of punctuation, as in vi.
+# Matches what vi considers a word: a run of letters, digits and underscores, or a run of punctuation.
 _WORD = re.compile(r"\w+|[^\w\s]+")
 _MOTION = r"[hjklwbe0^$G]|gg"
 _COUNT = r"[1-9]\d{0,3}"
@@ -23,15 +23,15 @@ _COMMAND = re.compile(
 )
 # Matches the start of a command.
 _PREFIX = re.compile(rf"(?:{_COUNT})?(?:[dcy](?:{_COUNT})?)?g?")
-# Maximum repetition count, which limits the time that a command takes.
+# Maximum count before a command, such as 10 in `10x`. Limits how long a command takes.
 _MAX_COUNT = 1_000
 
 
 class ViKeys:
     """Interprets keys as vi does, and edits a `TextArea`.
 
-    Normal mode understands the motions `h j k l w b e 0 ^ $ gg G`, the operators `d c y` with a motion or
-    doubled, `x D C p P u i a I A o O`, and counts.
+    Normal mode supports the motions `h j k l w b e 0 ^ $ gg G`; the operators `d c y`, followed by a motion
+    or doubled; the commands `x D C p P u i a I A o O`; and counts.
 
     Attributes:
         mode: `insert` or `normal`.
@@ -44,13 +44,13 @@ class ViKeys:
         self._register = ""
 
     def key(self, key: str, character: str | None) -> bool:
-        """Handle a key. Return False if the text area should handle it as usual."""
+        """Handle a key. Return False to let the text area handle it as usual."""
         if key == "escape":
             return self._escape()
         if self.mode == "insert" or character is None or not character.isprintable():
             return False
         self._typed += character
-        # Check for a longer command first, because in `10l`, the `0` is not a motion.
+        # Check for a longer command first: the `0` in `10l` is a digit, not the motion to the line's start.
         if not _PREFIX.fullmatch(self._typed):
             match, self._typed = _COMMAND.fullmatch(self._typed), ""
             if match is not None:
@@ -58,7 +58,7 @@ class ViKeys:
         return True
 
     def _escape(self) -> bool:
-        """Switch to normal mode. Return False in normal mode, in which Esc has its usual meaning."""
+        """Switch to normal mode. Return False if already in normal mode, where Esc has its usual meaning."""
         if self.mode == "normal":
             pending, self._typed = self._typed, ""
             return bool(pending)
@@ -98,7 +98,7 @@ class ViKeys:
             self._move((row, min(column, max(0, len(self._line(row)) - 1))))
 
     def _target(self, motion: str, count: int, numbered: bool = False) -> _Place:
-        """Return where a motion leads."""
+        """Return the cursor position after a motion."""
         row, column = self._row, self._column
         last_row = self._area.document.line_count - 1
         match motion:
@@ -124,7 +124,7 @@ class ViKeys:
         return place
 
     def _word(self, motion: str, place: _Place) -> _Place:
-        """Return where the motion `w`, `b` or `e` leads from a place."""
+        """Return the position that the motion `w`, `b` or `e` reaches from `place`."""
         row = place[0]
         step = -1 if motion == "b" else 1
         while 0 <= row < self._area.document.line_count:
@@ -141,14 +141,14 @@ class ViKeys:
         return (0, 0) if step < 0 else self._area.document.end
 
     def _change_to(self, operator: str, motion: str, count: int) -> None:
-        """Delete, change or copy the text from the cursor to where a motion leads."""
+        """Delete, change or copy the text between the cursor and the target of a motion."""
         if motion in ("j", "k", "G", "gg"):
             rows = sorted((self._row, self._target(motion, count)[0]))
             self._move((rows[0], self._column))
             self._change_lines(operator, rows[1] - rows[0] + 1)
             return
         here = self._area.cursor_location
-        # vi changes only the word, without the space after it.
+        # As in vi, `cw` on a word does not change the space after the word.
         if (operator, motion) == ("c", "w") and self._line(self._row)[self._column :][:1].strip():
             motion = "e"
         there = self._target(motion, count)

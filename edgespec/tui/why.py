@@ -1,4 +1,7 @@
-"""The `/why` command: three sentences on how the last reply was sped up, why not more, and what to try."""
+"""The `/why` command: explain the speed of the last reply.
+
+Three sentences say how the reply was sped up, what limited the speed-up, and what to try next.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["show_why", "why", "why_text"]
 
-# Below this acceptance rate, guesses are rejected too often to gain much.
+# Below this acceptance rate, guesses are rejected too often for a large speed-up.
 _LOW_ACCEPTANCE = 0.5
-# A speed-up from here on is good, so there is nothing to try.
+# From this gain on (0.3 is 1.3 times as fast), `/why` suggests no changes.
 _GOOD_GAIN = 0.3
 
 
@@ -50,13 +53,13 @@ def why_text(
 def why(
     method: MethodReport, stats: Stats, *, has_draft_model: bool, is_demo: bool, is_random: bool
 ) -> list[str]:
-    """Return three sentences: what was used and what it gained, why not more, and what to try next.
+    """Return three sentences: how the reply was sped up, what limited the speed-up, and what to try next.
 
     Args:
         method: The method report of the reply.
         stats: The statistics of the reply.
         has_draft_model: Whether a draft model is loaded.
-        is_demo: Whether the model is the demo, which is too small to gain much.
+        is_demo: Whether the model is the demo, which is too small for a large speed-up.
         is_random: Whether the temperature is above 0.
     """
     return [
@@ -103,9 +106,9 @@ def _advice(method: MethodReport, stats: Stats, has_draft_model: bool, is_demo: 
     if method.requested == "none":
         return "To switch the speed-up on, type /set method auto."
     if is_demo:
-        return "The demo model is too small to gain much; `edgespec recommend` suggests a real model."
+        return "The demo model is too small for a large speed-up. `edgespec recommend` suggests a real model."
     if method.gain is not None and method.gain >= _GOOD_GAIN:
-        return "There is nothing to change; type /race to see this reply beside plain decoding."
+        return "There is nothing to change. Type /race to compare this reply with plain decoding."
     if not has_draft_model:
         return "Try a draft model: `edgespec models show MODEL` names one that fits yours."
     if is_random and (stats.acceptance_rate or 0.0) < _LOW_ACCEPTANCE:

@@ -30,7 +30,7 @@ class Ask:
         system: The system prompt.
         messages: The conversation. It ends with the message to reply to, or with a reply to continue.
         options: Options for `Chat.continue_reply`.
-        written: Pieces of the reply's text so far. The model thread appends to this list.
+        written: The text generated so far, in pieces. The model thread appends to this list.
     """
 
     system: str | None
@@ -49,7 +49,7 @@ class ChatState(NamedTuple):
 
 
 class Switched(NamedTuple):
-    """The result of switching models: the model that is loaded now, and why it is not the requested one."""
+    """The result of switching models: the loaded model, and the error if it is not the requested one."""
 
     runtime: Runtime
     failure: Exception | None = None
@@ -171,7 +171,7 @@ class ModelThread:
         return runtime
 
     def _switch(self, load: Load) -> Switched:
-        # Unload first, so that the memory of both models together never exceeds the budget.
+        # Unload the old model first, because both models together could exceed the memory budget.
         self._loaded().close()
         self._runtime = None
         try:

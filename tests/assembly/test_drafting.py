@@ -159,11 +159,11 @@ class TestPrepared:
 
 
 class TestMlx:
-    SHORT = 12  # tokens: the embedded MLX model is slow on a CPU
+    SHORT = 12  # tokens: MLX is slow on a CPU
 
     def test_every_self_draft(self) -> None:
         pytest.importorskip("mlx.core")
-        with edgespec.load("demo-mlx", "none", context=256, method="lowbit") as runtime:
+        with edgespec.load("demo-mlx-draft", "none", context=256, method="lowbit") as runtime:
             same_as_plain(runtime, ["lowbit"], max_tokens=self.SHORT)
         with edgespec.load(
             "demo-mlx", "none", context=256, methods=("layerskip", "swift"), exit_layer=4
@@ -176,7 +176,7 @@ class TestMlx:
     def test_a_missing_exit_layer_is_rejected(self) -> None:
         pytest.importorskip("mlx.core")
         with pytest.raises(OptionError, match="12"):
-            edgespec.load("demo-mlx", "none", context=256, method="layerskip", exit_layer=12)
+            edgespec.load("demo-mlx-draft", "none", context=256, method="layerskip", exit_layer=12)
 
     @pytest.mark.parametrize("name", ["layerskip", "lowbit", "swift"])
     def test_the_error_for_a_recurrent_model_gives_the_reason(self, name: str, tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ class TestMlx:
     def test_learn_with_a_low_bit_target(self) -> None:
         pytest.importorskip("mlx.core")
         with edgespec.load(
-            "demo-mlx", "demo-mlx-draft", context=256, learn=True, method="lowbit+model"
+            "demo-mlx-draft", "demo-mlx-draft", context=256, learn=True, method="lowbit+model"
         ) as runtime:
             same_as_plain(runtime, ["model", "lowbit+model"], max_tokens=self.SHORT)
 
@@ -205,16 +205,20 @@ class TestMlx:
     ) -> None:
         checkpoints = pytest.importorskip("tests.backends.mlx.tiny_checkpoints")
         draft = str(checkpoints.write_checkpoint(tmp_path / "draft", "llama"))
-        with pytest.raises(OptionError, match="cannot learn: its vocabulary differs from that of demo-mlx"):
-            edgespec.load("demo-mlx", draft, context=256, learn=True)
+        with pytest.raises(
+            OptionError, match="cannot learn: its vocabulary differs from that of demo-mlx-draft"
+        ):
+            edgespec.load("demo-mlx-draft", draft, context=256, learn=True)
         monkeypatch.setattr(comparison, "_MIN_TRANSLATED_FRACTION", 0.0)
-        with pytest.raises(OptionError, match="cannot learn: its vocabulary differs from that of demo-mlx"):
-            edgespec.load("demo-mlx", draft, context=256, learn=True)
+        with pytest.raises(
+            OptionError, match="cannot learn: its vocabulary differs from that of demo-mlx-draft"
+        ):
+            edgespec.load("demo-mlx-draft", draft, context=256, learn=True)
 
     def test_learn_rejects_a_draft_with_a_window(self) -> None:
         pytest.importorskip("mlx.core")
         with pytest.raises(OptionError, match="cannot learn: it reads only the end.*--draft-window 0"):
-            edgespec.load("demo-mlx", "demo-mlx-draft", context=512, learn=True, draft_window=24)
+            edgespec.load("demo-mlx-draft", "demo-mlx-draft", context=512, learn=True, draft_window=24)
 
     def test_learn_rejects_a_recurrent_draft(self, tmp_path: Path) -> None:
         checkpoints = pytest.importorskip("tests.backends.mlx.tiny_checkpoints")
@@ -224,7 +228,7 @@ class TestMlx:
 
     def test_learn_with_an_mlx_draft(self) -> None:
         pytest.importorskip("mlx.core")
-        with edgespec.load("demo-mlx", "demo-mlx-draft", context=256, learn=True) as runtime:
+        with edgespec.load("demo-mlx-draft", "demo-mlx-draft", context=256, learn=True) as runtime:
             same_as_plain(runtime, ["model", "model+ngram"], max_tokens=self.SHORT)
 
 

@@ -278,9 +278,9 @@ def test_a_published_head_is_suggested_but_not_downloaded(tmp_path: Path) -> Non
         assert expected in pair.why_no_draft
 
 
-@pytest.mark.parametrize("reference", ["demo", "demo-mlx"])
+@pytest.mark.parametrize("reference", ["demo", "demo-mlx-draft"])
 def test_every_head_that_a_model_supports_is_declared_by_its_format(reference: str) -> None:
-    if reference == "demo-mlx" and not mlx_installed():
+    if reference == "demo-mlx-draft" and not mlx_installed():
         pytest.skip("MLX is not installed")
     declared = resolve(reference).file_format.head_formats.keys()
     with edgespec.load(reference, "none", method="none", **OPTIONS) as runtime:

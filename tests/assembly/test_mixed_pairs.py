@@ -148,18 +148,18 @@ class TestOptions:
 
     @pytest.mark.parametrize("kv_type", ["q8_0", "q4_0"])
     def test_a_quantised_cache_applies_to_both(self, kv_type: str) -> None:
-        with edgespec.load("demo-mlx", "demo-draft", context=CONTEXT, kv_type=kv_type) as runtime:
+        with edgespec.load("demo-mlx-draft", "demo-draft", context=CONTEXT, kv_type=kv_type) as runtime:
             assert runtime.generate(
                 "What does tar do?", method="model", max_tokens=4, seed=1
             ).stats.drafted_tokens
 
     def test_options_of_llama_cpp_do_not_reach_the_mlx_model(self) -> None:
-        with edgespec.load("demo-mlx", "demo-draft", context=CONTEXT, threads=1) as runtime:
+        with edgespec.load("demo-mlx-draft", "demo-draft", context=CONTEXT, threads=1) as runtime:
             assert runtime.generate(
                 "What does tar do?", method="model", max_tokens=4, seed=1
             ).stats.drafted_tokens
         with pytest.raises(OptionError, match="threads has no effect"):
-            edgespec.load("demo-mlx", "demo-mlx-draft", context=CONTEXT, threads=1)
+            edgespec.load("demo-mlx-draft", "demo-mlx-draft", context=CONTEXT, threads=1)
 
     def test_both_models_share_one_memory_budget(self) -> None:
         with edgespec.load("demo", "demo-mlx-draft", context=CONTEXT) as runtime:

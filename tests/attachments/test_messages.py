@@ -78,3 +78,8 @@ def test_files_that_do_not_fit_are_refused_with_both_sizes(demo: Runtime) -> Non
     file = AttachedFile("big.txt", "word " * 100_000)
     with pytest.raises(ContextFullError, match="tokens, but the context holds only"):
         demo.reply([Message("user", "Explain.", files=(file,))])
+
+
+def test_neither_names_nor_texts_of_files_end_the_code_block() -> None:
+    assert AttachedFile("a.`py", "x\r````\r").block == "a.`py:\n`````\nx\r````\r\n`````"
+    assert AttachedFile("a.c++", "x").block == "a.c++:\n```c++\nx\n```"

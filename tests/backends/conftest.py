@@ -73,11 +73,14 @@ def _place(name: str, write: Callable[[Path], Path]) -> Maker:
 
 
 def _in_halves(name: str, write: Callable[[Path], Path], exit_layer: int) -> Maker:
+    prepared: list[Path] = []
+
     def make(folder: Path, demo: Path) -> LanguageModel:
-        path = demo if name == "demo" else write(folder / "model.gguf")
-        prepared = prepare_layerskip(path, exit_layer, to=folder / "halves")
+        if not prepared:
+            path = demo if name == "demo" else write(folder / "model.gguf")
+            prepared.append(prepare_layerskip(path, exit_layer, to=folder / "halves").folder)
         options = LoadOptions(context_tokens=CONTEXT, max_branches=8)
-        return load_layerskip(str(prepared.folder), name, options)
+        return load_layerskip(str(prepared[0]), name, options)
 
     return make
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.backends import llamacpp
@@ -35,12 +35,15 @@ PROMPTS = ("How do I list files by size?", "Write the numbers 1 to 20, then writ
 
 
 @pytest.fixture(scope="module")
-def folders(demo_target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+def folders(
+    demo_target: Path, demo_in_halves: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, Path]:
     """The demo target split at each exit layer."""
     folder = tmp_path_factory.mktemp("split")
-    return {
+    return {4: demo_in_halves} | {
         exit_layer: prepare_layerskip(demo_target, exit_layer, to=folder / str(exit_layer)).folder
         for exit_layer in EXITS
+        if exit_layer != 4
     }
 
 
@@ -222,27 +225,31 @@ class TestSeveralPasses:
             load_layerskip(str(folders[4]), "demo", _options(memory_bytes=enough - 1))
 
 
+Tree: TypeAlias = tuple[tuple[int, ...], int]
 trees = st.tuples(st.sampled_from(list(TREES.values())), st.integers(0, 3))
+ROUNDS = st.lists(st.tuples(trees, trees, st.integers(0, 11), st.booleans()), min_size=1, max_size=5)
 
 
 class TestReusedDrafts:
-    @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-    @given(st.lists(st.tuples(trees, trees, st.integers(0, 11), st.booleans()), min_size=1, max_size=5))
+    @pytest.mark.parametrize(
+        "examples", [12, pytest.param(100, marks=pytest.mark.long)], ids=["some", "many"]
+    )
     def test_logits_equal_the_whole_model_s_after_any_draft(
-        self,
-        both: Both,
-        narrow: LayerSkipModel,
-        rounds: list[tuple[tuple[tuple[int, ...], int], tuple[tuple[int, ...], int], int, bool]],
+        self, both: Both, narrow: LayerSkipModel, examples: int
     ) -> None:
         """The target's tree may share some nodes with the draft, in any order."""
-        for split in (both.split, narrow):
-            self.check(both.whole, split, rounds)
+
+        @settings(max_examples=examples)
+        @given(ROUNDS)
+        def check(rounds: list[tuple[Tree, Tree, int, bool]]) -> None:
+            for split in (both.split, narrow):
+                self.check(both.whole, split, rounds)
+
+        check()
 
     @staticmethod
     def check(
-        whole: LanguageModel,
-        split: LayerSkipModel,
-        rounds: list[tuple[tuple[tuple[int, ...], int], tuple[tuple[int, ...], int], int, bool]],
+        whole: LanguageModel, split: LayerSkipModel, rounds: list[tuple[Tree, Tree, int, bool]]
     ) -> None:
         view = split.self_draft(EarlyExit(4))
         for model in (whole, split):

@@ -65,3 +65,12 @@ def test_a_pipe_in_place_of_the_log_does_not_hang(log: Path, name: str) -> None:
     os.mkfifo(log.with_name(name))
     native._open_log()
     assert isinstance(native._LOG.handlers[0], logging.NullHandler)
+
+
+def test_debug_lines_are_captured_but_not_written(log: Path) -> None:
+    native._open_log()
+    with native.captured_log() as lines:
+        for level, text in ((native._DEBUG, b"tensor 1"), (2, b"layers: 12"), (native._WARN, b"slow")):
+            native._on_line(level, text, None)
+    assert lines == ["tensor 1", "layers: 12", "slow"]
+    assert [line.split(maxsplit=2)[2] for line in log.read_text("utf-8").splitlines()] == lines[1:]

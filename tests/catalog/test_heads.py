@@ -27,6 +27,7 @@ from tests.backends.published_heads import VOCAB, write_published
 from tests.backends.tiny_models import write_eagle, write_llama
 from tests.catalog.fake_stores import add_to_hub
 from tests.catalog.stand_in_hub import REPOSITORY, StandInHub
+from tests.heads.published import write_head
 from tests.heads.residual_files import Layout, random_arrays, write_heads
 
 
@@ -94,6 +95,12 @@ class TestBesideTheTarget:
         config = json.loads((head / "config.json").read_text())
         (head / "config.json").write_text(json.dumps(config | {"rope_theta": 5000.0}))
         assert not options_in(folder)[0].is_usable
+
+    def test_an_eagle_1_head_needs_no_conversion(self, folder: Path) -> None:
+        head = write_head(folder / "eagle-published", "EAGLE-1", vocab=VOCAB)
+        (option,) = options_in(folder)
+        assert (option.kind, option.is_usable) == ("EAGLE-1", True)
+        assert option.head == named(head, folder).head == Head("eagle", head)
 
     def test_a_head_in_the_targets_own_files_is_listed(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch

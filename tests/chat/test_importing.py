@@ -170,6 +170,18 @@ def test_bad_files_are_reported(tmp_path: Path, text: str, message: str) -> None
         read_export(tmp_path / "missing.json")
 
 
+@pytest.mark.parametrize("compression", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_damaged_zip_files_are_reported(tmp_path: Path, compression: int) -> None:
+    path = tmp_path / "chats.zip"
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        archive.writestr("conversations.json", json.dumps([*range(1000)]))
+    data = bytearray(path.read_bytes())
+    data[70:90] = b"\xff" * 20
+    path.write_bytes(data)
+    with pytest.raises(ChatFileError, match=r"cannot read .*(damaged|invalid data)"):
+        read_export(path)
+
+
 values = st.recursive(
     st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=3),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
@@ -205,4 +217,5 @@ def test_exports_are_readable_and_html_runs_nothing() -> None:
     assert "&lt;b&gt;Q&lt;/b&gt;" in page
     assert "<code>ls</code>" in page
     assert "<script" not in page
+    assert "default-src 'none'" in page
     assert set(FORMATS) == {".md", ".json", ".html"}

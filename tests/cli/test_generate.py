@@ -29,8 +29,22 @@ def answer(run: Run, *args: str, **settings: Any) -> dict[str, Any]:
     return json_of(run("generate", "--json", "--seed", "7", "-n", "24", *args, **settings))
 
 
-def test_json_holds_the_contract(run: Run) -> None:
-    reply = answer(run, QUESTION)
+@pytest.fixture(scope="module")
+def made() -> list[dict[str, Any]]:
+    """The reply to QUESTION, once it was generated."""
+    return []
+
+
+@pytest.fixture
+def plain(run: Run, made: list[dict[str, Any]]) -> dict[str, Any]:
+    """The reply to QUESTION without other options, generated once."""
+    if not made:
+        made.append(answer(run, QUESTION))
+    return made[0]
+
+
+def test_json_holds_the_contract(plain: dict[str, Any]) -> None:
+    reply = plain
     keys = {
         "text",
         "reasoning",
@@ -54,11 +68,10 @@ def test_json_holds_the_contract(run: Run) -> None:
     assert 0 < len(reply["tokens"]) <= 24
 
 
-def test_the_text_is_the_json_text_and_ends_with_a_newline(run: Run) -> None:
-    reply = answer(run, QUESTION)
+def test_the_text_is_the_json_text_and_ends_with_a_newline(run: Run, plain: dict[str, Any]) -> None:
     result = run("generate", "--seed", "7", "-n", "24", QUESTION)
     assert result.exit_code == 0
-    assert result.stdout == reply["text"].removesuffix("\n") + "\n"
+    assert result.stdout == plain["text"].removesuffix("\n") + "\n"
     assert result.stderr == "", "in a pipe there is nothing but the reply"
 
 
@@ -83,8 +96,8 @@ def test_the_context_grows_unless_all_of_it_is_taken_at_once(
 
 
 @pytest.mark.parametrize("args", [["-"], []])
-def test_the_prompt_may_come_from_stdin(run: Run, args: list[str]) -> None:
-    assert answer(run, *args, input=QUESTION + "\n")["tokens"] == answer(run, QUESTION)["tokens"]
+def test_the_prompt_may_come_from_stdin(run: Run, plain: dict[str, Any], args: list[str]) -> None:
+    assert answer(run, *args, input=QUESTION + "\n")["tokens"] == plain["tokens"]
 
 
 def test_no_prompt_on_a_terminal_is_wrong_usage(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,20 +118,17 @@ def test_unicode_goes_in_and_out(run: Run) -> None:
     assert reply["stats"]["prompt_tokens"] > 3
 
 
-def test_a_system_prompt_is_part_of_the_prompt(run: Run) -> None:
-    plain, instructed = answer(run, QUESTION), answer(run, "--system", "Be brief.", QUESTION)
+def test_a_system_prompt_is_part_of_the_prompt(run: Run, plain: dict[str, Any]) -> None:
+    instructed = answer(run, "--system", "Be brief.", QUESTION)
     assert instructed["stats"]["prompt_tokens"] > plain["stats"]["prompt_tokens"]
 
 
-def test_raw_leaves_the_template_out(run: Run) -> None:
-    assert (
-        answer(run, "--raw", QUESTION)["stats"]["prompt_tokens"]
-        < answer(run, QUESTION)["stats"]["prompt_tokens"]
-    )
+def test_raw_leaves_the_template_out(run: Run, plain: dict[str, Any]) -> None:
+    assert answer(run, "--raw", QUESTION)["stats"]["prompt_tokens"] < plain["stats"]["prompt_tokens"]
 
 
-def test_stop_texts_end_the_reply(run: Run) -> None:
-    text = answer(run, QUESTION)["text"]
+def test_stop_texts_end_the_reply(run: Run, plain: dict[str, Any]) -> None:
+    text = plain["text"]
     stopped = answer(run, "--stop", "never said", "--stop", text[5:12], QUESTION)
     assert stopped["text"] == text[:5]
     assert stopped["finish_reason"] == "stop"
@@ -177,18 +187,20 @@ def test_logit_bias_forbids_a_token(run: Run) -> None:
     assert answer(run, "--temperature", "0", "--logit-bias", f"{first}=-inf", QUESTION)["tokens"][0] != first
 
 
-def test_a_tree_of_drafts_changes_nothing(run: Run) -> None:
+def test_a_tree_of_drafts_changes_nothing(run: Run, plain: dict[str, Any]) -> None:
     tree = answer(run, "--draft-branches", "3,2", "--draft-confidence", "0.1", "--method", "model", QUESTION)
-    assert tree["tokens"] == answer(run, QUESTION)["tokens"]
+    assert tree["tokens"] == plain["tokens"]
 
 
-def test_a_path_with_spaces_and_a_draft_that_is_the_target(run: Run, tmp_path: Any) -> None:
+def test_a_path_with_spaces_and_a_draft_that_is_the_target(
+    run: Run, plain: dict[str, Any], tmp_path: Any
+) -> None:
     path = tmp_path / "a b ü" / "mödel 😀.gguf"
     path.parent.mkdir()
     path.write_bytes((ROOT / "models" / "demo-target-q8_0.gguf").read_bytes())
     reply = answer(run, "--target", str(path), "--draft", str(path), "--method", "model", "-n", "9", QUESTION)
     assert reply["stats"]["acceptance_rate"] == 1.0
-    assert reply["tokens"] == answer(run, "-n", "9", QUESTION)["tokens"]
+    assert reply["tokens"] == plain["tokens"][:9]
 
 
 def test_no_draft(run: Run) -> None:
@@ -210,9 +222,11 @@ def test_a_terminal_gets_notes_and_a_summary(run: Run, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("head", ["demo-head", "demo-mlx-head"])
-def test_the_head_is_shown_and_reported(run: Run, monkeypatch: pytest.MonkeyPatch, head: str) -> None:
+def test_the_head_is_shown_and_reported(
+    run: Run, plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch, head: str
+) -> None:
     assert answer(run, "--head", head, QUESTION)["heads"] == [head]
-    assert answer(run, QUESTION)["heads"] == []
+    assert plain["heads"] == []
     monkeypatch.setattr(screen, "is_terminal", lambda stream: True)
     notes = run("generate", "-n", "4", "--head", head, QUESTION).stderr
     # The other backend's head is converted to GGUF.

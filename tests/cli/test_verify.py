@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import edgespec
 from edgespec import losslessness
 from edgespec.costs.curve import CostCurve
 from edgespec.costs.target_costs import TargetCosts
@@ -121,10 +122,22 @@ def test_replies_at_once_need_shared_passes(run: Run, monkeypatch: pytest.Monkey
     )
 
 
-def test_replies_at_once_are_compared_token_by_token(run: Run, prompts: str) -> None:
-    result = run("verify", *QUICK, "--prompts", prompts, "--parallel", "2", "--acceptance", "rejection")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "error: --acceptance rejection cannot be combined with --parallel" in result.stderr
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("--acceptance", "rejection"), "--acceptance rejection cannot be combined with --parallel"),
+        (("--methods", "suffix", "--temperatures", "0"), "a single reply cannot be generated beside others"),
+    ],
+)
+def test_replies_at_once_are_refused_before_a_model_is_loaded(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...], says: str
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "List files"}', encoding="utf-8")
+    monkeypatch.setattr(edgespec, "load", lambda **_: pytest.fail("a model was loaded"))
+    quick = ("--temperatures", "0,0.8", "--draft-lengths", "3", "--prompts", str(file))
+    result = run("verify", *quick, "--parallel", "2", *args)
+    assert says in one_line_error(result, 2)
 
 
 def test_without_a_draft_only_lookups_are_compared(run: Run, prompts: str) -> None:

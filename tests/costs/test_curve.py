@@ -69,7 +69,7 @@ def model(request: pytest.FixtureRequest, demo_target: Path) -> Iterator[Languag
     elif request.param == "llama.cpp":
         made = llamacpp.load(str(demo_target), "demo", options)
     else:
-        made = mlx.load(str(models_folder() / "demo-mlx"), "demo-mlx", options)
+        made = mlx.load(str(models_folder() / "demo-mlx-draft"), "demo-mlx-draft", options)
     yield made
     made.close()
 

@@ -181,7 +181,7 @@ def demo(request: pytest.FixtureRequest, demo_target: Path) -> Iterator[Language
     options = LoadOptions(context_tokens=512, max_branches=8)
     made: LanguageModel
     if request.param == "MLX":
-        made = mlx.load(str(models_folder() / "demo-mlx"), "demo-mlx", options)
+        made = mlx.load(str(models_folder() / "demo-mlx-draft"), "demo-mlx-draft", options)
     else:
         made = llamacpp.load(str(demo_target), "demo", options)
     yield made

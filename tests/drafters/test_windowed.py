@@ -296,7 +296,7 @@ def test_on_mlx() -> None:
 
     folder, window = models_folder(), AttentionWindow(4, 24)
     with runtime(
-        mlx.load(str(folder / "demo-mlx"), "demo-mlx", LoadOptions(context_tokens=320)),
+        mlx.load(str(folder / "demo-mlx-draft"), "demo-mlx-draft", LoadOptions(context_tokens=320)),
         WindowedModel(
             mlx.load(
                 str(folder / "demo-mlx-draft"),

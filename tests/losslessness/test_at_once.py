@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from edgespec.assembly.loading import always_draft
 from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.llamacpp.place_model import load_places
 from edgespec.backends.llamacpp.shared_context import ContextPlace
+from edgespec.backends.llamacpp.thread_count import ThreadCount
 from edgespec.errors import CancelledError, OptionError
 from edgespec.losslessness import Report, read_prompts, verify
 from edgespec.losslessness.rescore import Rescored
@@ -155,6 +157,18 @@ class TestErrors:
         found = self.measure(models)
         assert found.leak > 0
 
+    def test_the_load_of_the_machine_neither_hides_nor_causes_leaks(
+        self, models: Sequence[LanguageModel], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The number of CPU threads follows the load of the machine. Here it changes all the time."""
+        random = Random(0)
+        models[0].set_max_threads(2)
+        monkeypatch.setattr(ThreadCount, "update", lambda count: min(count.most, random.randint(1, 2)))
+        assert self.measure(models).leak == 0
+        assert models[0].max_threads == 2
+        share_cells(monkeypatch, 1)
+        assert self.measure(models).leak > 0
+
 
 class TestOptions:
     @pytest.mark.parametrize(
@@ -174,8 +188,8 @@ class TestOptions:
 
     def test_models_that_run_one_reply_at_a_time(self) -> None:
         with (
-            edgespec.load("demo-mlx", "none", context=512, parallel=2, method="none") as runtime,
-            pytest.raises(OptionError, match="demo-mlx generates replies one after the other"),
+            edgespec.load("demo-mlx-draft", "none", context=512, parallel=2, method="none") as runtime,
+            pytest.raises(OptionError, match="demo-mlx-draft generates replies one after the other"),
         ):
             prove(runtime)
 

@@ -49,8 +49,7 @@ class TestVerify:
         assert report.methods[method].smallest_corrected_p_value is not None
 
 
-@pytest.mark.parametrize("target", ["demo", "demo-mlx"])
-@pytest.mark.parametrize("branches", [(), (2, 2)], ids=["chain", "tree"])
+@pytest.mark.parametrize(("target", "branches"), [("demo", ()), ("demo", (2, 2)), ("demo-mlx", (2, 2))])
 def test_every_prompt_has_its_own_schema(target: str, branches: tuple[int, ...]) -> None:
     prompts = read_prompts(models_folder() / "schema_prompts.jsonl")[:1]
     with always_draft(), edgespec.load(target, draft_branches=branches, context=512) as runtime:

@@ -315,12 +315,12 @@ class TestOptions:
         assert sorted(set(fractions)) == pytest.approx([done / replies for done in range(replies + 1)])
 
 
-@pytest.mark.parametrize("acceptance", ["invariant", "rejection"])
-def test_the_demo_pair(acceptance: str) -> None:
+@pytest.mark.parametrize(("acceptance", "every"), [("invariant", 12), ("rejection", 18)])
+def test_the_demo_pair(acceptance: str, every: int) -> None:
     with edgespec.load("demo") as pair:
         report = verify(
             pair,
-            read_prompts()[::12],
+            read_prompts()[::every],
             methods=METHODS,
             temperatures=(0.0, 1.0),
             draft_lengths=(4,),

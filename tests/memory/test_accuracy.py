@@ -157,14 +157,14 @@ def test_vocabulary_estimate_includes_merges() -> None:
     ("quantisation", "flash_attention"), [("Q8_0", "auto"), ("Q4_0", "auto"), ("Q8_0", "off")]
 )
 def test_split_model_estimate_matches_llama_cpp(
-    quantisation: str, flash_attention: str, tmp_path: Path
+    quantisation: str, flash_attention: str, demo_in_halves: Path, tmp_path: Path
 ) -> None:
     """Most CPUs repack Q4_0 weights, and then both parts hold a copy of the shared tensors."""
-    path = resolve("demo").path
+    folder = demo_in_halves
     if quantisation == "Q4_0":
         path = tmp_path / "demo.gguf"
         quantise(resolve("demo").path, path, quantisation)
-    folder = prepare_layerskip(path, exit_layer=4, to=tmp_path / "halves").folder
+        folder = prepare_layerskip(path, exit_layer=4, to=tmp_path / "halves").folder
     how = LoadOptions(context_tokens=4096, flash_attention=flash_attention)
     estimator = GgufMemoryEstimator(str(folder), "demo", split=True)
     try:
@@ -199,6 +199,7 @@ resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 path, context, kv_type = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 try:
     how = {"threads": 1, "method": "none", "prefix_cache": "none", "reserve_full_context": True}
+    how["measure_costs"] = False
     with edgespec.load(path, "none", context=context, kv_type=kv_type, **how) as runtime:
         reply = runtime.generate("hello " * 500, max_tokens=4, temperature=0.0, raw=True)
         print(json.dumps([runtime.plan.to_json(), reply.stats.generated_tokens, runtime.context_tokens]))

@@ -27,12 +27,21 @@ def no_garbage_collection() -> Iterator[None]:
     gc.enable()
 
 
-@pytest.mark.parametrize("name", ["demo", "demo-mlx"])
-@pytest.mark.parametrize("opened", ["rt.chat().stream('hi')", "rt.stream('hi')", "chat.stream('hi')"])
+@pytest.mark.parametrize(
+    ("name", "opened"),
+    [
+        ("demo", "rt.chat().stream('hi')"),
+        ("demo", "rt.stream('hi')"),
+        ("demo", "chat.stream('hi')"),
+        ("demo-mlx-draft", "rt.stream('hi')"),
+        pytest.param("demo-mlx-draft", "rt.chat().stream('hi')", marks=pytest.mark.long),
+        pytest.param("demo-mlx-draft", "chat.stream('hi')", marks=pytest.mark.long),
+    ],
+)
 def test_the_with_block_ends(name: str, opened: str) -> None:
     program = (
         "import edgespec\n"
-        f"with edgespec.load({name!r}, context=512) as rt:\n"
+        f"with edgespec.load({name!r}, context=512, measure_costs=False) as rt:\n"
         "    chat = rt.chat()\n"
         f"    next(iter({opened}))\n"
         "print('left', flush=True)\n"

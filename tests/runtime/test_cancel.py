@@ -125,7 +125,7 @@ class TestCancel:
 def test_abandoned_reply_at_exit_prints_nothing() -> None:
     program = (
         "import edgespec\n"
-        "runtime = edgespec.load('demo', 'none', context=256)\n"
+        "runtime = edgespec.load('demo', 'none', context=256, measure_costs=False)\n"
         "stream = runtime.stream('Hello', max_tokens=50)\n"
         "next(stream)\n"
     )

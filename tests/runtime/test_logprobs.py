@@ -20,11 +20,10 @@ METHODS = ("model", "suffix", "model+suffix", "grammar")
 ERRORS = {"demo": ROUNDING["demo"], "demo-mlx": 1e-3}
 
 
-@pytest.fixture(scope="module", params=["demo", "demo-mlx"])
+@pytest.fixture(scope="module", params=["demo", "demo-mlx-draft"])
 def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
-    draft = "demo-draft" if request.param == "demo" else "demo-mlx-draft"
     with edgespec.load(
-        request.param, draft, method="model", methods=METHODS, draft_branches=(2, 2), context=1024
+        request.param, "demo-draft", method="model", methods=METHODS, draft_branches=(2, 2), context=1024
     ) as runtime:
         yield runtime
 

@@ -38,11 +38,12 @@ MESSAGES: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.fixture(scope="module", params=["demo", "demo-mlx"])
+# The small MLX model is five times as fast as the large one, which the trees below use.
+@pytest.fixture(scope="module", params=["demo", "demo-mlx-draft"])
 def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
-    if request.param == "demo-mlx":
+    if request.param == "demo-mlx-draft":
         pytest.importorskip("mlx.core")
-    with always_draft(), edgespec.load(request.param) as runtime:
+    with always_draft(), edgespec.load(request.param, "demo-draft") as runtime:
         yield runtime
 
 
@@ -57,30 +58,26 @@ def test_required_calls_are_valid_and_the_same_with_every_method(
     (call,) = plain.tool_calls
     assert call.name == "list_files"
     jsonschema.validate(json.loads(call.arguments), PARAMETERS)
-    for method in ("model", "grammar", "suffix", "auto"):
-        for draft_length in (None, 3):
-            reply = runtime.reply(MESSAGES, method=method, draft_length=draft_length, **options)
-            assert reply.tokens == plain.tokens
-            assert [(each.name, each.arguments) for each in reply.tool_calls] == [(call.name, call.arguments)]
+    drafts = (("model", None), ("model", 3), ("grammar", None), ("suffix", 3), ("auto", None))
+    for method, draft_length in drafts:
+        reply = runtime.reply(MESSAGES, method=method, draft_length=draft_length, **options)
+        assert reply.tokens == plain.tokens
+        assert [(each.name, each.arguments) for each in reply.tool_calls] == [(call.name, call.arguments)]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize(("target", "draft"), [("demo", "demo-draft"), ("demo-mlx", "demo-mlx-draft")])
-def test_trees_give_the_calls_of_plain_decoding(target: str, draft: str, temperature: float) -> None:
+def test_trees_give_the_calls_of_plain_decoding(target: str, draft: str) -> None:
     if target == "demo-mlx":
         pytest.importorskip("mlx.core")
     with edgespec.load(target, draft, draft_branches=(3, 2), method="model", context=1024) as trees:
-        options: dict[str, Any] = {
-            "seed": 5,
-            "temperature": temperature,
-            "tools": TOOLS,
-            "tool_choice": NAMED,
-        }
-        plain = trees.reply(MESSAGES, method="none", **options)
-        reply = trees.reply(MESSAGES, **options)
-        assert reply.stats.drafted_tokens
-        assert reply.tokens == plain.tokens
-        assert [call.arguments for call in reply.tool_calls] == [call.arguments for call in plain.tool_calls]
+        for temperature in (0.0, 0.8):
+            options: dict[str, Any] = {"tools": TOOLS, "tool_choice": NAMED}
+            options |= {"seed": 5, "temperature": temperature}
+            plain = trees.reply(MESSAGES, method="none", **options)
+            reply = trees.reply(MESSAGES, **options)
+            assert reply.stats.drafted_tokens
+            assert reply.tokens == plain.tokens
+            assert [c.arguments for c in reply.tool_calls] == [c.arguments for c in plain.tool_calls]
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
@@ -161,8 +158,8 @@ def test_a_stop_string_within_a_call_leaves_it_incomplete(runtime: Runtime) -> N
 
 def test_strict_tools_constrain_calls_but_not_text(runtime: Runtime) -> None:
     strict = {"type": "function", "function": {**LIST_FILES["function"], "strict": True}}
-    plain = runtime.reply(MESSAGES, tools=[LIST_FILES], seed=4, temperature=0.8, max_tokens=30)
-    reply = runtime.reply(MESSAGES, tools=[strict], seed=4, temperature=0.8, max_tokens=30)
+    plain = runtime.reply(MESSAGES, tools=[LIST_FILES], seed=4, temperature=0.8, max_tokens=12)
+    reply = runtime.reply(MESSAGES, tools=[strict], seed=4, temperature=0.8, max_tokens=12)
     assert reply.answer.startswith(plain.answer[:5])
     opening = forced(runtime, "<tool_call>")
     for seed in range(3):

@@ -273,8 +273,23 @@ def test_contradictory_vllm_constraints(client: openai.OpenAI, fields: dict[str,
         client.chat.completions.create(model="demo", messages=MESSAGES, extra_body=fields)
 
 
-@pytest.mark.parametrize("other", [{"schema": {}}, {"guided_json": {}}])
-def test_a_text_format_does_not_replace_another_schema(client: openai.OpenAI, other: dict[str, Any]) -> None:
-    body = {"text": {"format": {"type": "json_object"}}, **other}
-    with pytest.raises(openai.BadRequestError, match="two fields of the request set the schema"):
-        client.responses.create(model="demo", input=QUESTION, extra_body=body)
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/responses", {"input": QUESTION, "text": {"format": {"type": "json_object"}}}),
+        (
+            "/v1/messages",
+            {
+                "messages": MESSAGES,
+                "max_tokens": 2,
+                "output_config": {"format": {"type": "json_schema", "schema": {}}},
+            },
+        ),
+        ("/api/chat", {"messages": MESSAGES, "format": "json"}),
+        ("/api/generate", {"prompt": QUESTION, "format": {"type": "object"}}),
+    ],
+)
+def test_two_schemas_are_refused(http: httpx.Client, path: str, body: dict[str, Any]) -> None:
+    reply = http.post(path, json={**body, "schema": {"type": "integer"}})
+    assert reply.status_code == 400
+    assert "two fields of the request set the schema" in reply.text

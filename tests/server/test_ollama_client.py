@@ -48,7 +48,7 @@ def test_chats_equal_plain_decoding(client: ollama.Client, plain: Runtime, tempe
     assert last.done_reason == expected.finish_reason
 
 
-@pytest.mark.parametrize("target", ["demo", "demo-mlx"])
+@pytest.mark.parametrize("target", ["demo", pytest.param("demo-mlx", marks=pytest.mark.long)])
 def test_drafted_trees_do_not_change_chats(target: str) -> None:
     model: dict[str, Any] = {"context": 512}
     with edgespec.load(target, "none", method="none", **model) as runtime:

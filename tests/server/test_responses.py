@@ -68,7 +68,7 @@ def test_replies_equal_plain_decoding(client: openai.OpenAI, plain: Runtime, tem
     assert response.timings["predicted_n"] == len(expected.tokens)
 
 
-@pytest.mark.parametrize("target", ["demo", "demo-mlx"])
+@pytest.mark.parametrize("target", ["demo", pytest.param("demo-mlx", marks=pytest.mark.long)])
 def test_drafted_trees_do_not_change_replies(target: str) -> None:
     with edgespec.load(target, "none", method="none", context=512) as runtime:
         expected = [

@@ -134,7 +134,7 @@ def test_servers_that_do_not_start(
     assert not box.servers["bad"].running
     result = call(box, "act")
     assert result.failed
-    assert "does not run" in result.text
+    assert "is not running" in result.text
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
@@ -11,6 +12,7 @@ import pytest
 
 from edgespec.chat.message import Message
 from edgespec.chat.store import ChatStore
+from edgespec.errors import ChatFileError
 from edgespec.tui.archive import Archive
 from edgespec.tui.open_chat import ChatEntry, OpenChat
 
@@ -103,3 +105,24 @@ def test_two_programs_that_save_at_once_lose_no_turn(tmp_path: Path) -> None:
             saved = list(threads.map(go_on, ("mine", "theirs")))
         for chat_id, chat in saved:
             assert store.load(chat_id).messages == chat.messages
+
+
+async def test_a_chat_that_could_not_be_saved_is_saved_later_with_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ChatStore(tmp_path)
+    archive = Archive(store)
+    first, second = OpenChat(), OpenChat()
+    says(first, "hello")
+
+    def full(path: Path, *payload: bytes) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("edgespec.chat.store.write_private_file", full)
+        with pytest.raises(ChatFileError, match="the disk is full"):
+            await archive.save(first, "demo")
+    says(second, "bye")
+    await archive.save(second, "demo")
+    assert sorted(chat.title for chat in store.list()) == ["bye", "hello"]
+    archive.check_saved()

@@ -270,7 +270,7 @@ async def test_list_of_chats_opens_deletes_and_explains_broken_files(demo: Load,
         broken = good.with_name("broken.json")
         broken.write_text('{"version": 1, "id": "brok')
         await d.press("f2")
-        await d.sees("cannot be read")
+        await d.sees("unreadable")
         options = d.chat.query_one(Sidebar)
         options.highlighted = options.get_option_index(str(broken))
         await d.press("enter")
@@ -359,7 +359,7 @@ async def test_a_schema_applies_until_it_is_removed(demo: Load, tmp_path: Path) 
         d.chat.prompt.clear()
         assert d.chat.current_chat.settings == {"schema": '{"const": {"answer": 42}}'}
         await d.say("/schema none")
-        assert "The schema is removed." in d.transcript()
+        assert "The schema was removed." in d.transcript()
         assert d.chat.current_chat.settings == {}
 
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 import edgespec
-from edgespec.chat.store import ChatStore
+from edgespec.chat.message import Message
+from edgespec.chat.message_tree import MessageTree
+from edgespec.chat.store import ChatStore, SavedChat
+from edgespec.errors import ChatFileError
 from edgespec.tui import archive
 from edgespec.tui.archive import Archive
 from tests.tui.driving import Driver, driving, until
 from tests.tui.scripted import Script, ScriptedRuntime, loading
+
+NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
 
 def titles(d: Driver) -> list[str]:
@@ -72,3 +78,41 @@ def test_a_deletion_that_a_killed_program_did_not_finish_is_finished_later(
     Archive(ChatStore(tmp_path)).finish_all_deletions()
     assert not path.exists()
     assert "replies" in deleted
+
+
+async def test_a_deleted_chat_that_another_program_continues_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(edgespec, "delete_data", lambda kind: 0)
+    scripts = [Script(text="One."), Script(text="Two.")]
+    async with driving(loading(ScriptedRuntime(scripts=scripts)), tmp_path) as one:
+        await one.say("first")
+        async with driving(loading(ScriptedRuntime(scripts=scripts)), tmp_path, resume="last") as other:
+            await one.press("f2", "delete")
+            await until(one.pilot, lambda: not one.saved(), "the deletion")
+            await other.say("second")
+            one.chat.prompt.focus()
+            await one.say("/undo")
+            titles = ["first", "first"]
+            assert [chat.title for chat in ChatStore(tmp_path / "chats").list()] == titles
+            assert "second" in "".join(path.read_text("utf-8") for path in one.saved())
+            (chat_id,) = {path.stem for path in one.saved()} - {one.chat.current_chat.id}
+            await one.chat.archive.hide(chat_id)
+            await other.say("third")
+            await one.chat.archive.finish_deletion(chat_id)
+            assert "third" in other.app.store._path(chat_id).read_text("utf-8")
+    assert not list(one.app.store.folder.glob(".*.deleted"))
+
+
+async def test_an_undo_that_fails_can_be_repeated(tmp_path: Path) -> None:
+    store = ChatStore(tmp_path)
+    store.save(SavedChat("one", MessageTree.linear([Message("user", "Q")]), NOON, NOON))
+    archive = Archive(store)
+    await archive.hide("one")
+    (tmp_path / ".one.deleted").rename(tmp_path / "away")
+    with pytest.raises(ChatFileError, match="cannot rename"):
+        await archive.restore()
+    (tmp_path / "away").rename(tmp_path / ".one.deleted")
+    restored = await archive.restore()
+    assert restored is not None
+    assert restored.title == "Q"

@@ -215,6 +215,21 @@ async def test_files_that_do_not_fit_together_are_refused_with_both_sizes(tmp_pa
         await d.said("tokens, but the context holds only 1,024")
 
 
+async def test_files_are_found_after_the_working_folder_was_deleted(
+    tmp_path: Path, demo: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "a.txt").write_text("colour")
+    monkeypatch.chdir(tmp_path / "gone")
+    async with driving(demo, tmp_path, settings={"max_tokens": 4}) as d:
+        (tmp_path / "gone").rmdir()
+        await d.write("@a")
+        await d.pilot.pause(0.3)
+        d.chat.prompt.clear()
+        await d.say(f"Read @{tmp_path}/a.txt")
+        assert d.chat.current_chat.messages[0].files[0].text == "colour"
+
+
 async def test_a_missing_file_is_sent_as_text(tmp_path: Path, demo: Load) -> None:
     async with driving(demo, tmp_path) as d:
         await d.send("ask @alice about @src/mian.py")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -50,4 +51,12 @@ def test_a_folder_that_cannot_be_written_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     history = PromptHistory(tmp_path / "file")
     history.add("one")
+    assert history.read() == []
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no named pipes")
+def test_a_named_pipe_in_the_place_of_the_file_blocks_nothing(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "prompt-history.jsonl")
+    history = PromptHistory(tmp_path)
+    history.add("first")
     assert history.read() == []

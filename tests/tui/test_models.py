@@ -193,7 +193,7 @@ async def test_measuring_waits_for_the_end_of_the_reply(tmp_path: Path) -> None:
         await d.said("word word")
         await open_list(d)
         await d.press("ctrl+s")
-        await d.sees("Wait for the end of the reply")
+        await d.sees("Wait until the reply ends")
 
 
 @pytest.mark.parametrize("size", [(40, 20), (80, 24), (200, 60)], ids=lambda s: f"{s[0]}x{s[1]}")

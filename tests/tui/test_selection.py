@@ -209,3 +209,19 @@ async def test_other_versions_do_not_change_replies(demo: Load, tmp_path: Path, 
         await d.say("How do I delete a folder?")
         await act(d, "shift+up", "up", "left", "down", "r")
         assert conversation(d) == wanted
+
+
+async def test_an_edited_message_that_is_deleted_meanwhile_is_sent_as_a_new_one(tmp_path: Path) -> None:
+    async with driving(loading(replies("One.", "Two.", "Three.")), tmp_path) as d:
+        await d.say("first")
+        await d.say("second")
+        await act(d, "shift+up", "up", "e")
+        await act(d, "shift+up", "up", "up", "up", "d")
+        assert conversation(d) == []
+        d.chat.prompt.focus()
+        await act(d, "enter")
+        await d.sees("The message you edited is gone.")
+        assert d.chat.prompt.text == "second"
+        await act(d, "enter")
+        assert conversation(d) == ["second", "Three."]
+        assert [message.content for message in saved(d).messages] == ["second", "Three."]

@@ -205,7 +205,7 @@ async def test_think_switches_the_reasoning_of_a_model_that_has_a_switch(tmp_pat
 async def test_think_says_that_the_demo_has_no_switch(demo: Load, tmp_path: Path) -> None:
     async with driving(demo, tmp_path) as driver:
         await driver.say("/think off")
-        await driver.said("model demo has no switch for reasoning")
+        await driver.said("Reasoning cannot be turned on or off for the model demo")
         assert driver.chat.current_chat.settings == {}
 
 
@@ -214,5 +214,5 @@ async def test_think_with_a_broken_template(tmp_path: Path, source: str) -> None
     template = ChatTemplate(source, "", "")
     async with driving(loading(ScriptedRuntime(template=template)), tmp_path) as driver:
         await driver.say("/think off")
-        await driver.said("model demo has no switch for reasoning")
+        await driver.said("Reasoning cannot be turned on or off for the model demo")
     template.close()

@@ -186,6 +186,10 @@ async def test_keys_typed_while_the_question_opens_decide_nothing(
             await d.press("y", "enter", "1")
         assert isinstance(d.app.screen, ApprovalScreen)
         assert results(d) == []
+        # A letter shows that the user goes on typing.
+        await asked(d)
+        await d.press("y", "enter")
+        assert isinstance(d.app.screen, ApprovalScreen)
         await asked(d)
         await d.press("enter")
         await finished(d)

@@ -49,3 +49,14 @@ async def test_import_says_what_is_left_out(tmp_path: Path) -> None:
         await d.said("it is not valid JSON")
         await d.say("/import")
         await d.said("Type /import and the path of a file")
+
+
+@pytest.mark.parametrize("name", ["~nobody-has-this-name/chat.md", "a\0b.md", "\ud800.md"])
+async def test_impossible_paths_are_reported(tmp_path: Path, name: str) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.say("How?")
+        await d.say(f"/export {name}")
+        await d.said("Cannot write ")
+        d.chat.prompt.clear()
+        await d.say(f"/import {name}")
+        await d.sees("not a file of exported chats" if "~" not in name else "annot read ")

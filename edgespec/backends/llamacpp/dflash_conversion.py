@@ -8,10 +8,11 @@ from pathlib import Path
 
 import gguf
 
-from edgespec.backends.llamacpp.gguf_conversion import ROPE_KINDS, write_converted
+from edgespec.backends.llamacpp.gguf_conversion import write_converted
 from edgespec.errors import ModelFileError, shorten
 from edgespec.heads.dflash_config import DFlashConfig
 from edgespec.heads.dflash_files import read_dflash
+from edgespec.heads.rotation import ROPE_KINDS
 
 __all__ = ["convert_dflash_head"]
 

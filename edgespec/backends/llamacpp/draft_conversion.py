@@ -10,9 +10,10 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.llamacpp.gguf_conversion import ROPE_KINDS, interleaved, write_converted
+from edgespec.backends.llamacpp.gguf_conversion import interleaved, write_converted
 from edgespec.errors import ModelFileError, shorten
 from edgespec.heads.layer_config import LayerConfig, layer_settings, read_config
+from edgespec.heads.rotation import ROPE_KINDS
 from edgespec.heads.stored_tensor import StoredTensor
 from edgespec.heads.tensor_files import read_folder_tensors
 

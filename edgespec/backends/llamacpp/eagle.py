@@ -13,6 +13,7 @@ from edgespec.backends.base import LoadOptions
 from edgespec.backends.gguf_header import read_header
 from edgespec.backends.gguf_metadata import read_gguf_info
 from edgespec.backends.llamacpp.context_planning import plan_context
+from edgespec.backends.llamacpp.eagle1 import Eagle1Head, estimate_eagle1_head, load_eagle1_head
 from edgespec.backends.llamacpp.head import PairHead
 from edgespec.backends.llamacpp.head_context import EagleContext
 from edgespec.backends.llamacpp.head_loading import estimate_head, load_head_file, target_layers
@@ -23,18 +24,24 @@ from edgespec.backends.memory_estimate import MemoryEstimate
 from edgespec.backends.mlx_metadata import read_head_info
 from edgespec.backends.self_draft_methods import Head
 from edgespec.errors import ModelFileError
+from edgespec.heads.eagle_files import read_eagle
 
 if TYPE_CHECKING:
     from edgespec.backends.llamacpp.model import LlamaCppModel
 
-__all__ = ["EagleHead", "estimate_eagle_head", "estimate_unconverted_head", "load_eagle_head"]
+__all__ = ["EagleHead", "estimate_eagle_head", "estimate_published_head", "load_eagle_head"]
 
 # Approximate size of a head's compute buffer in bytes, per token of a batch and per token of the vocabulary.
 _COMPUTE_BYTES_PER_LOGIT = 7
 
 
-def load_eagle_head(target: LlamaCppModel, head: Head) -> EagleHead:
-    """Load an EAGLE-3 head for a target. See `load_head_file`."""
+def load_eagle_head(target: LlamaCppModel, head: Head) -> EagleHead | Eagle1Head:
+    """Load an EAGLE-3 head in a GGUF file, or the EAGLE-1 or EAGLE-2 head in a folder, for a target.
+
+    See `load_head_file` and `load_eagle1_head`.
+    """
+    if head.path is not None and head.path.is_dir():
+        return load_eagle1_head(target, head.path)
 
     def make(weights: Any, options: LoadOptions, name: str) -> EagleHead:
         size = architecture_metadata(weights, "target_hidden_size") or library().llama_model_n_embd(weights)
@@ -65,11 +72,14 @@ def estimate_eagle_head(path: Path, context_tokens: int) -> MemoryEstimate:
     )
 
 
-def estimate_unconverted_head(folder: Path, context_tokens: int) -> MemoryEstimate:
-    """Estimate the memory for a head in the Hugging Face layout, once it is converted to GGUF.
+def estimate_published_head(folder: Path, target: Path, context_tokens: int) -> MemoryEstimate:
+    """Estimate the memory for a head in the Hugging Face layout, once it is converted to GGUF if necessary.
 
     Raises ModelFileError if the folder's files are missing or damaged.
     """
+    files = read_eagle(folder)
+    if files.config.version == 1:
+        return estimate_eagle1_head(files, target, context_tokens)
     info = read_head_info(folder)
     return estimate_head(
         context_tokens,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import gguf
 from numpy.typing import NDArray
 
-from edgespec.backends.llamacpp.gguf_conversion import ROPE_KINDS, interleaved, write_converted
+from edgespec.backends.llamacpp.gguf_conversion import interleaved, write_converted
 from edgespec.errors import ModelFileError, shorten
 from edgespec.heads.eagle_config import EagleConfig
 from edgespec.heads.eagle_files import EagleFiles, read_eagle
+from edgespec.heads.rotation import ROPE_KINDS
 from edgespec.heads.stored_tensor import StoredTensor
 
 __all__ = ["convert_eagle_head"]
@@ -77,8 +79,11 @@ def _layers(folder: Path, head: EagleFiles, target_layers: int) -> tuple[int, ..
     config, choices = head.config, head.config.layer_choices(target_layers)
     unknown = sorted(head.tensors.keys() - _NAMES.keys())
     if config.version != 3:
-        problem = "it is an EAGLE-1 or EAGLE-2 head, which only MLX models can use"
-    elif unknown:
+        raise ModelFileError(
+            f"the head in {folder} needs no conversion, because it is an EAGLE-1 or EAGLE-2 head",
+            f"use the folder itself: --head {shlex.quote(str(folder))}",
+        )
+    if unknown:
         problem = f"llama.cpp does not support its {unknown[0]}"
     elif config.norm_output or config.rope.kind not in ROPE_KINDS:
         what = "norm_output" if config.norm_output else f"rope_scaling of type {shorten(config.rope.kind)!r}"

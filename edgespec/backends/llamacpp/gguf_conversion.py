@@ -15,11 +15,9 @@ from edgespec.errors import ModelFileError, shorten
 from edgespec.files import explain_write_errors
 from edgespec.heads.layer_config import LayerConfig
 from edgespec.heads.rope_settings import RopeSettings
+from edgespec.heads.rotation import llama3_divisors
 
-__all__ = ["ROPE_KINDS", "interleaved", "write_converted"]
-
-# Kinds of RoPE scaling that can be converted.
-ROPE_KINDS = ("default", "llama3", "linear", "yarn")
+__all__ = ["interleaved", "write_converted"]
 
 
 def write_converted(
@@ -104,25 +102,9 @@ def _add_rope(writer: gguf.GGUFWriter, rope: RopeSettings, head_size: int) -> No
     writer.add_rope_dimension_count(head_size)
     writer.add_rope_freq_base(rope.theta)
     if rope.kind == "llama3":
-        writer.add_tensor("rope_freqs.weight", _llama3_divisors(rope, head_size))
+        writer.add_tensor("rope_freqs.weight", llama3_divisors(rope, head_size).astype(np.float32))
     elif rope.kind != "default":
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope.kind))
         writer.add_rope_scaling_factor(float(rope.scaling["factor"]))
         if original := rope.scaling.get("original_max_position_embeddings"):
             writer.add_rope_scaling_orig_ctx_len(int(original))
-
-
-def _llama3_divisors(rope: RopeSettings, head_size: int) -> NDArray[np.float32]:
-    """Return the divisors [head_size / 2] that Llama 3 applies to the RoPE frequencies.
-
-    High frequencies are unchanged, low frequencies are divided by `factor`, and frequencies in between are
-    interpolated.
-    """
-    factor, low, high, original = (
-        float(rope.scaling[name])
-        for name in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    )
-    frequencies = rope.theta ** -(np.arange(0, head_size, 2) / head_size)
-    turns = original * frequencies / (2 * np.pi)
-    share = np.clip((turns - low) / (high - low), 0, 1)
-    return (1 / ((1 - share) / factor + share)).astype(np.float32)

@@ -11,6 +11,7 @@ import numpy as np
 
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.gguf_header import read_header
+from edgespec.backends.head_trial import check_finite
 from edgespec.backends.hidden_state_log import MAX_LOGGED_TOKENS
 from edgespec.backends.llamacpp.loading import check_file, load_weights
 from edgespec.backends.llamacpp.metadata import metadata, vocabulary_size
@@ -19,7 +20,6 @@ from edgespec.backends.llamacpp.staging_api import target_layers_api
 from edgespec.backends.memory_check import check_weights_fit
 from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
 from edgespec.backends.self_draft_methods import Head
-from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, ModelFileError, shorten
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BATCH_TOKENS",
-    "check_finite",
     "check_sizes",
     "estimate_head",
     "head_options",
@@ -171,17 +170,6 @@ def check_sizes(target: LlamaCppModel, path: Path, sizes: Sequence[tuple[str, in
                 f" {own:,} as in {target.facts.name}",
                 "choose the head that was published for this target",
             )
-
-
-def check_finite(head: CachedHead, path: Path) -> None:
-    """Run one token, and raise ModelFileError if its logits are not finite."""
-    logits = head.verify(TokenTree.chain(0)).at(0, np.arange(head.facts.vocab_size))
-    head.truncate(0)
-    # Allow -inf, which is the logit of tokens outside the head's draft vocabulary.
-    if np.isnan(logits).any() or not np.isfinite(logits).any():
-        raise ModelFileError(
-            f"the head {path} is damaged: its logits are not finite", "download it again, or use --head none"
-        )
 
 
 def estimate_head(

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgespec.backends.base import LoadOptions
+from edgespec.backends.head_trial import check_finite
 from edgespec.backends.llamacpp.head_loading import (
-    check_finite,
     check_sizes,
     estimate_head,
     head_options,

@@ -25,8 +25,8 @@ from edgespec.installation import setup_command
 __all__ = ["ContextParams", "Interrupt", "captured_log", "ggml", "library", "recent_errors"]
 
 _LOG = logging.getLogger("edgespec.llamacpp")
-# The values of GGML_LOG_LEVEL_WARN and GGML_LOG_LEVEL_ERROR.
-_WARN, _ERROR = 3, 4
+# The values of GGML_LOG_LEVEL_DEBUG, GGML_LOG_LEVEL_WARN and GGML_LOG_LEVEL_ERROR.
+_DEBUG, _WARN, _ERROR = 1, 3, 4
 # Seconds to wait before resending a Ctrl-C that was lost because it arrived during a Python callback from C.
 _RESEND_SECONDS = 0.02
 _errors: deque[str] = deque(maxlen=20)
@@ -168,6 +168,9 @@ def _on_line(level: int, text: bytes, _user_data: object) -> None:
         _errors.append(line)
     for lines in _captures:
         lines.append(line)
+    if level == _DEBUG:
+        # Loading a model logs thousands of these lines. They take time, and would soon fill the log file.
+        return
     # Ignore errors while writing the log, such as a full disk, because they must not interrupt a reply.
     logging.raiseExceptions = False
     _LOG.log(logging.WARNING if level in (_WARN, _ERROR) else logging.INFO, line)

@@ -22,9 +22,10 @@ from edgespec.heads.residual_layout import ResidualHeads
 if TYPE_CHECKING:
     from edgespec.backends.llamacpp.model import LlamaCppModel
 
-__all__ = ["estimate_gguf_residual_heads", "load_gguf_residual_heads"]
+__all__ = ["EMBEDDINGS", "estimate_gguf_residual_heads", "lm_head", "load_gguf_residual_heads"]
 
-_EMBEDDINGS = "token_embd.weight"
+# Name of the token embeddings in GGUF files.
+EMBEDDINGS = "token_embd.weight"
 
 
 def load_gguf_residual_heads(model: LlamaCppModel, head: Head) -> ResidualHeadView:
@@ -42,7 +43,7 @@ def _target(model: LlamaCppModel) -> ResidualHeadTarget:
     products = GgmlProducts(lambda: model.threads)
 
     def output() -> Product:
-        matrix = _lm_head(path)
+        matrix = lm_head(path)
         return products.stored_product(matrix.stored(), matrix.kind, *matrix.shape)
 
     def number(key: str, default: float) -> float:
@@ -58,16 +59,17 @@ def _target(model: LlamaCppModel) -> ResidualHeadTarget:
             number("rope.freq_base", 10000.0),
             number("attention.layer_norm_rms_epsilon", 1e-5),
         ),
-        embed=FileMatrix(path, _EMBEDDINGS).rows,
+        embed=FileMatrix(path, EMBEDDINGS).rows,
         make_product=products.product,
         output=output,
         weight_bytes=lambda heads: _weight_bytes(heads, path),
     )
 
 
-def _lm_head(path: Path) -> FileMatrix:
+def lm_head(path: Path) -> FileMatrix:
+    """Return the LM head of a GGUF model. Raises ModelFileError."""
     # Models with tied embeddings have no separate LM head.
-    return FileMatrix(path, "output.weight", _EMBEDDINGS)
+    return FileMatrix(path, "output.weight", EMBEDDINGS)
 
 
 def estimate_gguf_residual_heads(path: Path, target: Path, context_tokens: int) -> MemoryEstimate:
@@ -80,5 +82,5 @@ def estimate_gguf_residual_heads(path: Path, target: Path, context_tokens: int) 
 
 def _weight_bytes(heads: ResidualHeads, target: Path) -> int:
     # Heads without output matrices use a copy of the target's LM head.
-    copied = 0 if heads.vocab_size else _lm_head(target).stored_bytes
+    copied = 0 if heads.vocab_size else lm_head(target).stored_bytes
     return copied + sum(math.prod(tensor.shape) * product_bytes(tensor.dtype) for tensor in heads.tensors())

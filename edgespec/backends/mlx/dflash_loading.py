@@ -5,26 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from edgespec.backends.head_trial import check_finite
 from edgespec.backends.hidden_state_log import MAX_LOGGED_TOKENS
 from edgespec.backends.memory_estimate import MemoryEstimate
 from edgespec.backends.mlx.cached_head import BATCH_TOKENS
 from edgespec.backends.mlx.dflash import DFlashHead
 from edgespec.backends.mlx.dflash_network import DFlashNetwork
 from edgespec.backends.mlx.head_loading import (
-    check_finite,
     check_memory,
     check_sizes,
     checked_folder,
     estimate_head,
     evaluate_constants,
     head_facts,
-    invalid_settings,
     loaded_bytes,
     weight_array,
 )
 from edgespec.backends.mlx.target_ends import TargetEmbedding, TargetLmHead
 from edgespec.errors import CapabilityError
 from edgespec.heads.dflash_files import read_dflash
+from edgespec.heads.layer_config import invalid_settings
 
 if TYPE_CHECKING:
     from edgespec.backends.mlx.model import MlxModel

@@ -134,13 +134,7 @@ class EagleHead(CachedHead):
             last = max(self.log.end, self._length)
             begin = self._known_nodes = sum(self._length + depth <= last for depth in self._round.depths)
             ranges.append((0, begin))
-        while begin < tree.width:
-            end = begin + 1
-            while end < tree.width and tree.parents[end] < begin:
-                end += 1
-            ranges.append((begin, end))
-            begin = end
-        return ranges
+        return [*ranges, *tree.independent_ranges(begin)]
 
     def _set_layout(self, begin: int, end: int) -> None:
         start, nodes = self._length - self._start, self._round

@@ -2,44 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
+from edgespec.backends.head_trial import load_most_accurate
 from edgespec.backends.hidden_state_log import MAX_LOGGED_TOKENS, POST_NORM
 from edgespec.backends.memory_estimate import MemoryEstimate
 from edgespec.backends.mlx.cached_head import BATCH_TOKENS
 from edgespec.backends.mlx.eagle import EagleHead
 from edgespec.backends.mlx.eagle_network import EagleNetwork
 from edgespec.backends.mlx.head_loading import (
-    check_finite,
     check_memory,
     check_sizes,
     checked_folder,
     estimate_head,
     evaluate_constants,
     head_facts,
-    invalid_settings,
     loaded_bytes,
     weight_array,
 )
 from edgespec.backends.mlx.target_ends import TargetEmbedding, TargetLmHead
-from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError
 from edgespec.heads.eagle_files import EagleFiles, read_eagle
+from edgespec.heads.layer_config import invalid_settings
 
 if TYPE_CHECKING:
     from edgespec.backends.mlx.model import MlxModel
 
-__all__ = ["estimate_eagle_head", "load_eagle_head", "load_most_accurate"]
-
-# Text used by `load_most_accurate` to compare heads that read different hidden states.
-_TRIAL_TEXT = (
-    "The capital of France is Paris, and the capital of Italy is Rome. To list the files of a folder by size,"
-    " run `ls -lS`. def add(a, b):\n    return a + b\n\nOnce upon a time, there was a"
-)
+__all__ = ["estimate_eagle_head", "load_eagle_head"]
 
 
 def estimate_eagle_head(folder: Path, context_tokens: int) -> MemoryEstimate:
@@ -131,54 +124,3 @@ def _head(
         config.context_tokens,
     )
     return EagleHead(target, states, network, embed, lm_head, files.target_ids, facts)
-
-
-def load_most_accurate(target: MlxModel, choices: Iterable[EagleHead], folder: Path) -> EagleHead:
-    """Return the head that predicts the target's most likely tokens most often, or the first of equal heads.
-
-    The configuration of a head does not say unambiguously which hidden states it reads. The wrong states
-    raise no error, but lower the acceptance rate. We therefore load a head for each possibility, and compare
-    the heads on a short text.
-
-    Args:
-        target: The target. Its cache must be empty.
-        choices: Loads the head in each possible way, most likely first. All but the best are closed.
-        folder: Folder of the head, for error messages.
-
-    Raises:
-        ModelFileError: The head is damaged.
-    """
-    heads: list[EagleHead] = []
-    best = None
-    try:
-        heads.extend(choices)
-        check_finite(heads[0], folder)
-        best = _most_accurate(target, heads)
-        return best
-    finally:
-        for head in heads:
-            if head is not best:
-                head.close()
-
-
-def _most_accurate(target: MlxModel, heads: Sequence[EagleHead]) -> EagleHead:
-    tokens = target.vocabulary.tokenize(_TRIAL_TEXT, special=False, start=True)
-    tokens = tokens[: min(BATCH_TOKENS, target.facts.capabilities.max_width, target.free_tokens)]
-    if len(heads) == 1 or target.length or len(tokens) < 2:
-        return heads[0]
-    try:
-        logits = target.verify(TokenTree.chain(tokens[0], tokens[1:]))
-        best = [logits.best(row, 1)[0] for row in range(1, len(tokens))]
-        target.commit(tuple(range(1, len(tokens))))
-        return max(heads, key=lambda head: _agreement(head, tokens, best))
-    finally:
-        target.truncate(0)
-
-
-def _agreement(head: EagleHead, tokens: Sequence[int], best: Sequence[Sequence[int]]) -> int:
-    """Return how often the head predicts the target's most likely token after each of `tokens[1:]`."""
-    head.start_at(1)
-    logits = head.verify(TokenTree.chain(tokens[1], tokens[2:]))
-    agreed = sum(logits.best(row, 1)[0] == best[row] for row in range(len(best)))
-    head.truncate(0)
-    return agreed

@@ -3,56 +3,39 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
-import numpy as np
 
-from edgespec.backends.base import LanguageModel, LoadOptions
+from edgespec.backends.base import LoadOptions
 from edgespec.backends.memory_check import check_weights_fit
 from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
 from edgespec.backends.mlx.attention_cache import cache_rows
 from edgespec.backends.mlx.build_info import runs_on_cpu
 from edgespec.backends.mlx.evaluation import evaluate, translate_errors
 from edgespec.backends.model_facts import ModelFacts
-from edgespec.engine.tree import TokenTree
-from edgespec.errors import CapabilityError, ModelFileError, shorten
+from edgespec.errors import CapabilityError
 from edgespec.heads.stored_tensor import StoredTensor
 
 if TYPE_CHECKING:
     from edgespec.backends.mlx.model import MlxModel
 
 __all__ = [
-    "check_finite",
     "check_memory",
     "check_sizes",
     "checked_folder",
     "estimate_head",
     "evaluate_constants",
     "head_facts",
-    "invalid_settings",
     "loaded_bytes",
     "weight_array",
 ]
 
 # On a CPU, heads are computed in float32, like their targets. See `WeightSizes.widens`.
 _DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16}
-
-
-@contextmanager
-def invalid_settings(folder: Path) -> Iterator[None]:
-    """Convert exceptions from creating the network of a head to ModelFileErrors about its config.json."""
-    try:
-        yield
-    except (ValueError, KeyError, TypeError, ArithmeticError, AssertionError) as error:
-        raise ModelFileError(
-            f"the config.json of the head {folder} has invalid settings: {shorten(error)}",
-            "download it again",
-        ) from error
 
 
 def estimate_head(
@@ -126,18 +109,6 @@ def check_sizes(target: MlxModel, folder: Path, state_size: int, vocab_size: int
                 f" {target.facts.name} has {what} of size {own:,}",
                 "choose the head that was published for this target",
             )
-
-
-def check_finite(head: LanguageModel, folder: Path) -> None:
-    """Run one token, and raise ModelFileError if its logits are not finite."""
-    logits = head.verify(TokenTree.chain(0)).at(0, np.arange(head.facts.vocab_size))
-    head.truncate(0)
-    # Allow -inf, which is the logit of tokens outside the head's draft vocabulary.
-    if np.isnan(logits).any() or not np.isfinite(logits).any():
-        raise ModelFileError(
-            f"the head {folder} is damaged: its logits are not finite",
-            "download it again, or use --head none",
-        )
 
 
 def head_facts(

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import mlx.core as mx
 
+from edgespec.backends.head_trial import load_most_accurate
 from edgespec.backends.hidden_state_log import MAX_LOGGED_TOKENS, POST_NORM
 from edgespec.backends.memory_estimate import MemoryEstimate
 from edgespec.backends.mlx.cached_head import BATCH_TOKENS
 from edgespec.backends.mlx.eagle import EagleHead
-from edgespec.backends.mlx.eagle_loading import load_most_accurate
 from edgespec.backends.mlx.head_loading import (
     check_memory,
     estimate_head,

@@ -11,7 +11,7 @@ from edgespec.server.anthropic.fields import AnthropicCountRequest, AnthropicMes
 from edgespec.server.anthropic.message import MessageBuilder
 from edgespec.server.anthropic.prompt import chat_prompt
 from edgespec.server.errors import ApiError
-from edgespec.server.fields import reply_options
+from edgespec.server.fields import combined_options, reply_options
 from edgespec.server.generation import ReplyRequest
 from edgespec.server.protocol import Call
 from edgespec.server.reply_builder import respond
@@ -54,5 +54,6 @@ def _request(body: AnthropicMessageRequest) -> ReplyRequest:
     if body.stop_sequences:
         options["stop"] = body.stop_sequences
     if body.output_config and body.output_config.format:
-        options["schema"] = without_other_properties(body.output_config.format.schema_)
+        schema = without_other_properties(body.output_config.format.schema_)
+        options = combined_options(options, {"schema": schema})
     return ReplyRequest(chat_prompt(body), options)

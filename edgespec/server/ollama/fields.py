@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field
 from edgespec.errors import OptionError
 from edgespec.json_schemas import without_other_properties
 from edgespec.server.errors import invalid_request
-from edgespec.server.fields import Ignored, ReplyFields, reply_options
+from edgespec.server.fields import Ignored, ReplyFields, combined_options, reply_options
 
 __all__ = ["OllamaFields", "OllamaOptions", "ignored_fields", "options_of", "refuse_images"]
 
@@ -128,10 +128,9 @@ def options_of(fields: OllamaFields) -> dict[str, Any]:
             options[ours] = value
     if fields.think is not None:
         options["thinking"] = "on" if fields.think else "off"
-    if fields.format == "json":
-        options["schema"] = {"type": "object"}
-    elif fields.format:
-        options["schema"] = without_other_properties(fields.format)
+    if fields.format:
+        schema = {"type": "object"} if fields.format == "json" else without_other_properties(fields.format)
+        options = combined_options(options, {"schema": schema})
     if fields.logprobs:
         options["logprobs"] = fields.top_logprobs or 0
     return options

@@ -17,10 +17,10 @@ from edgespec import Reply, TextChunk
 from edgespec.chat.tool_calls.calls import ToolCallDelta
 from edgespec.reply import TokenLogprobs
 from edgespec.server.errors import invalid_request
-from edgespec.server.fields import Ignored
+from edgespec.server.fields import Ignored, combined_options
 from edgespec.server.generation import ReplyRequest
 from edgespec.server.openai.errors import error_event
-from edgespec.server.openai.fields import ChoiceFields, combined_options, requests_options
+from edgespec.server.openai.fields import ChoiceFields, requests_options
 from edgespec.server.openai.logprobs import ChatLogprobs, chat_logprobs
 from edgespec.server.openai.messages import ChatMessage, chat_prompt
 from edgespec.server.openai.report import Report, Timings, Usage, report, timings, usage

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from edgespec.server.errors import invalid_request
-from edgespec.server.fields import Ignored, ReplyFields, RequestFields, reply_options
+from edgespec.server.fields import Ignored, ReplyFields, RequestFields, combined_options, reply_options
 from edgespec.server.openai.structured_outputs import StructuredOutputFields, vllm_constraint
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "ChoiceFields",
     "OpenAIFields",
     "StreamOptions",
-    "combined_options",
     "openai_options",
     "requests_options",
 ]
@@ -57,13 +56,6 @@ class ChoiceFields(OpenAIFields):
     cache_prompt: Ignored
     id_slot: Ignored
     timings_per_token: Ignored
-
-
-def combined_options(options: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Combine the options that different fields set. Raises ApiError if both set the same option."""
-    for name in options.keys() & more.keys():
-        raise invalid_request(f"two fields of the request set the {name}; leave out one of them", name)
-    return {**options, **more}
 
 
 def openai_options(fields: OpenAIFields) -> dict[str, Any]:

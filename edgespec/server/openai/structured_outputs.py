@@ -1,4 +1,4 @@
-"""vLLM's fields for constraints, which set the same constraints as edgespec's own fields."""
+"""vLLM's request fields for constraints. Each one is equivalent to one of edgespec's own fields."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ _Schema = dict[str, Any] | str
 
 
 class StructuredOutputs(RequestFields):
-    """One constraint on the answer, as in vLLM."""
+    """vLLM's field `structured_outputs`, which contains one constraint on the answer."""
 
-    json_: _Schema | None = Field(default=None, alias="json", description="Like schema.")
-    regex: str | None = Field(default=None, description="Like the field regex of the request.")
-    choice: list[str] | None = Field(default=None, description="Like the field choice of the request.")
-    grammar: str | None = Field(default=None, description="Like the field grammar of the request.")
+    json_: _Schema | None = Field(default=None, alias="json", description="Same as schema.")
+    regex: str | None = Field(default=None, description="Same as the request field regex.")
+    choice: list[str] | None = Field(default=None, description="Same as the request field choice.")
+    grammar: str | None = Field(default=None, description="Same as the request field grammar.")
     json_object: bool | None = Field(default=None, description="true makes the answer a JSON object.")
 
 
 class StructuredOutputFields(RequestFields):
-    """vLLM's fields for constraints. The names that start with guided are those of older versions."""
+    """vLLM's request fields for constraints. The names that start with `guided_` are from older versions."""
 
     structured_outputs: StructuredOutputs | None = None
-    guided_json: _Schema | None = Field(default=None, description="Like schema.")
-    guided_regex: str | None = Field(default=None, description="Like regex.")
-    guided_choice: list[str] | None = Field(default=None, description="Like choice.")
-    guided_grammar: str | None = Field(default=None, description="Like grammar.")
+    guided_json: _Schema | None = Field(default=None, description="Same as schema.")
+    guided_regex: str | None = Field(default=None, description="Same as regex.")
+    guided_choice: list[str] | None = Field(default=None, description="Same as choice.")
+    guided_grammar: str | None = Field(default=None, description="Same as grammar.")
 
 
 def vllm_constraint(fields: StructuredOutputFields) -> dict[str, Any]:
-    """Return the reply option that vLLM's fields set, or nothing.
+    """Return the reply option that vLLM's fields set, or an empty dictionary if they set none.
 
     Raises:
-        ApiError: They set several constraints.
+        ApiError: The fields set more than one constraint.
     """
     nested = fields.structured_outputs or StructuredOutputs()
     given = [

@@ -1,4 +1,4 @@
-"""Read the files to which a message refers, and count their tokens."""
+"""Read the files that a message refers to, and count their tokens."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["Attachment", "AttachmentReader"]
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """What a reference in a message refers to.
+    """The files that one reference in a message stands for: a file, a folder or a pattern.
 
     Attributes:
         path: The path of the reference.
         files: The files, with their sizes in tokens. Empty if they cannot be attached.
         skipped: Number of files in the folder that contain no text.
-        problem: Why the files cannot be attached.
+        problem: Why the files cannot be attached, or None if they can.
     """
 
     path: str
@@ -41,16 +41,16 @@ class Attachment:
 
 
 class AttachmentReader:
-    """Reads attachments, and keeps the last ones until their files change. Use it from one thread."""
+    """Reads attachments, and caches the latest ones until their files change. Not thread-safe."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._known: dict[str, tuple[object, Attachment]] = {}
 
     def read(self, references: Sequence[str]) -> tuple[Attachment, ...]:
-        """Return the attachments of a message. References without a file are left out.
+        """Return the attachments of a message. References to files that do not exist are skipped.
 
-        An attachment that does not fit in the context together with those before it gets a `problem`.
+        Attachments that no longer fit in the context after the preceding ones get a `problem`.
         """
         known, attachments, token_count = {}, [], 0
         for reference in references:
@@ -78,9 +78,9 @@ class AttachmentReader:
             return Attachment(path, problem=error)
 
     def _counted(self, path: str, read: ReadFiles) -> tuple[AttachedFile, ...]:
-        """Return the files with their sizes in tokens. Raises AttachmentError if they do not fit."""
+        """Return the files with their sizes in tokens. Raises AttachmentError if they exceed the context."""
         vocabulary, limit_tokens = self._runtime.vocabulary, self._runtime.context_tokens
-        # Do not tokenize files that are certainly too large, because that can take minutes.
+        # Reject files that are certainly too large before tokenizing them, which can take minutes.
         least = sum(vocabulary.min_tokens(file.text) for file in read.files)
         if least > limit_tokens:
             raise self._too_large(f"{path} has", f"at least {least:,}")
@@ -101,7 +101,7 @@ class AttachmentReader:
 def _exists(path: str) -> bool:
     if os.path.lexists(os.path.expanduser(path)):
         return True
-    # Do not search for code such as `@cache[str]`.
+    # Text such as `@cache[str]` is code, not a pattern, so do not search for matching files.
     if "*" not in path:
         return False
     try:

@@ -1,4 +1,4 @@
-"""Chips: attached files, each with its name and size in tokens."""
+"""Chips: small labels with the name of an attached file and its size in tokens."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 __all__ = ["attachment_chips", "file_chips"]
 
-# Maximum number of chips below a message. The rest are summed up in one.
+# Maximum number of file chips below a message. One further chip summarises the remaining files.
 _MAX_CHIPS = 8
 _MAX_NAME_LENGTH = 60
 
 
 def file_chips(files: Sequence[AttachedFile]) -> Content:
-    """Return the chips of the files of a message."""
+    """Return the chips of a message's files."""
     shown = files if len(files) <= _MAX_CHIPS else files[: _MAX_CHIPS - 1]
     chips = [_chip(file.name, file.token_count) for file in shown]
     if rest := files[len(shown) :]:
@@ -30,7 +30,7 @@ def file_chips(files: Sequence[AttachedFile]) -> Content:
 
 
 def attachment_chips(attachments: Sequence[Attachment]) -> Content:
-    """Return the chips of the message in the input, and why files cannot be attached."""
+    """Return the chips of the message in the input, including the errors of files that cannot be attached."""
     chips = [_attachment_chip(each) for each in attachments if not each.problem]
     problems = [
         Content.assemble(("✗ ", "$error"), (f"{each.problem.what}", "$error"))
@@ -48,7 +48,7 @@ def _attachment_chip(attachment: Attachment) -> Content:
 
 def _chip(name: str, token_count: int, note: str = "") -> Content:
     shown = name if len(name) <= _MAX_NAME_LENGTH else f"…{name[1 - _MAX_NAME_LENGTH :]}"
-    # Spaces that do not break keep a chip on one line.
+    # Non-breaking spaces keep each chip on one line.
     size = f"{count(token_count, 'token')}{note}".replace(" ", "\N{NO-BREAK SPACE}")
     text = f"\N{NO-BREAK SPACE}{shown.replace(' ', chr(0xA0))}\N{NO-BREAK SPACE}"
     return Content.assemble(

@@ -15,9 +15,9 @@ _T = TypeVar("_T")
 
 
 class FileThread:
-    """Runs one call after another in a thread, which starts with the first call.
+    """Runs calls one after another in a thread. The first call starts the thread.
 
-    The thread is a daemon, so that the program can exit while a network drive does not answer.
+    It is a daemon thread, so that the program can exit even if a network drive does not respond.
     """
 
     def __init__(self) -> None:

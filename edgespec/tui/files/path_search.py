@@ -1,4 +1,8 @@
-"""Search paths for completion: below the working folder by some of their letters, elsewhere by folder."""
+"""Search paths for completion.
+
+Inside the working folder, a path matches if it contains the typed letters in order. Elsewhere, only the
+entries of the typed folder are searched.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +20,14 @@ from edgespec.attachments.listing import list_files
 __all__ = ["PathSearch"]
 
 _MAX_FOUND = 50
-# Seconds for which a listing of the working folder is used before it is updated.
+# Seconds after which the list of files in the working folder is read again.
 _LISTING_SECONDS = 10.0
-# Maximum number of entries to read of a folder outside the working folder.
+# Maximum number of entries to read from a folder outside the working folder.
 _MAX_ENTRIES = 2_000
 
 
 class PathSearch:
-    """Finds paths for completion. Folders end with `/`. Its calls can take seconds in large folders."""
+    """Finds paths for completion. Paths of folders end with `/`. A call can take seconds in large folders."""
 
     def __init__(self) -> None:
         self._paths: Sequence[str] = ()
@@ -31,7 +35,7 @@ class PathSearch:
         self._folder = ""
 
     def find(self, typed: str) -> list[str]:
-        """Return the paths that match the start of a path, or some of its letters in order, best first."""
+        """Return the paths that start with `typed` or contain its letters in order, best match first."""
         if re.search(r"[*?]", typed):
             return []
         if os.path.isabs(typed) or typed.startswith(("~", "./", "..")):
@@ -39,8 +43,11 @@ class PathSearch:
         return _ranked(self._listed(), typed)
 
     def _listed(self) -> Sequence[str]:
-        """Return all files and folders below the working folder."""
-        folder = os.getcwd()
+        """Return all files and folders inside the working folder."""
+        try:
+            folder = os.getcwd()
+        except OSError:
+            return ()  # The folder has been deleted.
         if folder != self._folder or monotonic() - self._listed_at > _LISTING_SECONDS:
             files: Sequence[str] = ()
             with suppress(OSError):
@@ -52,7 +59,7 @@ class PathSearch:
 
 
 def _entries(typed: str) -> list[str]:
-    """Return the entries of a folder whose names match what was typed after the last `/`."""
+    """Return the entries of the typed folder whose names match the text after its last `/`."""
     parent, slash, name = typed.rpartition("/")
     if not slash:
         return [f"{typed}/"] if typed in ("~", "..") else []

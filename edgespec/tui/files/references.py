@@ -23,7 +23,7 @@ _OPEN = re.compile(r'(?:^|(?<=\s))@("[^"\n]*|[^\s"]*)$')
 _PUNCTUATION = ".,;:!?)]}'"
 # Matches paths, but not code such as `@app.get("/")`.
 _LIKELY_PATH = re.compile(r"(?:[\w.~-]*/[\w./~ *-]*|[\w-][\w. -]*\.[a-z]\w{0,4})", re.IGNORECASE)
-# Pasted text of this length or more is not searched for paths.
+# Maximum length in characters of a pasted text that is checked for paths.
 _MAX_DROPPED_CHARACTERS = 10_000
 
 
@@ -39,12 +39,15 @@ def find_references(text: str) -> list[str]:
 
 
 def without_punctuation(path: str) -> str:
-    """Return a path without the punctuation after it, as in `Compare @a.py and @b.py.`."""
+    """Return a path without trailing punctuation, such as the full stop in `Compare @a.py and @b.py.`"""
     return path.rstrip(_PUNCTUATION)
 
 
 def missing_files(references: Sequence[str]) -> list[str]:
-    """Return the references without a file that look like paths, not like code or names of people."""
+    """Return the references that look like paths, not like code or a person's name.
+
+    Does not check whether the files exist.
+    """
     return [path for path in map(without_punctuation, references) if _LIKELY_PATH.fullmatch(path)]
 
 
@@ -55,7 +58,10 @@ def open_reference(line: str) -> tuple[str, int] | None:
 
 
 def ending_reference(line: str) -> tuple[str, int] | None:
-    """Return the path of a reference at the end of a line, before a space, and its length with that space."""
+    """Return the path of a reference that ends the line, and its length.
+
+    The reference must be followed by a single space, which is included in the length.
+    """
     matches = [*_REFERENCE.finditer(line)]
     if not matches or line[matches[-1].end() :] != " ":
         return None
@@ -84,5 +90,5 @@ def _local_path(word: str) -> str:
 
 
 def _exists(path: str) -> bool:
-    # References cannot contain quotes and line breaks.
+    # References cannot contain quotes or line breaks.
     return os.path.isabs(path) and not re.search(r'["\n]', path) and os.path.exists(path)

@@ -1,4 +1,4 @@
-"""Send messages with the files to which they refer."""
+"""Send messages together with the files that they refer to."""
 
 from __future__ import annotations
 
@@ -15,18 +15,22 @@ if TYPE_CHECKING:
 
 __all__ = ["send"]
 
-# Seconds after which the screen says that files are being read.
+# Seconds of reading after which the user is told that files are being read.
 _NOTICE_SECONDS = 0.5
 
 
 async def send(screen: ChatScreen, text: str, place: int | None) -> None:
-    """Send a message with its files, or as a new version of the message at `place`.
+    """Send a message with its files. If `place` is given, send it as a new version of that message.
 
-    If a file cannot be attached, nothing is sent, and the text returns to the input.
+    If a file cannot be attached, nothing is sent and the text is put back into the input.
     """
+    if _is_gone(screen, place):
+        screen.say("The message you edited is gone. Press Enter to send your text as a new message.")
+        screen.give_back(text)
+        return
     is_question = place is None or screen.current_chat.tree.messages[place].role == "user"
     if is_question and (references := find_references(text)):
-        # Reading can take seconds, in which the screen must handle other keys.
+        # Reading can take seconds, during which the screen must still handle keys.
         screen.run_worker(_send_with_files(screen, text, place, references))
     else:
         await screen.send_message(Message("user", text.strip()), place)
@@ -43,7 +47,7 @@ async def _send_with_files(screen: ChatScreen, text: str, place: int | None, ref
         await screen.transcript.note(sentences(f"The message was not sent: {error.what}", error.next_step))
         screen.give_back(text, place)
         return
-    if screen.writing or chat is not screen.current_chat:
+    if screen.writing or chat is not screen.current_chat or _is_gone(screen, place):
         screen.give_back(text)
         return
     files = tuple(file for attachment in attachments for file in attachment.files)
@@ -52,3 +56,8 @@ async def _send_with_files(screen: ChatScreen, text: str, place: int | None, ref
     if missing := [path for path in missing_files(references) if path not in found]:
         names = ", ".join(f"@{path}" for path in missing[:5])
         await screen.transcript.note(f"There is no file for {names}, so this was sent as text.")
+
+
+def _is_gone(screen: ChatScreen, place: int | None) -> bool:
+    """Return whether an edited message has been deleted, or belongs to a version that is no longer open."""
+    return place is not None and place not in screen.current_chat.tree.path

@@ -19,16 +19,17 @@ from edgespec.tools.tool import Tool, visible
 __all__ = ["ApprovalScreen", "Decision", "readable_arguments"]
 
 Decision: TypeAlias = Literal["once", "chat", "always", "refuse", "stop"]
-# The dialog can open while the user is typing. It reacts only after this many seconds without a key.
+# The dialog can open while the user is typing. It ignores keys until none has been pressed for this many
+# seconds. A letter shows that the user is still typing, and starts this time again.
 _QUIET_SECONDS = 0.5
 _CHECK_SECONDS = 0.05
 
 
 class ApprovalScreen(ModalScreen[Decision]):
-    """Dialog that shows a tool call with its arguments. Its result is what the user decided.
+    """Dialog that shows a tool call and its arguments. Its result is the user's decision.
 
-    All texts about the call come from the model and the server, so they are shown without markup, and their
-    control characters as escapes.
+    The model and the server wrote the texts about the call, so the dialog does not interpret markup in them
+    and shows control characters as escapes.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -66,6 +67,8 @@ class ApprovalScreen(ModalScreen[Decision]):
     async def on_event(self, event: events.Event) -> None:
         if isinstance(event, events.Key | events.Paste):
             self._last_key = monotonic()
+            if isinstance(event, events.Paste) or event.is_printable:
+                self._enable(False)
         await super().on_event(event)
 
     def _check_quiet(self) -> None:
@@ -81,14 +84,14 @@ class ApprovalScreen(ModalScreen[Decision]):
         self.decide(decision)
 
     def decide(self, decision: Decision) -> None:
-        """Close the dialog with a decision, unless it is already closed."""
+        """Close the dialog with this decision. Do nothing if the dialog is already closed."""
         if not self._decided:
             self._decided = True
             self.dismiss(decision)
 
 
 def readable_arguments(arguments: str) -> str:
-    """Return the arguments of a call as indented JSON, with control characters as escapes."""
+    """Return the arguments of a call as indented JSON in which control characters are escaped."""
     try:
         text = json.dumps(json.loads(arguments), ensure_ascii=False, indent=2)
     except (ValueError, RecursionError):

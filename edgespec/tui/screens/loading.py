@@ -49,7 +49,7 @@ class LoadingScreen(Screen[None]):
             self.typed = self.typed[:-1]
 
     def take_typed(self) -> str:
-        """Return the text typed so far and forget it."""
+        """Return the text typed so far and clear it."""
         typed, self.typed = self.typed, ""
         return typed
 

@@ -1,4 +1,4 @@
-"""The list of models: those on this machine, in the catalogue and on Hugging Face."""
+"""The list of models: on this machine, in the catalogue and on Hugging Face."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ __all__ = ["ModelsScreen"]
 _SEARCH_DELAY_SECONDS = 0.5
 _MIN_SEARCHED_CHARACTERS = 2
 _TICK_SECONDS = 0.5
-# Memory in bytes that measuring the speed of this machine takes at most.
+# Maximum memory in bytes for measuring the speed of this machine.
 _MEASURING_BYTES = 1 << 30
 
 
 class ModelsScreen(ModalScreen["AvailableModel | None"]):
-    """Dialog for choosing a model. Its result is the model to switch to or to download, or None after Esc.
+    """Dialog for choosing a model. Its result is the model to use or download, or None if the user cancels.
 
     Args:
         runtime: The loaded model, whose memory budget also applies to the other models.
-        downloads: The downloads, whose progress the list shows. Enter stops a running one.
-        is_writing: Whether a reply is being generated, which measuring the machine would disturb.
+        downloads: The downloads whose progress the list shows. Enter on a running download stops it.
+        is_writing: Whether a reply is being generated. The machine cannot be measured at the same time.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -122,7 +122,7 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
         self._show()
 
     def _show(self) -> None:
-        """Show the models that match the filter, and keep the highlighted one."""
+        """Show the models that match the filter. The same model stays highlighted if it is still listed."""
         highlighted = self._highlighted
         words = self._filter.value.lower().split()
 
@@ -173,7 +173,7 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
         return str(model.path) == self._runtime.target.path
 
     def _refresh_downloads(self) -> None:
-        """Show how far the downloads are. A finished download moves to the models on this machine."""
+        """Show the progress of the downloads. Move finished ones to the models on this machine."""
         for reference, model in self._shown.items():
             download = self._downloads.find(reference)
             if download is None or model.is_installed:
@@ -203,7 +203,7 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
         )
 
     def action_move(self, how: str) -> None:
-        """Move the highlight while the text field keeps the focus."""
+        """Move the highlight while the text field keeps focus."""
         self._message = ""
         getattr(self._list, f"action_{how}")()
 
@@ -227,7 +227,7 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
         """Measure this machine, so that the list shows the expected speeds."""
         plan = self._runtime.plan
         if self._is_writing:
-            self._message = "Wait for the end of the reply, then press F9 and Ctrl+S to measure this machine."
+            self._message = "Wait until the reply ends, then press F9 and Ctrl+S to measure this machine."
         elif plan is not None and plan.free_bytes("memory") < _MEASURING_BYTES:
             self._message = (
                 "Measuring needs 1 GiB of memory. Quit and run `edgespec recommend`, or use the demo."

@@ -23,10 +23,10 @@ _MAX_SYSTEM_CHARACTERS = 200
 
 
 class PresetScreen(ModalScreen[str | None]):
-    """Dialog for choosing a preset. Its result is the name of the preset, or None after Esc.
+    """Dialog for choosing a preset. Its result is the preset's name, or None if the user cancels.
 
     Args:
-        presets: The presets. For one that cannot be read, its name and what is wrong.
+        presets: The presets. An invalid one is given as its name and a description of the problem.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss", "Cancel", show=False)]

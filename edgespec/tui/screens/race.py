@@ -30,20 +30,20 @@ _REMEMBERED = "auto can also guess from your earlier replies, so racing the same
 
 @dataclass(slots=True)
 class RaceProgress:
-    """How far the race is. Written by the model thread, read by the screen."""
+    """The progress of a race. The model thread writes it, and the screen reads it."""
 
     description: str = "warming up"
     fraction: float = 0.0
 
 
 class RaceScreen(ModalScreen[None]):
-    """Shows the progress of a race and then plays it. Esc cancels the race or closes the screen.
+    """Shows the progress of a race, then plays back its result. Esc cancels the race or closes the screen.
 
     Args:
-        prompt: The message that is answered twice.
-        race: The race, which runs in the model thread.
-        progress: How far it is.
-        cancel: Cancels the race.
+        prompt: The message to which both methods reply.
+        race: The future of the race, which runs in the model thread.
+        progress: The progress of the race.
+        cancel: Function that cancels the race.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -140,16 +140,15 @@ class _LaneColumn(Vertical):
         super().__init__(classes="race-lane")
         self._heading = Static()
         self._text = Static()
+        self._scroll = VerticalScroll(self._text, can_focus=False)
         self._shown = -1
 
     def compose(self) -> ComposeResult:
         yield self._heading
-        with VerticalScroll(can_focus=False) as scroll:
-            scroll.anchor()
-            yield self._text
+        yield self._scroll
 
     def show(self, lane: Lane, seconds: float) -> None:
-        """Show the text and the speed as they were this long after the start."""
+        """Show the text and the speed as they were this many seconds after the start."""
         finished = seconds >= lane.seconds
         seconds = min(seconds, lane.seconds)
         tokens = lane.tokens_at(seconds)
@@ -165,6 +164,8 @@ class _LaneColumn(Vertical):
         chunks = [chunk for chunk in lane.chunks if chunk.seconds <= seconds]
         if len(chunks) != self._shown:
             self._shown = len(chunks)
+            # An anchored text that is shorter than the column would stand at its bottom.
+            self._scroll.anchor(self._scroll.max_scroll_y > 0)
             runs = groupby(chunks, key=lambda chunk: "$success" if chunk.accepted else "bold $warning")
             self._text.update(
                 Content.assemble(*(("".join(chunk.text for chunk in run), style) for style, run in runs))

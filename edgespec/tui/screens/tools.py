@@ -25,11 +25,11 @@ _MAX_DESCRIPTION = 100
 
 
 class ToolsScreen(ModalScreen[None]):
-    """Dialog that lists the servers and their tools. Enter switches one on or off.
+    """Dialog that lists the servers and their tools. Enter turns the highlighted one on or off.
 
     Args:
         toolbox: The servers.
-        disabled: The tools that are switched off, by the name that the model uses. The dialog changes it.
+        disabled: Names, as the model sees them, of the tools that are turned off. Updated in place.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -70,7 +70,7 @@ class ToolsScreen(ModalScreen[None]):
             left_out = f", {server.left_out:,} more left out" if server.left_out else ""
             state = (f"on, {count(len(server.tools), 'tool')}{left_out}", "$success")
         elif server.problem:
-            state = (f"does not run: {server.problem}", "$error")
+            state = (f"not running: {server.problem}", "$error")
         else:
             state = ("off", "$muted")
         return Content.assemble((name, "bold"), "  ", state)
@@ -98,7 +98,7 @@ class ToolsScreen(ModalScreen[None]):
             self._switch(str(option.id))
 
     def _switch(self, name: str) -> None:
-        """Switch a server, whose name contains no underscore, or a tool, whose name does."""
+        """Turn the server or tool with this name on or off. Only tool names contain underscores."""
         if name not in self._toolbox.servers:
             self._disabled ^= {name}
         elif name not in self._busy:

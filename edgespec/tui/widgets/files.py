@@ -1,4 +1,4 @@
-"""The widgets above the input: the paths that complete a reference to a file, and the attached files."""
+"""The file widgets above the input: the list of paths for completion, and the chips of attached files."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 __all__ = ["FileChips", "PathList"]
 
-# Seconds after the last key before the files in the input are read.
+# Seconds to wait after the last key press before reading the files that the input refers to.
 _PAUSE_SECONDS = 0.15
-# Maximum time in seconds for finding out whether a pasted text is a path.
+# Maximum time in seconds to check whether a pasted text is a path. Network drives can be slow.
 _MAX_DROP_SECONDS = 1.0
 # Maximum time in seconds for reading the files of a message before it is sent.
 _MAX_READ_SECONDS = 120.0
 
 
 class PathList(OptionList, can_focus=False):
-    """The paths that complete the reference at the cursor. The input handles its keys."""
+    """List of paths that complete the reference at the cursor. The input handles the keys for this list."""
 
     def __init__(self, thread: FileThread, **options: Any) -> None:
         super().__init__(**options)
@@ -56,7 +56,7 @@ class PathList(OptionList, can_focus=False):
         self.post_message(self.Chosen(event.option.id))
 
     def follow(self, typed: str | None) -> None:
-        """Show paths that complete `typed`. None hides the list."""
+        """Show the paths that complete `typed`. If it is None, hide the list."""
         if typed == self._typed:
             return
         self._typed = typed
@@ -66,7 +66,7 @@ class PathList(OptionList, can_focus=False):
             self._find(typed)
 
     def hide(self) -> None:
-        """Hide the list until another path is typed."""
+        """Hide the list until the user types another path."""
         self.workers.cancel_node(self)
         self.display = False
 
@@ -74,19 +74,19 @@ class PathList(OptionList, can_focus=False):
     async def _find(self, typed: str) -> None:
         paths = await self._thread.run(partial(self._search.find, typed))
         self.set_options(Option(Content(path), id=path) for path in paths)
-        # A path that is complete needs no list, in which Enter would choose instead of send.
+        # Hide the list when the path is complete. Otherwise, Enter would choose a path, not send the message.
         self.display = bool(paths) and paths != [typed]
         self.highlighted = 0 if paths else None
 
     async def dropped(self, text: str) -> Sequence[str]:
-        """Return the paths in a pasted text, if it contains nothing else. See `dropped_paths`."""
+        """Return the paths in a pasted text if it contains only paths. See `dropped_paths`."""
         with suppress(TimeoutError):
             return await asyncio.wait_for(self._thread.run(partial(dropped_paths, text)), _MAX_DROP_SECONDS)
         return ()
 
     @property
     def chosen(self) -> str:
-        """The highlighted path. Empty if the list is hidden, or if that path is already typed."""
+        """The highlighted path. Empty if the list is hidden or the user has already typed that path."""
         option = self.highlighted_option if self.display else None
         return "" if option is None or option.id is None or option.id == self._typed else option.id
 
@@ -95,7 +95,7 @@ class FileChips(Static):
     """The files attached to the message in the input. Deleting a reference in the input removes its chip.
 
     Attributes:
-        reading: Whether the files of a message are being read, so that it can be sent.
+        reading: Whether the files of a message that the user is sending are being read.
     """
 
     reading = False
@@ -108,7 +108,7 @@ class FileChips(Static):
         self._shown: Sequence[str] = ()
 
     def use_runtime(self, runtime: Runtime) -> None:
-        """Count tokens and check sizes for another model from now on."""
+        """Use another model to count tokens and check sizes from now on."""
         self._reader = AttachmentReader(runtime)
         self._references = ()
 
@@ -117,7 +117,7 @@ class FileChips(Static):
         return path in self._shown
 
     def follow(self, text: str, typed: str | None) -> None:
-        """Show the files to which a text refers, except the reference that is still being typed."""
+        """Show the files that a text refers to, except for the reference that is still being typed."""
         references = [path for path in find_references(text) if path != typed]
         if references != self._references:
             self._references = references
@@ -138,7 +138,7 @@ class FileChips(Static):
         return await self._thread.run(partial(self._reader.read, references))
 
     async def attachments(self, references: Sequence[str]) -> Sequence[Attachment]:
-        """Return the attachments of a message that is about to be sent.
+        """Read the attachments of a message that is about to be sent.
 
         Raises:
             AttachmentError: A file cannot be attached, or reading the files takes too long.

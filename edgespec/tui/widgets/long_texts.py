@@ -20,8 +20,8 @@ __all__ = [
     "limited_text",
 ]
 
-# Maximum length of a text that is pasted into the input. Textual blocks the screen for seconds to wrap longer
-# texts.
+# Maximum number of characters in a text that is pasted into the input. Wrapping a longer text would block the
+# screen for seconds.
 MAX_INPUT_CHARACTERS = 500_000
 # Maximum number of characters of plain text to show. Textual wraps about 200,000 characters per second.
 _MAX_CHARACTERS = 100_000

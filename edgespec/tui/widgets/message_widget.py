@@ -1,4 +1,4 @@
-"""The base class of the widgets that show a message, which can be selected with the keyboard."""
+"""The base class of the widgets that show a message. They can be selected with the keyboard."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["MessageWidget"]
 
 
 class MessageWidget(Widget, can_focus=True):
-    """A message in the transcript. It is selected while it has the focus.
+    """A message in the transcript. It is selected while it has focus.
 
     Attributes:
-        place: The message's place in the chat's `MessageTree`. None until the message is part of it.
+        place: The message's index in the chat's `MessageTree`. None until the message is part of it.
     """
 
-    # A click must not select a message, because the next letters that the user types would be its keys.
+    # A click must not select a message. Otherwise, letters typed afterwards would trigger message actions.
     FOCUS_ON_CLICK = False
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up", "screen.select_message(-1)", show=False),

@@ -57,14 +57,14 @@ def _versions_line(label: str) -> str:
 
 
 class UserMessage(Static, MessageWidget, can_focus=True):
-    """A user message, shown exactly as typed, and the names and sizes of its files.
+    """A user message, shown exactly as typed, with the names and sizes of its files.
 
-    The end of a very long message is hidden.
+    Only the start of a very long message is shown.
 
     Args:
         text: The message.
         files: The files attached to the message.
-        versions: Which version of the message this is, such as `2/3`. Empty if there are no others.
+        versions: Number of the shown version, such as `2/3`. Empty if there are no other versions.
     """
 
     # Textual takes bindings only from the first base class.
@@ -237,7 +237,7 @@ class ReplyMessage(MessageWidget):
         if not self.thoughts.is_attached:
             return
         chunks = [chunk for chunk in self.chunks if chunk.reasoning]
-        # A continued reply may lack the first chunks of its reasoning, and a saved reply has none.
+        # Chunks are missing if the reply was continued or comes from a saved chat.
         complete = "".join(chunk.text for chunk in chunks) == self.reasoning
         text = (
             _origin_content(chunks)
@@ -266,7 +266,7 @@ class ReplyMessage(MessageWidget):
         if not self.writing:
             self._refresh_thoughts()
             self._show_end(self._closing_line(coloured))
-            # The calls of a reply are shown below it, so one without other text needs no space.
+            # Tool calls are shown below the reply, so hide the reply itself if it contains nothing else.
             self.display = bool(self.text or self.reasoning or not self._calls_tools)
 
     def _show_end(self, line: Content) -> None:
@@ -300,6 +300,6 @@ class ReplyMessage(MessageWidget):
         )
 
     def _guessers(self) -> str:
-        """Return where the guesses came from, in brackets, or nothing if that is unknown."""
+        """Return the source of the guesses in parentheses, or an empty text if nothing was guessed."""
         effective = "none" if self.reply is None else self.reply.method.effective
         return "" if effective == "none" else f" ({sources_text(effective)})"

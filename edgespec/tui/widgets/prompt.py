@@ -26,7 +26,7 @@ class PromptInput(TextArea):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("shift+enter,ctrl+j,alt+enter", "new_line", show=False),
-        # Not every terminal tells Shift+Up from Up.
+        # Some terminals cannot distinguish Shift+Up from Up, so Shift+Tab works too.
         Binding("shift+up,shift+tab", "screen.select_message(-1)", show=False),
         Binding("pageup", "screen.page(-1)", show=False),
         Binding("pagedown", "screen.page(1)", show=False),
@@ -70,7 +70,7 @@ class PromptInput(TextArea):
         self.suggestion = completion(self.text) if self.cursor_location == self.document.end else ""
 
     def follow_references(self) -> None:
-        """Update the list of paths and the chips after a change of the text or the cursor."""
+        """Update the list of paths and the chips after the text or the cursor position has changed."""
         found = open_reference(self._line_before_cursor) if self.selection.is_empty else None
         typed = found[0] if found else None
         self._paths.follow(typed)
@@ -82,18 +82,18 @@ class PromptInput(TextArea):
         return self.document.get_line(row)[:column]
 
     def choose_path(self, path: str) -> None:
-        """Complete the reference at the cursor."""
+        """Replace the reference at the cursor with a reference to `path`."""
         found = open_reference(self._line_before_cursor)
         if found is None:
             return
-        # An open quote keeps the completion going within a folder whose name contains spaces.
+        # Leave out the closing quote after a folder, so that completion can continue inside the folder.
         written = reference(path)
         text = written.removesuffix('"') if path.endswith("/") else f"{written} "
         row, column = self.cursor_location
         self.replace(text, (row, found[1]), (row, column))
 
     def _remove_reference(self) -> bool:
-        """Remove the reference before the cursor, if it has a chip."""
+        """Remove the whole reference before the cursor if it has a chip. Return whether it was removed."""
         found = ending_reference(self._line_before_cursor) if self.selection.is_empty else None
         if found is None or not self._chips.shows(found[0]):
             return False
@@ -103,16 +103,16 @@ class PromptInput(TextArea):
 
     @property
     def vi_mode(self) -> str:
-        """The mode of the vi keys, `insert` or `normal`. Empty without vi keys."""
+        """The mode of the vi keys: `insert` or `normal`. Empty if vi keys are off."""
         return self._vi.mode if self._vi is not None else ""
 
     def use_vi_keys(self, use: bool) -> None:
-        """Switch the vi keys on or off."""
+        """Turn vi keys on or off."""
         self._vi = ViKeys(self) if use else None
         self.post_message(self.ModeChanged())
 
     def leave_insert_mode(self) -> bool:
-        """Handle Esc. Return False if it has no meaning for the vi keys."""
+        """Switch to normal mode on Esc. Return False if vi keys are off or already in normal mode."""
         if self._vi is None or not self.has_focus or not self._vi.key("escape", None):
             return False
         self.post_message(self.ModeChanged())
@@ -158,7 +158,7 @@ class PromptInput(TextArea):
             event.stop()
             event.prevent_default()
         elif paths := await self._paths.dropped(event.text):
-            # A reference begins after a space.
+            # A reference must be preceded by a space.
             space = " " if self._line_before_cursor[-1:].strip() else ""
             self.insert(space + "".join(f"{reference(path)} " for path in paths))
             event.stop()

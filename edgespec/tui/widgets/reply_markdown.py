@@ -1,4 +1,4 @@
-"""The Markdown of a reply, in which a click copies a code block."""
+"""The Markdown of a reply, whose code blocks can be copied with a click."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _CopyMark(Static):
 
 
 class _CodeBlock(MarkdownFence):
-    """A code block with a mark that copies it."""
+    """A code block with a “copy” mark in its corner."""
 
     def compose(self) -> ComposeResult:
         yield from super().compose()
@@ -34,7 +34,7 @@ class ReplyMarkdown(Markdown):
     BLOCKS = {**Markdown.BLOCKS, "fence": _CodeBlock, "code_block": _CodeBlock}  # noqa: RUF012 - as in the base class
 
     class CopyCode(Event):
-        """Posted when the user clicks the mark of a code block."""
+        """Posted when the user clicks the “copy” mark of a code block."""
 
         def __init__(self, code: str) -> None:
             super().__init__()

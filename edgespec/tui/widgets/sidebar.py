@@ -22,7 +22,7 @@ _MAX_TITLE_LENGTH = 60
 
 
 class ChatOption(Option):
-    """An entry of the list: the chat's title, and its age and length or the line that was found."""
+    """An entry of the list: the chat's title, and below it its age and length or the matching line."""
 
     def __init__(self, found: FoundChat, *, is_open: bool) -> None:
         chat = found.chat
@@ -35,7 +35,7 @@ class ChatOption(Option):
             Content.assemble(
                 ("• " if is_open else "  ", "$primary"),
                 f"{title}\n  ",
-                ("cannot be read", "$error") if chat.problem else line,
+                ("unreadable", "$error") if chat.problem else line,
             ),
             id=str(chat.path),
         )
@@ -43,7 +43,7 @@ class ChatOption(Option):
 
 
 class Sidebar(OptionList):
-    """The saved chats: pinned ones first, then the newest. What the user types filters the list.
+    """The saved chats: pinned ones first, then the newest. Typing filters the list.
 
     Enter opens the highlighted chat, and the Delete key deletes it.
     """

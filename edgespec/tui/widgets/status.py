@@ -33,7 +33,7 @@ class StatusFacts:
         context_tokens: Context size in tokens.
         memory_bytes: Resident memory of the process.
         dropped_messages: Number of oldest messages that no longer fit in the context.
-        downloads: The running downloads, and how far they are.
+        downloads: The running downloads and their progress.
     """
 
     speed_up: str = ""

@@ -20,11 +20,11 @@ _MAX_ARGUMENTS = 60
 
 
 class ToolCallMessage(MessageWidget):
-    """A tool call and its result, below a line that unfolds them with Enter or a click.
+    """A tool call and its result, folded to one line. Enter or a click unfolds them.
 
     Args:
-        call: The call. None if it is unknown, because the chat file lacks it.
-        result: The result, if the call has already ended.
+        call: The call. None if the chat file does not contain it.
+        result: The result, or None if the call has not ended.
     """
 
     def __init__(self, call: ToolCall | None, result: str | None = None) -> None:
@@ -57,7 +57,7 @@ class ToolCallMessage(MessageWidget):
             state = f" · failed{took}"
         else:
             state = f" · {count(len(result), 'character')}{took}"
-        # `Content` keeps the names and arguments from being read as markup.
+        # Use `Content`, so that names and arguments are not interpreted as markup.
         self._fold.query_one(CollapsibleTitle).label = Content.assemble(
             "Tool ", (visible(call.name), "bold"), " ", arguments, state
         )

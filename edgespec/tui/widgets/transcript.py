@@ -43,7 +43,7 @@ class Transcript(VerticalScroll):
         self._earlier, self._later = _more("earlier"), _more("later")
         self._column = Vertical(welcome, self._earlier, self._later, id="messages")
         self._chat = chat
-        # The messages shown as widgets, as indexes of the open path: from `_first` to before `_end`.
+        # Messages `_first` (inclusive) to `_end` (exclusive) of the open path are shown as widgets.
         self._first = self._end = 0
         self._dropped = 0
         self._extending = False
@@ -68,7 +68,7 @@ class Transcript(VerticalScroll):
             await self._show_last_page()
 
     async def show_from(self, index: int) -> None:
-        """Show the chat's messages again, beginning with the `index`-th, after they have changed."""
+        """Redraw the chat from its `index`-th message after messages have changed."""
         self.release_anchor()
         with self.app.batch_update():
             await self.keep(index)
@@ -108,7 +108,7 @@ class Transcript(VerticalScroll):
         self._hold(held, row)
 
     async def _show_last_page(self) -> None:
-        """Show the newest messages, and no others."""
+        """Show only the newest messages."""
         await self._column.remove_children(self._messages)
         self._end = len(self._chat.tree.path)
         self._first = self._page(self._end, -1)
@@ -173,9 +173,10 @@ class Transcript(VerticalScroll):
         return messages[place] if 0 <= place < len(messages) else None
 
     async def neighbour(self, message: MessageWidget | None, step: int) -> MessageWidget | None:
-        """Return the message `step` places after `message`, or None after the last one.
+        """Return the message `step` positions after `message`, or before it if `step` is negative.
 
-        If `message` is None, return the last message. Before the first message, return the first one.
+        Return None past the last message, and the first message before the first one. If `message` is None,
+        return the last message.
         """
         messages = self._messages
         if message is None:
@@ -225,7 +226,7 @@ class Transcript(VerticalScroll):
         await self.query(".note, Panel").remove()
 
     async def keep(self, number: int) -> None:
-        """Remove all but the first `number` messages of the chat, because others will replace them."""
+        """Remove all but the first `number` messages of the chat. The caller then shows other messages."""
         if number > self._end:
             await self._show_last_page()
         await self._column.remove_children(self._messages[max(0, number - self._first) :])
@@ -244,7 +245,7 @@ class Transcript(VerticalScroll):
         self._refresh_more()
 
     def follow(self) -> None:
-        """Take note that the last turn is now part of the chat, so that its messages can be selected."""
+        """Make the messages of the last turn selectable, after the turn has become part of the chat."""
         path = self._chat.tree.path
         self._end = len(path)
         for place, message in zip(path[self._first :], self._messages, strict=False):
@@ -296,7 +297,7 @@ class Transcript(VerticalScroll):
         return start
 
     def _widgets(self, start: int, end: int) -> list[MessageWidget]:
-        """Create the widgets of messages, given as indexes of the open path."""
+        """Create the widgets for the messages `start` (inclusive) to `end` (exclusive) of the open path."""
         return [self._widget(place) for place in self._chat.tree.path[start:end]]
 
     def _widget(self, place: int) -> MessageWidget:
@@ -335,7 +336,7 @@ class Transcript(VerticalScroll):
 
 
 def _more(name: str) -> Static:
-    """Create a line that tells how many messages are not shown above or below."""
+    """Create the line that says how many older or newer messages are not shown."""
     more = Static(classes=f"more {name}")
     more.display = False
     return more

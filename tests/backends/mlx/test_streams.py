@@ -25,7 +25,7 @@ def in_thread(work: Callable[[], object]) -> None:
 
 def test_models_that_are_loaded_again_and_again_leave_no_threads() -> None:
     def load_and_close() -> None:
-        with load("demo-mlx", "none", method="none", context=256) as runtime:
+        with load("demo-mlx-draft", "none", method="none", context=256) as runtime:
             in_thread(lambda: runtime.generate("How do I list files?", max_tokens=2))
 
     in_thread(load_and_close)

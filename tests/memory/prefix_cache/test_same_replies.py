@@ -19,7 +19,6 @@ from edgespec.backends.self_draft_methods import EarlyExit, LowBit
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.memory.prefix_cache import ReuseCosts
-from edgespec.prepare.layerskip import prepare_layerskip
 from tests.backends.tiny_models import write_gemma2, write_jamba, write_lfm2, write_mamba
 from tests.memory.prefix_cache.helpers import ask, keeping
 
@@ -112,13 +111,12 @@ def _turn(runtime: Runtime, chat: list[int], turn: int) -> tuple[int, ...]:
 
 @pytest.fixture(scope="module")
 def forms(
-    demo_target: Path, demo_draft: Path, low_bit_copy: Path, tmp_path_factory: pytest.TempPathFactory
+    demo_in_halves: Path, demo_draft: Path, low_bit_copy: Path
 ) -> Callable[[], tuple[LanguageModel, dict[str, Any]]]:
     """Return the bundled model prepared for early exit, and its drafting options."""
-    halves = prepare_layerskip(demo_target, 4, to=tmp_path_factory.mktemp("halves") / "demo").folder
 
     def make() -> tuple[LanguageModel, dict[str, Any]]:
-        model = load_layerskip(str(halves), "demo", OPTIONS)
+        model = load_layerskip(str(demo_in_halves), "demo", OPTIONS)
         draft = llamacpp.load(str(demo_draft), "draft", OPTIONS)
         views = {
             "layerskip": model.self_draft(EarlyExit(4)),

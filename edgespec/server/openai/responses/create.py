@@ -8,8 +8,9 @@ from starlette.responses import Response
 
 from edgespec.json_schemas import without_other_properties
 from edgespec.server.errors import invalid_request
+from edgespec.server.fields import combined_options
 from edgespec.server.generation import ReplyRequest
-from edgespec.server.openai.fields import combined_options, openai_options
+from edgespec.server.openai.fields import openai_options
 from edgespec.server.openai.responses.fields import LOGPROBS, ResponsesRequest, TextFormat
 from edgespec.server.openai.responses.prompt import chat_prompt
 from edgespec.server.openai.responses.response import ResponseBuilder

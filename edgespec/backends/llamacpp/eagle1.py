@@ -1,0 +1,274 @@
+"""Draft with EAGLE-1 and EAGLE-2 heads (arXiv 2401.15077 and 2406.16858), which llama.cpp cannot run.
+
+NumPy runs the head's only layer, and ggml multiplies by its matrices and by the target's LM head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.backends.base import Progress
+from edgespec.backends.base_model import BaseModel, in_batches
+from edgespec.backends.gguf_metadata import read_gguf_info
+from edgespec.backends.head_trial import check_finite_logits, load_most_accurate
+from edgespec.backends.hidden_state_log import MAX_LOGGED_TOKENS, POST_NORM, HiddenStateLog
+from edgespec.backends.llamacpp.file_matrix import FileMatrix
+from edgespec.backends.llamacpp.ggml_products import GgmlProducts, product_bytes
+from edgespec.backends.llamacpp.head_loading import BATCH_TOKENS, check_sizes, head_options
+from edgespec.backends.llamacpp.native import library
+from edgespec.backends.llamacpp.residual_target import EMBEDDINGS, lm_head
+from edgespec.backends.memory_check import check_tokens_fit, check_weights_fit
+from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
+from edgespec.backends.model_facts import Capabilities, ModelFacts
+from edgespec.backends.state_head_view import CachedStateHeadView
+from edgespec.engine.logits import HostLogits
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import CapabilityError
+from edgespec.heads.cached_attention import TreeNodes
+from edgespec.heads.eagle1_network import Eagle1Network
+from edgespec.heads.eagle_files import EagleFiles, read_eagle
+from edgespec.heads.layer_config import invalid_settings
+from edgespec.heads.products import Array, Product, WeightLoader
+
+if TYPE_CHECKING:
+    from edgespec.backends.llamacpp.model import LlamaCppModel
+
+__all__ = ["Eagle1Head", "estimate_eagle1_head", "load_eagle1_head"]
+
+_FLOAT32_BYTES = 4
+
+
+class Eagle1Head(CachedStateHeadView):
+    """A head whose inputs are pairs of a token and the hidden state before the token.
+
+    The token at position p is run with the target's hidden state at position p - 1. That state does not exist
+    yet for draft tokens, so the head uses its own hidden state instead. After verification, `commit` removes
+    the cache rows of draft tokens, and the next prefill runs accepted tokens again with the target's hidden
+    states.
+
+    Args:
+        target: The target.
+        log: The target's hidden states that the head reads.
+        stop_logging: Stops the log.
+        facts: Properties of the head.
+        network: The head's network. Several heads can share it while only one of them is in use.
+        embed: Returns the embeddings of token ids.
+        output: Multiplies by the target's LM head.
+    """
+
+    def __init__(
+        self,
+        target: BaseModel,
+        log: HiddenStateLog,
+        stop_logging: Callable[[], None],
+        facts: ModelFacts,
+        network: Eagle1Network,
+        embed: Callable[[Sequence[int]], Array],
+        output: Product,
+    ) -> None:
+        super().__init__(target, log, stop_logging, facts)
+        self._network, self._attention = network, network.attention
+        self._embed, self._output = embed, output
+        self._length = 0
+        self._end_round()
+
+    def _end_round(self) -> None:
+        super()._end_round()
+        # Number of nodes in the current draft tree that were run with the target's hidden states.
+        self._known_nodes = 0
+        # The head's own hidden states [size] after each node of the current draft tree.
+        self._own_states: list[Array] = []
+
+    def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
+        self._check()
+        check_tokens_fit(self, len(tokens))
+        self._end_round()
+        for batch in in_batches(tokens, BATCH_TOKENS, progress):
+            self._check_not_interrupted()
+            self._network.append(self._embed(batch), self._states_before(len(batch)))
+            self._length += len(batch)
+
+    def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
+        """See `LanguageModel.verify`."""
+        self._check()
+        check_tokens_fit(self, tree.width)
+        limit = self.facts.capabilities.max_width
+        if tree.width > limit:
+            raise CapabilityError(
+                f"a draft of {tree.width} tokens exceeds the limit of {limit} per pass",
+                "use a shorter --draft-length or fewer --draft-branches",
+            )
+        try:
+            self._run_tree(tree, first)
+        except BaseException:
+            self._end_round()
+            raise
+        with np.errstate(over="ignore", invalid="ignore"):
+            logits = self._output(np.array(self._own_states[first:]))
+        # Very large hidden states can make logits overflow. Without NaN, drafts are useless but still valid.
+        return HostLogits(logits if np.isfinite(logits).all() else np.nan_to_num(logits))
+
+    def _run_tree(self, tree: TokenTree, first: int) -> None:
+        """Append the head's hidden states after the tree's nodes from `first` on to `_own_states`."""
+        start, visible = first, _ancestors(tree.parents)
+        if first == 0:
+            self._end_round()
+            # The root is run even before the target has run any tokens, to warm up.
+            known = max(self.log.end - self._length, 0)
+            start = self._known_nodes = sum(depth <= known for depth in tree.depths)
+            self._run_nodes(tree, visible, (0, start), self._states_before(start))
+        for begin, end in tree.independent_ranges(start):
+            parents = tree.parents[begin:end]
+            states = np.array([self._own_states[parent] for parent in parents])
+            self._run_nodes(tree, visible, (begin, end), states)
+
+    def _run_nodes(
+        self, tree: TokenTree, visible: NDArray[np.bool_], nodes: tuple[int, int], states: Array
+    ) -> None:
+        """Run the nodes in a range (first, end), given the hidden states before them."""
+        self._check_not_interrupted()
+        begin, end = nodes
+        places = TreeNodes(self._length + np.array(tree.depths[begin:end]), visible[begin:end, :end])
+        self._own_states.extend(self._network.run(self._embed(tree.tokens[begin:end]), states, places))
+
+    def commit(self, path: tuple[int, ...]) -> None:  # noqa: ARG002
+        """Keep the cache rows of nodes that were run with the target's hidden states."""
+        self._check()
+        self._length += self._known_nodes
+        self._end_round()
+
+
+def _ancestors(parents: Sequence[int]) -> NDArray[np.bool_]:
+    """Return a matrix [nodes, nodes] that tells for each node which nodes are on the path to it."""
+    result = np.eye(len(parents), dtype=bool)
+    for node, parent in enumerate(parents[1:], 1):
+        result[node] |= result[parent]
+    return result
+
+
+def load_eagle1_head(target: LlamaCppModel, folder: Path) -> Eagle1Head:
+    """Load an EAGLE-1 or EAGLE-2 head for a target. The target's cache must be empty.
+
+    Args:
+        target: The target.
+        folder: Folder of the head, in the layout in which it was published.
+
+    Raises:
+        CapabilityError: The head was made for another target, or the target's hidden states cannot be read.
+        ModelFileError: The folder contains no EAGLE-1 head, or one that is damaged or not supported.
+        MemoryBudgetError: The head does not fit in memory.
+    """
+    files, path = read_eagle(folder), Path(target.facts.path)
+    config, lib, (weights,) = files.config, library(), target.weights
+    if config.version != 1:
+        raise CapabilityError(
+            f"{folder} is an EAGLE-3 head in the Hugging Face layout",
+            "convert it with `edgespec prepare head`, and pass the file with --head",
+        )
+    size = lib.llama_model_n_embd(weights)
+    check_sizes(
+        target,
+        folder,
+        [
+            ("hidden states", size, config.target_size),
+            ("embeddings", size, config.hidden_size),
+            ("a vocabulary", target.facts.vocab_size, config.vocab_size),
+        ],
+    )
+    facts = _facts(target, files, folder)
+    check_weights_fit(facts.name, facts.weight_bytes, head_options(target))
+    products = GgmlProducts(lambda: target.threads)
+    loader = WeightLoader(folder, products.product)
+    with invalid_settings(folder):
+        network = Eagle1Network(files, loader)
+    own = files.tensors.get("embed_tokens.weight")
+    embed = FileMatrix(path, EMBEDDINGS).rows if own is None else loader.rows(own)
+    embed([0])  # Report unreadable embeddings now, rather than during a reply.
+    matrix = lm_head(path)
+    output = products.stored_product(matrix.stored(), matrix.kind, *matrix.shape)
+
+    check_finite_logits(output(network.run(embed([0]), np.zeros((1, size), np.float32))), folder)
+
+    def reading(state: int) -> Eagle1Head:
+        log = target.log_hidden_states([state])
+        description = f"EAGLE-1 head that reads the hidden states {[state]}"
+        own_facts = replace(facts, description=description)
+        return Eagle1Head(target, log, partial(target.stop_logging, log), own_facts, network, embed, output)
+
+    def choices() -> Iterator[Eagle1Head]:
+        # Most heads read the hidden state after the final norm, as in EAGLE's own code. Some read the state
+        # before it, which cannot be read from all architectures.
+        yield reading(POST_NORM)
+        with suppress(CapabilityError):
+            yield reading(lib.llama_model_n_layer(weights))
+
+    return load_most_accurate(target, choices(), folder)
+
+
+def _facts(target: LlamaCppModel, files: EagleFiles, folder: Path) -> ModelFacts:
+    model, config = target.facts, files.config
+    return replace(
+        model,
+        name=f"the head of {model.name}",
+        path=str(folder),
+        architecture="eagle1",
+        parameters=sum(math.prod(tensor.shape) for tensor in files.tensors.values()),
+        file_bytes=sum(file.stat().st_size for file in folder.iterdir() if file.is_file()),
+        weight_bytes=_weight_bytes(files, Path(model.path)),
+        kv_bytes=config.kv_bytes_per_token * model.context_tokens,
+        capabilities=Capabilities(
+            rollback=True,
+            tree=model.capabilities.tree,
+            max_width=min(BATCH_TOKENS, model.capabilities.max_width),
+            max_branches=model.capabilities.max_branches,
+        ),
+        trained_context_tokens=config.context_tokens,
+        chat_template=False,
+        notice="",
+        rollback="in place",
+        requested_context_tokens=0,
+        requested_kv_bytes=0,
+    )
+
+
+def estimate_eagle1_head(files: EagleFiles, target: Path, context_tokens: int) -> MemoryEstimate:
+    """Estimate the memory for an EAGLE-1 head of a GGUF target, including the log of hidden states.
+
+    Args:
+        files: The head.
+        target: The target's file.
+        context_tokens: Size of the head's KV cache in tokens.
+
+    Raises:
+        ModelFileError: The target's file is damaged.
+    """
+    config = files.config
+    values = 8 * config.hidden_size + 3 * config.feed_forward_size
+    compute = BATCH_TOKENS * values + MAX_LOGGED_TOKENS * config.target_size
+    return MemoryEstimate(
+        context_tokens,
+        "f32",
+        (
+            MemoryPart("weights", _weight_bytes(files, target)),
+            MemoryPart("cache", config.kv_bytes_per_token * context_tokens),
+            MemoryPart("compute", compute * _FLOAT32_BYTES),
+            MemoryPart("output", BATCH_TOKENS * read_gguf_info(target).vocab_size * _FLOAT32_BYTES),
+        ),
+    )
+
+
+def _weight_bytes(files: EagleFiles, target: Path) -> int:
+    """Return the memory for the head's weights, and for a copy of the target's LM head."""
+    return lm_head(target).stored_bytes + sum(
+        math.prod(tensor.shape) * (product_bytes(tensor.dtype) if len(tensor.shape) > 1 else _FLOAT32_BYTES)
+        for tensor in files.tensors.values()
+    )

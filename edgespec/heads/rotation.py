@@ -1,0 +1,97 @@
+"""Compute rotary position embeddings (RoPE), including the scaling of Llama 3, linear scaling and YaRN."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.heads.products import Array
+from edgespec.heads.rope_settings import RopeSettings
+
+__all__ = ["ROPE_KINDS", "Rotation", "llama3_divisors"]
+
+# Kinds of RoPE scaling that `Rotation` and llama.cpp's heads support.
+ROPE_KINDS = ("default", "llama3", "linear", "yarn")
+# Context length before the scaling, where the settings do not state it. As in mlx-lm.
+_LLAMA3_ORIGINAL_TOKENS, _YARN_ORIGINAL_TOKENS = 8192.0, 4096.0
+
+
+class Rotation:
+    """Rotates the two halves of vectors, by angles that depend on the position.
+
+    Args:
+        rope: The settings.
+        size: Size of the vectors, which is even.
+
+    Raises:
+        ValueError, KeyError, TypeError, ArithmeticError: A setting is missing, invalid or not supported.
+    """
+
+    def __init__(self, rope: RopeSettings, size: int) -> None:
+        if rope.kind not in ROPE_KINDS:
+            raise ValueError(f"its rope_scaling of type {rope.kind!r} is not supported")
+        self._frequencies = rope.theta ** (-np.arange(0, size, 2) / size)
+        self._scale = np.float32(1.0)
+        if rope.kind == "linear":
+            self._frequencies /= float(rope.scaling["factor"])
+        elif rope.kind == "llama3":
+            self._frequencies /= llama3_divisors(rope, size)
+        elif rope.kind == "yarn":
+            self._frequencies /= _yarn_divisors(rope, size)
+            self._scale = np.float32(_yarn_scale(rope))
+        if not np.isfinite(self._frequencies).all():
+            raise ValueError("its rope_scaling is impossible")
+
+    def __call__(self, heads: Array, positions: NDArray[np.int64]) -> Array:
+        """Rotate vectors [heads, tokens, size], given the position of each token."""
+        angles = np.outer(positions, self._frequencies)
+        cos, sin = (part.astype(np.float32) * self._scale for part in (np.cos(angles), np.sin(angles)))
+        low, high = np.split(heads, 2, axis=-1)
+        return np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+
+
+def llama3_divisors(rope: RopeSettings, size: int) -> NDArray[np.float64]:
+    """Return the divisors [size / 2] that Llama 3 applies to the RoPE frequencies.
+
+    High frequencies are unchanged, low frequencies are divided by `factor`, and frequencies in between are
+    interpolated.
+
+    Raises:
+        ValueError, KeyError, TypeError, ArithmeticError: A setting is missing or invalid.
+    """
+    factor, low, high = (
+        float(rope.scaling[name]) for name in ("factor", "low_freq_factor", "high_freq_factor")
+    )
+    original = float(rope.scaling.get("original_max_position_embeddings") or _LLAMA3_ORIGINAL_TOKENS)
+    turns = original * rope.theta ** -(np.arange(0, size, 2) / size) / (2 * np.pi)
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    divisors: NDArray[np.float64] = 1 / ((1 - kept) / factor + kept)
+    return divisors
+
+
+def _yarn_divisors(rope: RopeSettings, size: int) -> NDArray[np.float64]:
+    """Return the divisors [size / 2] that YaRN (arXiv 2309.00071) applies to the RoPE frequencies."""
+    settings, factor = rope.scaling, float(rope.scaling["factor"])
+    original = float(settings.get("original_max_position_embeddings") or _YARN_ORIGINAL_TOKENS)
+
+    def index_of(turns: float) -> float:
+        """Return the index of the frequency that turns so often within the original context."""
+        return size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    first = max(math.floor(index_of(float(settings.get("beta_fast", 32)))), 0)
+    last = min(math.ceil(index_of(float(settings.get("beta_slow", 1)))), size - 1)
+    kept = 1 - np.clip((np.arange(size // 2) - first) / ((last - first) or 0.001), 0, 1)
+    divisors: NDArray[np.float64] = factor / (factor * kept + (1 - kept))
+    return divisors
+
+
+def _yarn_scale(rope: RopeSettings) -> float:
+    """Return the factor by which YaRN scales rotated vectors."""
+    settings, factor = rope.scaling, float(rope.scaling["factor"])
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
+
+    return scale(float(settings.get("mscale", 1))) / scale(float(settings.get("mscale_all_dim", 0)))
