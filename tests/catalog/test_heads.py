@@ -222,6 +222,19 @@ class TestDownloads:
             resolve_head(REPOSITORY, progress=lambda *_: False)
         assert resolve_head(REPOSITORY).path.is_dir()
 
+    def test_a_plan_for_a_pickled_head_reads_only_its_config(
+        self, hub: StandInHub, folder: Path, tmp_path: Path
+    ) -> None:
+        head = write_published(tmp_path / "pickled", pickled=True)
+        hub.files = {file.name: file.read_bytes() for file in head.iterdir()}
+        found = resolve_head_metadata(REPOSITORY, tmp_path / "headers")
+        option = named_head(found, target_in(folder), MetadataCache(), convert=False)
+        estimate = target_in(folder).file_format.estimate_head
+        assert option.head is not None
+        assert estimate is not None
+        assert estimate(option.head, folder / "target.gguf", 512).total_bytes
+        assert not any(request.endswith(".bin") for request in hub.requests)
+
     @pytest.mark.usefixtures("published")
     def test_a_plan_reads_only_the_metadata(self, folder: Path, tmp_path: Path) -> None:
         found = resolve_head_metadata(REPOSITORY, tmp_path / "headers")

@@ -77,10 +77,9 @@ def estimate_published_head(folder: Path, target: Path, context_tokens: int) -> 
 
     Raises ModelFileError if the folder's files are missing or damaged.
     """
-    files = read_eagle(folder)
-    if files.config.version == 1:
-        return estimate_eagle1_head(files, target, context_tokens)
     info = read_head_info(folder)
+    if "EAGLE-1" in info.heads:
+        return estimate_eagle1_head(read_eagle(folder), target, context_tokens)
     return estimate_head(
         context_tokens,
         weight_bytes=info.size_bytes,
