@@ -1,4 +1,4 @@
-"""Start Python in a child process, for work that can crash, hang or use up the memory."""
+"""Start Python in a child process, for work that could crash, hang or exhaust the memory."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class ChildProcess:
     closed, which happens when the parent process exits. Call `close` from any thread.
 
     Args:
-        arguments: The arguments for the Python interpreter: a script or code, and what it expects.
+        arguments: The arguments of the Python interpreter: a script or code, followed by its own arguments.
 
     Attributes:
-        stdin: Where to write requests.
-        stdout: Where to read replies.
+        stdin: The stream for requests to the process.
+        stdout: The stream of replies from the process.
 
     Raises:
         EdgespecError: The process cannot be started.
@@ -70,7 +70,7 @@ class ChildProcess:
 
     @property
     def memory_bytes(self) -> int:
-        """The memory that the process uses, or 0 if it has ended."""
+        """The resident memory of the process in bytes, or 0 if the process has ended."""
         with suppress(psutil.Error):
             return int(psutil.Process(self.pid).memory_info().rss)
         return 0
@@ -81,14 +81,14 @@ class ChildProcess:
         return self._end.alive and self._process.poll() is None
 
     def wait(self, timeout_seconds: float | None = None) -> int | None:
-        """Wait for the process to exit. Return its exit status, or None if a timeout expires first."""
+        """Wait for the process to exit. Return its exit status, or None if it has not exited in time."""
         with suppress(subprocess.TimeoutExpired):
             return self._process.wait(timeout_seconds)
         return None
 
     @property
     def exceeded_cpu_limit(self) -> bool:
-        """Whether the process was ended by a timer for its CPU time (`ITIMER_PROF`)."""
+        """Whether the process was killed because it exceeded its limit on CPU time (`ITIMER_PROF`)."""
         return sys.platform != "win32" and self._process.returncode == -signal.SIGPROF
 
     def close(self) -> None:
@@ -106,7 +106,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def module_arguments(module: str) -> list[str]:
-    """Return arguments that run the function `main` of a module, with the import path of this process."""
+    """Return the arguments that call `main` of a module, using the import path of this process."""
     code = f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import main; main()"
     # The child must not import modules from the current folder.
     folders = [str(Path(__file__).parents[1]), *filter(os.path.isabs, sys.path)]

@@ -154,10 +154,10 @@ class Chat:
 
 
 def _reply_message(written_before: str, reply: Reply) -> Message:
-    """Return the message of a reply that continues the text `written_before`.
+    """Return the message for a reply that continues the text `written_before`.
 
-    The calls of a reply that ended early may be incomplete. They stay text, so that the model can continue
-    them.
+    The tool calls of a reply that ended early may be incomplete. They are kept as text, so that the model can
+    continue them.
     """
     message = reply_message(written_before + reply.text)
     if not reply.tool_calls or reply.finish_reason != "stop":

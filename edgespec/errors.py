@@ -60,7 +60,7 @@ class ModelNotFoundError(EdgespecError):
 
 
 class NotDownloadedError(ModelNotFoundError):
-    """Raised for a model that is not on this machine. Download it with `edgespec.download_model`."""
+    """Raised when a model is not on this machine. `edgespec.download_model` downloads it."""
 
 
 class ModelFileError(EdgespecError):

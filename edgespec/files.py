@@ -6,31 +6,27 @@ import glob
 import hashlib
 import os
 import re
-import shutil
 import stat
 import tempfile
 import time
 import tomllib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from errno import EACCES, EDQUOT, EFBIG, EINVAL, EIO, ENOSPC, EPERM, EROFS
+from errno import EACCES, EDQUOT, EFBIG, EINVAL, ENOSPC, EPERM, EROFS
 from pathlib import Path
 from typing import Any
 
 from edgespec.errors import ConfigurationError
 
 __all__ = [
-    "append_error",
     "cache_folder",
     "config_folder",
     "data_folder",
     "delete_files",
     "delete_stale_temporaries",
     "error_reason",
-    "explain_write_errors",
     "file_state",
     "format_bytes",
-    "free_bytes",
     "home_folder",
     "log_folder",
     "make_private_folder",
@@ -43,7 +39,6 @@ __all__ = [
     "touch_private",
     "write_advice",
     "write_all",
-    "write_error",
     "write_private_file",
 ]
 
@@ -58,8 +53,6 @@ _WRITE_REASONS = {
     EDQUOT: "your disk quota is used up",
     EFBIG: "the file size limit was reached",
 }
-# Number of bytes written to test a folder. Some file systems can store tiny files even on a full disk.
-_TRIAL_BYTES = 1 << 16
 
 
 def _folder(variable: str, default: str) -> Path:
@@ -333,57 +326,6 @@ def write_advice(error: OSError, folder: Path, setting: str = "") -> str:
     return f"{step}, or {choose} a folder on another disk" if setting else step
 
 
-def write_error(folder: Path) -> OSError | None:
-    """Write, flush and delete a small private file to find out whether files can be stored in a folder.
-
-    If the folder does not exist, the file is written to its nearest existing parent.
-
-    Returns:
-        The error, or None if the file was written.
-    """
-    try:
-        with tempfile.TemporaryFile(dir=_existing(folder), prefix=".edgespec-", buffering=0) as file:
-            _write_trial(file.fileno())
-    except OSError as error:
-        return error
-    return None
-
-
-def append_error(path: Path) -> OSError | None:
-    """Append bytes to a file to find out why a library could not write it. Return the error, or None."""
-    try:
-        with path.open("ab", buffering=0) as file:
-            _write_trial(file.fileno())
-    except OSError as error:
-        return error
-    return None
-
-
-@contextmanager
-def explain_write_errors(path: Path) -> Iterator[None]:
-    """Raise write errors of the block with their reason, which NumPy does not report.
-
-    Args:
-        path: The file that the block writes.
-
-    Raises:
-        OSError: The block raised an OSError.
-    """
-    try:
-        yield
-    except OSError as error:
-        # Write to the file again to find out.
-        if error.errno is None:
-            raise append_error(path) or OSError(EIO, "only part of the file was written") from error
-        raise
-
-
-def _write_trial(handle: int) -> None:
-    # Write random bytes, because some file systems store zeros without using disk space.
-    write_all(handle, os.urandom(_TRIAL_BYTES))
-    os.fsync(handle)
-
-
 def write_all(handle: int, payload: bytes) -> None:
     """Write all bytes to an open file. Raises OSError.
 
@@ -392,16 +334,6 @@ def write_all(handle: int, payload: bytes) -> None:
     """
     while payload:
         payload = payload[os.write(handle, payload) :]
-
-
-def free_bytes(folder: Path) -> int:
-    """Return the free disk space for a folder, which may not exist yet. Raises OSError."""
-    return shutil.disk_usage(_existing(folder)).free
-
-
-def _existing(folder: Path) -> Path:
-    """Return the folder, or its nearest parent folder that exists."""
-    return next((path for path in (folder, *folder.parents) if os.path.lexists(path)), folder)
 
 
 def delete_files(paths: Iterable[Path]) -> int:

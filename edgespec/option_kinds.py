@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 from edgespec.checks import check_boolean, check_integer, check_number, check_path, check_text, parse_size
-from edgespec.engine.sampling_params import SETTING_RANGES, SamplingParams
 from edgespec.errors import OptionError
-from edgespec.json_schemas import without_other_properties
 from edgespec.method_names import parse_method
 
 __all__ = [
@@ -25,7 +21,6 @@ __all__ = [
     "Flag",
     "HeadName",
     "Integer",
-    "JsonSchema",
     "Kind",
     "ListOf",
     "MethodList",
@@ -33,13 +28,11 @@ __all__ = [
     "ModelName",
     "Number",
     "PathName",
-    "SamplingNumber",
     "Share",
     "Size",
     "Text",
-    "TextFile",
     "TextList",
-    "TokenBiases",
+    "converted",
 ]
 
 _NO_LIMIT = (1 << 31) - 1
@@ -72,7 +65,7 @@ class Kind:
         return {}
 
 
-def _converted(text: str, convert: Callable[[str], Any]) -> Any:
+def converted(text: str, convert: Callable[[str], Any]) -> Any:
     """Return `convert(text)`, or `text` itself if that raises ValueError."""
     try:
         return convert(text)
@@ -163,7 +156,7 @@ class Integer(Kind):
     hint: str = ""
 
     def parse(self, text: str) -> Any:
-        return _converted(text, int)
+        return converted(text, int)
 
     def check(self, name: str, value: Any) -> int:
         return check_integer(name, value, self.low, self.high, self.hint)
@@ -182,7 +175,7 @@ class Number(Kind):
     metavar: str = "X"
 
     def parse(self, text: str) -> Any:
-        return _converted(text, float)
+        return converted(text, float)
 
     def check(self, name: str, value: Any) -> float:
         allowed = f"from {self.low:g} to {'below ' if self.below_high else ''}{self.high:g}"
@@ -199,7 +192,7 @@ class Share(Kind):
 
     def parse(self, text: str) -> Any:
         number = text.strip().removesuffix("%")
-        return _converted(text, lambda _: float(number) / (100.0 if "%" in text else 1.0))
+        return converted(text, lambda _: float(number) / (100.0 if "%" in text else 1.0))
 
     def check(self, name: str, value: Any) -> float:
         number = check_number(name, value, "such as 0.02")
@@ -287,7 +280,7 @@ class Branches(Kind):
     metavar = "auto|N,N,..."
 
     def parse(self, text: str) -> Any:
-        return _converted(text, lambda _: tuple(int(part) for part in text.split(",")))
+        return converted(text, lambda _: tuple(int(part) for part in text.split(",")))
 
     def check(self, name: str, value: Any) -> Any:
         if value == "auto":
@@ -342,112 +335,4 @@ class Choices(TextList):
             raise OptionError(
                 f"{name} must be one or more non-empty strings, not []", "pass at least one text"
             )
-        return super().check(name, value)
-
-
-class TextFile(Kind):
-    """A text. On the command line, the path of a file that contains it."""
-
-    metavar = "FILE"
-
-    def parse(self, text: str) -> Any:
-        """Return the text of a file. Raises OptionError if it cannot be read."""
-        try:
-            return Path(text).expanduser().read_text("utf-8")
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not a UTF-8 text"
-            raise OptionError(
-                f"the file {text!r} cannot be read: {reason}", "pass the path of a text file"
-            ) from None
-
-
-class JsonSchema(TextFile):
-    """A JSON schema: a dict, JSON text or a Pydantic model. `check` returns it as JSON text."""
-
-    def parse(self, text: str) -> Any:
-        """Return the JSON text of a file. Raises OptionError if it cannot be read or is not a JSON object."""
-        if text.lstrip().startswith("{"):
-            raise OptionError(
-                f"a schema needs the path of a file, not the schema itself: {text[:40]!r}",
-                "save it to a file, and pass the path of the file",
-            )
-        schema = super().parse(text)
-        try:
-            is_object = isinstance(json.loads(schema), Mapping)
-        except (ValueError, RecursionError) as error:
-            place = ""
-            if isinstance(error, json.JSONDecodeError):
-                place = f" (line {error.lineno}, column {error.colno})"
-            raise OptionError(f"{text} is not valid JSON{place}", "correct the file") from None
-        if not is_object:
-            raise OptionError(
-                f"{text} contains no JSON schema, which is a JSON object, but {schema[:40]!r}",
-                "pass the file of a JSON schema",
-            )
-        return schema
-
-    def check(self, name: str, value: Any) -> str:
-        hint = "pass a dict, a JSON object as text, or a Pydantic model class"
-        if isinstance(value, type):
-            value = _pydantic_schema(name, value, hint)
-        try:
-            schema = json.loads(value) if isinstance(value, str) else value
-            text = json.dumps(schema, ensure_ascii=False)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise OptionError(f"{name} is not valid JSON: {error}", hint) from None
-        if not isinstance(schema, Mapping):
-            raise OptionError(f"{name} must be a JSON object, not {text[:40]}", hint)
-        return text
-
-
-def _pydantic_schema(name: str, model: type, hint: str) -> Any:
-    from pydantic import BaseModel
-    from pydantic.errors import PydanticUserError
-
-    if not issubclass(model, BaseModel):
-        raise OptionError(f"{name} must be a JSON schema, not the class {model.__name__}", hint)
-    try:
-        # Pydantic ignores other properties by default, and OpenAI's library forbids them in its requests.
-        return without_other_properties(model.model_json_schema())
-    except PydanticUserError as error:
-        raise OptionError(f"{name}: {model.__name__} has no JSON schema: {error.message}", hint) from None
-
-
-@dataclass(frozen=True)
-class SamplingNumber(Kind):
-    """A numeric sampling setting. `SamplingParams` checks its type and range."""
-
-    metavar: str = "X"
-    convert: Callable[[str], float] = float
-
-    def parse(self, text: str) -> Any:
-        return _converted(text, self.convert)
-
-    def check(self, name: str, value: Any) -> Any:
-        settings: dict[str, Any] = {name: value}
-        SamplingParams(**settings)
-        return value
-
-    def json_schema(self, name: str) -> dict[str, Any]:
-        limits = SETTING_RANGES.get(name)
-        return {"minimum": limits.low, "maximum": limits.high} if limits else {}
-
-
-class TokenBiases(SamplingNumber):
-    """Numbers to add to the logits of individual tokens. Each string has the form `ID=VALUE`."""
-
-    repeatable = True
-
-    def parse(self, text: str) -> Any:
-        token, _, bias = text.partition("=")
-        return _converted(text, lambda _: (int(token), float(bias)))
-
-    def check(self, name: str, value: Any) -> Any:
-        if isinstance(value, tuple):
-            wrong = next((pair for pair in value if not isinstance(pair, tuple)), None)
-            if wrong is not None:
-                raise OptionError(
-                    f"{name} must have the form ID=VALUE, not {wrong!r}", "for example, use 1523=-2.5"
-                )
-            value = dict(value)
         return super().check(name, value)

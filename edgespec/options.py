@@ -104,13 +104,13 @@ def check_load_arguments(given: Mapping[str, Any]) -> LoadArguments:
 
 
 def load_arguments_for_another_model(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `load` that also apply to other models, without those of this pair of models.
+    """Return the arguments of `load` that also apply to other models than the ones given to `load`.
 
     Args:
         arguments: The arguments that one model was loaded with, including `draft`.
 
     Returns:
-        The arguments, without `target`. Drafting stays off if it was off, and is automatic otherwise.
+        The arguments, excluding `target`. Drafting stays off if it was off, and becomes automatic otherwise.
     """
     named = arguments.get("method", "auto") not in ("auto", "none")
     own = {

@@ -12,7 +12,7 @@ from typing import Any
 from edgespec.errors import ConfigurationError, OptionError
 from edgespec.files import config_folder, error_reason, write_advice, write_private_file
 from edgespec.options import SETTINGS, setting_value
-from edgespec.settings_file import line_number, quoted, read_text
+from edgespec.settings_file import error_at, quoted, read_text
 from edgespec.spelling import nearest
 
 __all__ = ["Preset", "preset_names", "preset_path", "read_preset", "write_preset"]
@@ -22,11 +22,11 @@ _NAME = re.compile(r"[A-Za-z0-9][\w-]{0,39}", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """Settings under a name.
+    """A named group of settings.
 
     Attributes:
-        name: The name, which is also the name of the file.
-        settings: The values of settings, such as `system`, `target` and `temperature`, by name.
+        name: The name, which is also the file name without `.toml`.
+        settings: The values of the settings, such as `system`, `target` and `temperature`, by name.
     """
 
     name: str
@@ -60,7 +60,7 @@ def read_preset(name: str) -> Preset:
     """Read a preset.
 
     Raises:
-        ConfigurationError: The file cannot be read, or contains an unknown setting or an invalid value.
+        ConfigurationError: The file is unreadable, or contains an unknown setting or an invalid value.
         OptionError: There is no such preset.
     """
     path = preset_path(name)
@@ -83,14 +83,12 @@ def read_preset(name: str) -> Preset:
                 )
             settings[key] = setting_value(key, given)
         except OptionError as error:
-            line = line_number(text, (key,))
-            where = f"{path}, line {line}" if line else str(path)
-            raise ConfigurationError(f"{where}: {error.what}", error.next_step) from error
+            raise error_at(path, text, (key,), error.what, error.next_step) from error
     return Preset(name, settings)
 
 
 def write_preset(preset: Preset) -> Path:
-    """Write a preset, replacing an older one with the same name, and return the path of its file.
+    """Write a preset and return the path of its file. Replaces an existing preset with the same name.
 
     Raises:
         ConfigurationError: The file cannot be written.
@@ -109,7 +107,7 @@ def write_preset(preset: Preset) -> Path:
 
 
 def _literal(value: Any) -> str:
-    """Return a value as a TOML literal. Long texts keep their line breaks, so that they are easy to edit."""
+    """Return a value as a TOML literal. Texts with line breaks become multi-line strings, easy to edit."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int | float):

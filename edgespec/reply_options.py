@@ -12,13 +12,10 @@ from edgespec.option_kinds import (
     Choice,
     Choices,
     Integer,
-    JsonSchema,
-    SamplingNumber,
     Text,
-    TextFile,
     TextList,
-    TokenBiases,
 )
+from edgespec.reply_option_kinds import JsonSchema, SamplingNumber, TextFile, TokenBiases
 
 __all__ = ["CONSTRAINT_NAMES", "REPLY_OPTIONS", "ReplyArguments"]
 

@@ -32,8 +32,8 @@ def delete_data(kind: Literal["all", "replies", "learned", "prefix-cache", "hist
     Args:
         kind: `replies` are earlier replies and prompts, which the suffix method searches. `learned` is
             everything trained or measured: draft models, SWIFT layers, pass costs and acceptance rates.
-            `prefix-cache` contains the KV caches of earlier prompts. `history` are the prompts that the
-            terminal chat offers again. `all` is all four.
+            `prefix-cache` contains the KV caches of earlier prompts. `history` contains the prompts that can
+            be recalled in the terminal chat. `all` means all four.
 
     Returns:
         Number of bytes freed.

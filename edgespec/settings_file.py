@@ -17,7 +17,16 @@ from typing import Any, NamedTuple, TypeAlias
 from edgespec.errors import ConfigurationError, OptionError
 from edgespec.files import error_reason, parse_toml, read_regular_file, write_advice, write_private_file
 
-__all__ = ["KeyPath", "NotEditableError", "changed", "line_number", "quoted", "read_text", "write_value"]
+__all__ = [
+    "KeyPath",
+    "NotEditableError",
+    "changed",
+    "error_at",
+    "line_number",
+    "quoted",
+    "read_text",
+    "write_value",
+]
 
 KeyPath: TypeAlias = tuple[str, ...]
 """The names that lead to a value: `("temperature",)`, `("chat", "temperature")`."""
@@ -127,6 +136,21 @@ def quoted(text: str) -> str:
     except UnicodeEncodeError as error:
         raise OptionError(f"{text!r} cannot be encoded as UTF-8", "remove the invalid characters") from error
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def error_at(file: Path, text: str, path: KeyPath, problem: str, next_step: str) -> ConfigurationError:
+    """Return the error for an invalid value in a settings file. It names the file and the line.
+
+    Args:
+        file: The file.
+        text: Its contents, which are valid TOML.
+        path: The keys of the value.
+        problem: What is wrong with the value.
+        next_step: What the user can do about it.
+    """
+    line = line_number(text, path)
+    where = f"{file}, line {line}" if line else str(file)
+    return ConfigurationError(f"{where}: {problem}", next_step)
 
 
 def line_number(text: str, path: KeyPath) -> int | None:

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Measure how long the terminal chat takes from a key press until the screen is up to date.
+"""Measure the time from a key press until the screen of the terminal chat is up to date.
 
     .venv/bin/python scripts/bench_chat_screen.py
     .venv/bin/python scripts/bench_chat_screen.py --messages 5000
 
 Opens a chat of 1,000 messages without a terminal, presses each key several times, and prints the median and
 the 95th percentile of the times until the screen is drawn, and of the processor time that it took. The goal
-is a 95th percentile below 50 ms. Run it on a machine that does nothing else. Other programs disturb the
-processor time less.
+is a 95th percentile below 50 ms. Run this on an otherwise idle machine. Other programs disturb the processor
+time less.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from edgespec.chat.store import ChatStore, SavedChat
 from edgespec.tui.app import ChatApp
 
 _REPLY = "Use `ls`:\n\n```sh\nls -lS\n```\n\n- `-S` sorts by size\n- `-l` shows details\n\nThis is reply {}."
-# The other chats in the list, which the search reads too.
+# Number of other chats in the list. The search reads them too.
 _OTHER_CHATS = 100
 
 
@@ -106,7 +106,8 @@ async def _press(app: App[None], key: str) -> None:
     """Press a key and wait until the screen is drawn. `Pilot.press` would also wait for every widget."""
     printable = key if len(key) == 1 else " " if key == "space" else None
     app.post_message(events.Key(key, printable))
-    # The key passes the queues of the app, the focused widget and its parents, the screen, and the app again.
+    # The key press passes through the queues of the app, the focused widget and its parents, the screen, and
+    # finally the app again.
     focused = app.focused
     parents = [] if focused is None else [node for node in focused.ancestors_with_self if node is not app]
     for node in (app, *parents, app):

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Measure how soon the chat shows its first screen, and how soon it accepts the first key.
+"""Measure the time until the chat shows its first screen, and until it accepts the first key.
 
 .venv/bin/python scripts/bench_chat_start.py [--target REF] [--runs N] [--json]
 
-Each run starts `edgespec chat` in a terminal of its own and types a text at once, before anything is shown.
-The text must appear in the chat's input when the model is loaded: no key may be lost.
+Each run starts `edgespec chat` in a new terminal and types a text immediately, before anything is shown.
+After the model is loaded, the text must be in the chat's input: no key press may be lost.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def measure(target: str) -> dict[str, float]:
 
 
 def _drain(terminal: int) -> None:
-    """Read the terminal until the chat has ended, because it waits for its output to be read."""
+    """Read the terminal until the chat has ended. The chat would block if nobody read its output."""
     try:
         while os.read(terminal, 65536):
             pass

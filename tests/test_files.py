@@ -12,21 +12,19 @@ from pathlib import Path
 import platformdirs
 import pytest
 
+from edgespec.disk_checks import append_error, free_bytes, write_error
 from edgespec.errors import ConfigurationError
 from edgespec.files import (
-    append_error,
     cache_folder,
     config_folder,
     data_folder,
     error_reason,
     format_bytes,
-    free_bytes,
     home_folder,
     make_private_folder,
     read_regular_file,
     replace_when_written,
     write_advice,
-    write_error,
     write_private_file,
 )
 

@@ -10,6 +10,7 @@ import click
 import pytest
 
 from edgespec.cli.program import program
+from edgespec.presets import Preset, write_preset
 
 ROOT = Path(__file__).parent.parent
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in (
@@ -18,6 +19,13 @@ TEXT = "\n".join(PAGES.values())
 BLOCKS = re.findall(r"^ {4}(?:[^|\n]*\| )?edgespec ([^|#\n]*)", TEXT, re.MULTILINE)
 INLINE = re.findall(r"`edgespec (\w[^`]*)`", TEXT)
 SCRIPTS = re.findall(r"`(scripts/[^`]+)`", TEXT) + re.findall(r"^ {4}(scripts/[^#\n]+)", TEXT, re.MULTILINE)
+
+
+@pytest.fixture(autouse=True)
+def _reviewer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Create the preset that the documented commands use."""
+    monkeypatch.setenv("EDGESPEC_CONFIG_DIR", str(tmp_path))
+    write_preset(Preset("reviewer", {"system": "You review code."}))
 
 
 def test_the_documentation_shows_commands() -> None:
@@ -30,7 +38,7 @@ def test_the_documentation_shows_commands() -> None:
 def test_a_documented_command_parses(line: str) -> None:
     if re.search(r"[A-Z]{3,}|\bREF\b| \| |\.\.\.", line.replace("GGUF", "")):
         pytest.skip("a synopsis, not a command")
-    arguments = shlex.split(line.split(" && ")[0])
+    arguments = shlex.split(re.split(" && | > ", line)[0])
     command: click.Command = program
     context: click.Context | None = None
     while isinstance(command, click.Group) and (arguments or not command.invoke_without_command):

@@ -15,7 +15,7 @@ from edgespec.catalog import MetadataCache, Resolved
 from edgespec.catalog.head_reference import resolve_head
 from edgespec.catalog.heads import HeadOption, head_options, named_head
 from edgespec.catalog.remote_header import resolve_head_metadata
-from edgespec.errors import EdgespecError, OptionError
+from edgespec.errors import EdgespecError, ModelFileError, OptionError
 from edgespec.method_names import HEADS
 
 __all__ = ["FindHead", "FoundHeads", "choose_heads", "describe_choice", "find_heads", "without_heads"]
@@ -74,7 +74,13 @@ def find_heads(
         # Check the metadata first, to avoid downloading the weights of a head for another target.
         with TemporaryDirectory(prefix="edgespec-") as folder:
             header = resolve_head_metadata(drafting.head, Path(folder), progress)
-            named_head(header, target, metadata, convert=False)
+            try:
+                named_head(header, target, metadata, convert=False)
+            except ModelFileError:
+                # Only the tensors of an EAGLE-1 head tell what it is, and PyTorch files have no header that
+                # lists them.
+                if not header.path.is_dir() or any(header.path.glob("*.safetensors")):
+                    raise
         found = resolve_head(drafting.head, progress=progress)
         return FoundHeads((named_head(found, target, metadata),))
     named, automatic = drafting.named_drafters & {*HEADS}, "auto" in drafting.methods

@@ -1,4 +1,4 @@
-"""List the models that can be used: those on this machine, in the catalogue and on Hugging Face."""
+"""List the available models: on this machine, in the catalogue and on Hugging Face."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ __all__ = [
 
 Place = Literal["embedded", "hub", "ollama", "lmstudio", "catalogue", "search"]
 
-# Memory in bytes that measuring the speed of this machine takes at most.
+# Maximum memory in bytes for measuring the speed of this machine.
 _MEASURING_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AvailableModel:
-    """A model that can be used, after downloading it if necessary.
+    """A model that is on this machine or can be downloaded.
 
     Attributes:
         reference: A reference to the model, for `load` and `download_model`.
@@ -64,15 +64,15 @@ class AvailableModel:
             `lmstudio`. `catalogue` and `search` (a result of `search_models`) are not on this machine.
         parameters: Number of parameters. 0 if unknown.
         size_bytes: Size of its files. Approximate if it is not on this machine, and 0 if unknown.
-        draft: A reference to the draft model that goes with it. Empty if there is none.
-        download_bytes: Size of what must be downloaded: the model, the draft model, or both.
-        needed_bytes: Approximate memory that both models need with a context of 8,192 tokens.
+        draft: A reference to the draft model to use with it. Empty if there is none.
+        download_bytes: Total size of the files to download, for the model and the draft model.
+        needed_bytes: Approximate memory for both models with a context of 8,192 tokens.
         fits: Whether `needed_bytes` is within the memory budget. True if the size is unknown.
         speed: The expected speed. None if this machine has not been measured.
         path: Its file or folder. None if it is not on this machine.
-        entry: Its entry in the catalogue, if it has one.
+        entry: Its entry in the catalogue, or None if it has none.
         family: Name of the model family. Empty if unknown.
-        notice: What to know before using it. Empty if there is nothing.
+        notice: A remark for people who want to use it. Usually empty.
     """
 
     reference: str
@@ -96,14 +96,13 @@ class AvailableModel:
 
 
 def list_models(memory: str | int | None = None) -> list[AvailableModel]:
-    """Return the models on this machine, then the other models of the catalogue. Downloads nothing.
+    """Return the models on this machine, then the other models in the catalogue. Downloads nothing.
 
     Args:
         memory: Memory that edgespec may use, such as "8GiB". Defaults to the available memory.
 
     Returns:
-        The models, those on this machine first, each group ordered by size. MLX models are listed only if
-        MLX can run here.
+        The models. Both groups are sorted by size. MLX models are listed only if MLX can run on this machine.
 
     Raises:
         OptionError: `memory` is not a size.
@@ -134,11 +133,11 @@ def search_models(text: str, *, memory: str | int | None = None, limit: int = 20
         limit: Maximum number of results.
 
     Returns:
-        The models, most downloaded first. Sizes are those of Q4_K_M files, estimated from the number of
-        parameters.
+        The models, most downloaded first. Each size is an estimate for a Q4_K_M file, computed from the
+        number of parameters.
 
     Raises:
-        DownloadError: Hugging Face cannot be reached, or refuses the search.
+        DownloadError: Hugging Face cannot be reached or rejects the search.
         OptionError: `memory` is not a size.
     """
     budget_bytes = _budget_bytes(memory)
@@ -147,7 +146,7 @@ def search_models(text: str, *, memory: str | int | None = None, limit: int = 20
 
 
 def download_model(reference: str, progress: Progress | None = None) -> Path:
-    """Download a model into the Hugging Face cache, unless it is on this machine, and return its path.
+    """Download a model into the Hugging Face cache unless it is already on this machine. Return its path.
 
     An interrupted download resumes where it left off.
 
@@ -164,7 +163,7 @@ def download_model(reference: str, progress: Progress | None = None) -> Path:
 
 
 def measure_speed(progress: Progress | None = None) -> None:
-    """Measure the speed of this machine, so that the expected speeds of models are known from now on.
+    """Measure the speed of this machine and save it, so that `list_models` can estimate the models' speeds.
 
     Takes up to 20 seconds.
 
@@ -193,7 +192,7 @@ def _budget_bytes(memory: str | int | None) -> int:
 def installed_models(
     form: FileFormat, installed: InstalledModels, machine: MachineSpeed | None, budget_bytes: int
 ) -> Iterator[AvailableModel]:
-    """Yield the models of one format that are on this machine, except those that are only draft models."""
+    """Yield the models of one format on this machine, except for models that can only be draft models."""
     for model in installed.models:
         is_draft_only = model.place == "embedded" and not (model.entry and model.entry.drafts)
         if model.format == form.name and not is_draft_only:
@@ -208,7 +207,7 @@ def _installed_model(
     budget_bytes: int,
 ) -> AvailableModel:
     options = draft_options(resolve(model.reference, allow_download=False), installed)
-    # Prefer draft models on this machine that the same backend runs.
+    # Prefer draft models that are already on this machine, and among them those of the same format.
     draft = min(options, key=lambda each: (each.path is None, each.format != form.name), default=None)
     weights = draft_weights = None
     try:
@@ -217,7 +216,7 @@ def _installed_model(
             entry = load_catalogue().find(draft.reference)
             draft_weights = _weights(format_of(draft.format), draft.path, entry[0] if entry else None)
     except (EdgespecError, OSError):
-        # Loading the model reports what is wrong with its files.
+        # List the model even if its files are unreadable. Loading it reports the error.
         weights = None
     speed = None
     if machine is not None and weights is not None:
@@ -247,7 +246,7 @@ def _installed_model(
 
 
 def _weights(form: FileFormat, path: Path | None, entry: ModelEntry | None) -> PassWeights | None:
-    """Return the weights of a model's file or, if it is not on this machine, of its catalogue entry."""
+    """Return the weights of a model from its file or, if it is not on this machine, its catalogue entry."""
     if path is not None and form.read_pass_weights is not None:
         return form.read_pass_weights(path)
     return catalogue_weights(entry) if entry else None
@@ -256,7 +255,7 @@ def _weights(form: FileFormat, path: Path | None, entry: ModelEntry | None) -> P
 def catalogue_models(
     form: FileFormat, installed: Collection[str], machine: MachineSpeed | None, budget_bytes: int
 ) -> Iterator[AvailableModel]:
-    """Yield the models of one format in the catalogue whose names are not in `installed`."""
+    """Yield the models of one format in the catalogue, excluding those named in `installed`."""
     for entry in load_catalogue().entries:
         if entry.format == form.name and entry.repository and entry.name not in installed:
             draft = recommended_draft(entry)

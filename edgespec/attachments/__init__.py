@@ -1,4 +1,4 @@
-"""Read files to attach to a message: text, code and the text of PDF files."""
+"""Read files to attach to a message: text, code and PDF files."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["ReadFiles", "attach", "read_files"]
 
 
 def attach(prompt: str, *paths: str | Path) -> str:
-    """Return a prompt that begins with the text of files, each in a code block with the name of the file.
+    """Return a prompt that begins with the text of files. Each file is a code block preceded by its name.
 
     Args:
-        prompt: What the model should do with the files.
+        prompt: The instructions for the model.
         *paths: Files, folders, or patterns such as `src/**/*.py`. `~` is the home folder. In folders,
-            files that Git ignores and files without text are left out. For PDF files, the text is extracted.
+            files that Git ignores and files without text are skipped. The text of PDF files is extracted.
 
     Raises:
-        AttachmentError: A file is missing, cannot be read, is too large, or contains no text.
+        AttachmentError: A file is missing, unreadable or too large, or contains no text.
     """
     return with_files(prompt, [file for path in paths for file in read_files(str(path)).files])

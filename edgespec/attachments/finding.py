@@ -24,14 +24,14 @@ class NoSuchFileError(AttachmentError):
 
 
 def find_files(path: str) -> tuple[Path, ...]:
-    """Return the files that `path` refers to: one file, those in a folder, or those matching a pattern.
+    """Return the files that `path` refers to: a single file, all files in a folder, or a pattern's matches.
 
     In patterns, `*` and `?` match within a file name, and `**` matches any number of folders. A path that
     exists is not a pattern, even if it contains these characters.
 
     Raises:
         NoSuchFileError: There is no such file.
-        AttachmentError: There are too many files, or a folder cannot be read.
+        AttachmentError: There are too many files, or a folder is unreadable.
     """
     found = Path(os.path.expanduser(path))
     try:
@@ -55,7 +55,7 @@ def _matching(path: str, folder: Path, *pattern: str) -> tuple[Path, ...]:
         ) from error
     if pattern[-1] == "**":
         pattern = (*pattern, "*")
-    # Git also lists files that have been deleted since the last commit.
+    # Skip files that have been deleted since the last commit, because Git still lists them.
     found = [
         each
         for each in listing.paths
@@ -74,7 +74,7 @@ def _matching(path: str, folder: Path, *pattern: str) -> tuple[Path, ...]:
 
 
 def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Return whether the parts of a path match the parts of a pattern."""
+    """Return whether a path matches a pattern. Both are given as the parts between slashes."""
     if not pattern or not parts:
         return not pattern and not parts
     if pattern[0] == "**":
@@ -83,7 +83,7 @@ def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
 
 
 def shown_path(path: Path) -> str:
-    """Return a path as shown to the user and the model: relative to the current or the home folder."""
+    """Return the path as shown to users and models: relative to the current or home folder if possible."""
     try:
         absolute, working = PurePath(os.path.abspath(path)), os.getcwd()
     except OSError:
@@ -98,5 +98,5 @@ def shown_path(path: Path) -> str:
 
 
 def _printable(name: str) -> str:
-    # File names can contain line breaks and other control characters.
+    # Replace line breaks and other control characters, which file names can contain.
     return "".join(character if character.isprintable() else "?" for character in name)

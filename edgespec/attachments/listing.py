@@ -1,4 +1,4 @@
-"""List the files in a folder, without those that Git ignores."""
+"""List the files in a folder, excluding those that Git ignores."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from typing import NamedTuple
 
 __all__ = ["Listing", "list_files"]
 
-# Maximum number of files in a listing, and of seconds to create it. 100,000 files take about a second.
+# Maximum number of files in a listing, and maximum time in seconds to create it. Listing 100,000 files takes
+# about a second.
 _MAX_FILES = 100_000
 _MAX_SECONDS = 10.0
-# Folders that are skipped where there is no Git, as are hidden ones. They contain generated files.
+# Folders of generated files. Outside Git repositories, they are skipped, and so are hidden folders.
 _GENERATED = ("__pycache__", "node_modules")
-# Without this, the settings of a repository could make Git start a program, its file system monitor.
+# `core.fsmonitor=false` stops Git from running the file system monitor that a repository's settings name. It
+# could be any program.
 _GIT = ("git", "-c", "core.fsmonitor=false", "--no-optional-locks")
 
 
@@ -37,17 +39,17 @@ def list_files(folder: Path) -> Listing:
     """List all files in a folder and its subfolders. Does not follow links to folders.
 
     Raises:
-        OSError: The folder cannot be read.
+        OSError: The folder is unreadable.
     """
     with os.scandir(folder):
-        pass  # `os.walk` would ignore a folder that cannot be read.
+        pass  # Raise an error if the folder is unreadable. `os.walk` would ignore it.
     paths = _listed_by_git(folder)
     listing = _walk(folder) if paths is None else Listing(paths, len(paths) <= _MAX_FILES)
     return Listing(sorted(listing.paths[:_MAX_FILES]), listing.complete)
 
 
 def _listed_by_git(folder: Path) -> list[str] | None:
-    """Return the files that Git tracks or would add, or None if the folder is not in a repository."""
+    """Return the files that Git tracks or would add. Return None if Git cannot list them."""
     command = (*_GIT, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--deduplicate")
     with suppress(OSError, subprocess.SubprocessError):
         listed = subprocess.run(

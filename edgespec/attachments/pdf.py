@@ -1,4 +1,4 @@
-"""Extract the text of PDF files in a child process, because hostile ones can use up time and memory."""
+"""Extract the text of PDF files in a child process, because hostile files can exhaust time and memory."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from edgespec.files import format_bytes
 
 __all__ = ["pdf_text"]
 
-# Maximum time in seconds for extracting the text. A page of text takes about 20 ms.
+# Maximum time in seconds to extract the text. A page of text takes about 20 ms.
 _MAX_SECONDS = 60.0
-# Maximum memory of the child process. Python and pypdf need about 60 MiB, and a book a few times its size.
+# Maximum memory of the child process in bytes. Python and pypdf use about 60 MiB, and extracting a book uses
+# a few times the size of its file.
 _MEMORY_BYTES = 1 << 30
-# Maximum size of the extracted text as JSON.
+# Maximum size in bytes of the extracted text as JSON.
 _MAX_TEXT_BYTES = 32 << 20
 
 
@@ -25,7 +26,7 @@ def pdf_text(name: str, data: bytes) -> str:
     """Return the text of a PDF file.
 
     Args:
-        name: The name of the file, for messages.
+        name: The name of the file, for error messages.
         data: The contents of the file.
 
     Raises:

@@ -1,7 +1,7 @@
 """Script that extracts the text of one PDF file in a child process.
 
-The script reads the file from stdin, and writes a JSON array with the text and the problem to stdout. One of
-them is empty.
+The script reads the file from stdin. It writes a JSON array to stdout: the text, and an error message. One of
+the two is empty.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import suppress
 
 __all__ = ["main"]
 
-# Maximum CPU time in seconds, and address space of this process.
+# Maximum CPU time of this process in seconds, and maximum size of its address space in bytes.
 _CPU_SECONDS = 30.0
 _MEMORY_BYTES = 1 << 30
 _MAX_PAGES = 2_000
@@ -28,13 +28,13 @@ def main() -> None:
     except MemoryError:
         text, problem = "", "extracting its text needs too much memory"
     except Exception:
-        # pypdf raises almost any exception for damaged files.
+        # pypdf can raise almost any exception for a damaged file.
         text, problem = "", "it is damaged"
     sys.stdout.write(json.dumps([text, problem]))
 
 
 def _extracted(data: bytes) -> tuple[str, str]:
-    """Return the text of a PDF file, or the problem why there is none."""
+    """Return the text of a PDF file and an error message. One of the two is empty."""
     from pypdf import PdfReader
     from pypdf.errors import DependencyError, FileNotDecryptedError
 
@@ -50,7 +50,7 @@ def _extracted(data: bytes) -> tuple[str, str]:
 
 
 def _set_limits() -> None:
-    """End this process after 30 seconds of CPU time, and limit its memory where the system supports that."""
+    """Limit the CPU time of this process to 30 seconds, and its memory if the system supports that."""
     if sys.platform != "win32":
         import resource
 

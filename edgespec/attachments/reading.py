@@ -1,4 +1,4 @@
-"""Read the text of files, and refuse files that contain none."""
+"""Read the text of files. Reject files that contain no text."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from edgespec.files import error_reason, format_bytes, regular_file_bytes
 
 __all__ = ["ReadFiles", "read_files"]
 
-# Maximum size of one file, and of all files of a folder. Both are far more than any context holds.
+# Maximum size in bytes of one file, and of all files in a folder. Both far exceed the context of any model.
 _MAX_BYTES = 16 << 20
 _MAX_PDF_BYTES = 64 << 20
 _MAX_TOTAL_BYTES = 32 << 20
 _IMAGES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"BM", b"II*\0", b"MM\0*")
-# The longest byte order marks first, because that of UTF-32 begins with that of UTF-16.
+# Byte order marks, longest first, because the mark of UTF-32 begins with that of UTF-16.
 _MARKS = (
     (codecs.BOM_UTF32_LE, "utf-32"),
     (codecs.BOM_UTF32_BE, "utf-32"),
@@ -34,7 +34,7 @@ class ReadFiles(NamedTuple):
 
     Attributes:
         files: The files with their texts.
-        skipped: Number of files in a folder that were left out, because they contain no text.
+        skipped: Number of files that were skipped because they contain no text.
     """
 
     files: tuple[AttachedFile, ...]
@@ -42,11 +42,13 @@ class ReadFiles(NamedTuple):
 
 
 def read_files(path: str) -> ReadFiles:
-    """Read a file, all files in a folder, or all that match a pattern such as `src/**/*.py`.
+    """Read a file, all files in a folder, or all files that match a pattern such as `src/**/*.py`.
+
+    In a folder or with a pattern, files that cannot be attached are skipped.
 
     Raises:
-        AttachmentError: There is no such file, or it cannot be read, is too large or contains no text. In a
-            folder, or with a pattern, such files are left out, unless that leaves no file.
+        AttachmentError: The file does not exist, is unreadable or too large, or contains no text, or none of
+            several files can be attached.
     """
     paths = find_files(path)
     if len(paths) == 1:

@@ -58,7 +58,7 @@ def head_at(path: Path) -> Head:
 
 
 def unknown_head(name: str, info: ModelInfo) -> ModelFileError:
-    """Return the error to raise for a head of a kind that no method drafts with."""
+    """Return the error to raise for a kind of head that edgespec cannot run."""
     return ModelFileError(
         f"{name} is a {info.heads[0]} head, which edgespec cannot run", "choose another head"
     )

@@ -32,7 +32,7 @@ def check_finite(head: LanguageModel, path: Path) -> None:
 
 
 def check_finite_logits(logits: NDArray[np.floating], path: Path) -> None:
-    """Raise ModelFileError if the logits of the head at a path are not finite."""
+    """Raise ModelFileError if a head's logits are not finite. `path` is the head's path."""
     # Allow -inf, which is the logit of tokens outside the head's draft vocabulary.
     if np.isnan(logits).any() or not np.isfinite(logits).any():
         raise ModelFileError(
@@ -42,7 +42,7 @@ def check_finite_logits(logits: NDArray[np.floating], path: Path) -> None:
 
 
 def load_most_accurate(target: HiddenStateSource, choices: Iterable[H], folder: Path) -> H:
-    """Return the head that predicts the target's most likely tokens most often, or the first of equal heads.
+    """Return the head that most often predicts the target's most likely token. On a tie, return the first.
 
     The configuration of a head does not say unambiguously which hidden states it reads. The wrong states
     raise no error, but lower the acceptance rate. We therefore load a head for each possibility, and compare

@@ -1,4 +1,4 @@
-"""Base classes for heads that edgespec runs itself, from the target's last hidden states."""
+"""Base classes for heads that edgespec runs itself and that read the target's last hidden states."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["CachedStateHeadView", "StateHeadView"]
 
 
 class StateHeadView(SelfDraftView[BaseModel]):
-    """A head whose input for each token is the target's hidden state before the token.
+    """A head whose input for each token includes the target's hidden state at the preceding position.
 
     Args:
         target: The target.
@@ -51,7 +51,7 @@ class StateHeadView(SelfDraftView[BaseModel]):
         return self.log.end
 
     def _states_before(self, count: int) -> Array:
-        """Return the hidden state before each of the next `count` tokens."""
+        """Return the preceding hidden state of each of the next `count` tokens."""
         return self.log.rows(self.length - 1, self.length - 1 + count)
 
     def interrupt(self, enabled: bool) -> None:
@@ -68,9 +68,10 @@ class StateHeadView(SelfDraftView[BaseModel]):
 
 
 class CachedStateHeadView(StateHeadView):
-    """A head with an attention layer, whose KV cache is computed from the target's hidden states.
+    """A head with an attention layer. It computes the layer's KV cache from the target's hidden states.
 
-    Subclasses set `_attention`, and `_length` to 0. The KV cache can contain more tokens, those of a draft.
+    Subclasses set `_attention`, and set `_length` to 0. In addition to the `_length` committed tokens, the KV
+    cache can contain the tokens of a draft.
     """
 
     _attention: CachedAttention
@@ -85,7 +86,7 @@ class CachedStateHeadView(StateHeadView):
         self._attention.truncate(self._length)
 
     def start_at(self, position: int) -> None:
-        """Empty the KV cache, and let it begin at `position`. Tokens before `position` are never run."""
+        """Empty the KV cache. Its first token will be at `position`; tokens before that are never run."""
         self._check()
         self._attention.restart(position)
         self._length = position
@@ -97,7 +98,7 @@ class CachedStateHeadView(StateHeadView):
         self._end_round()
 
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
-        """Copy the KV cache at positions [start, end). If it begins later, start there."""
+        """Copy the KV cache at positions [start, end). If the cache starts after `start`, copy from there."""
         self._check()
         self._end_round()
         end = self._length if end is None else min(end, self._length)

@@ -20,24 +20,24 @@ __all__ = ["Event", "Picture", "check_picture_path", "save_picture"]
 
 _GAP_CELLS = 3
 _CAST_COLUMNS = 100
-# Seconds that a recording shows the finished race.
+# Seconds for which a recording shows the finished race.
 _END_SECONDS = 3.0
-# How often a recording updates the speeds, in seconds.
+# Seconds between two updates of the displayed speeds.
 _SPEED_SECONDS = 0.25
 _ACCEPTED, _OWN, _FAINT, _BOLD = "32", "33", "2", "1"
 _LEGEND = ((_ACCEPTED, "accepted guesses"), (_OWN, "written by the model itself"))
 _CONTROLS = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
-# Size of a character in the SVG picture, in pixels.
+# Width of a character, height of a line, and margin of the SVG picture, in pixels.
 _CELL_WIDTH, _LINE_HEIGHT, _MARGIN = 8.4, 19, 20
 
 
 class Event(NamedTuple):
-    """Text that appears at one place on the screen.
+    """A text that appears at one position on the screen.
 
     Attributes:
-        seconds: When it appears.
-        row: Row, from 0.
-        column: Column, from 0.
+        seconds: Time at which it appears, in seconds since the start.
+        row: Row, counted from 0.
+        column: Column, counted from 0.
         style: Number of the terminal colour or style.
     """
 
@@ -57,19 +57,19 @@ class _Line:
 class Picture:
     """A race on a grid of character cells: the prompt, two columns of text, and the result.
 
-    The lines are broken as in the finished text, so that no text moves while it appears.
+    Lines are broken as in the finished text, so that words do not move while the text appears.
 
     Args:
         race: The race.
         prompt: The prompt, shown above the replies.
         columns: Width in cells.
-        max_rows: Maximum number of rows of the replies. The rest is not shown.
+        max_rows: Maximum number of rows for the replies. Further rows are not shown.
 
     Attributes:
         rows: Number of rows.
         columns: Width in cells.
         seconds: Duration of the slower reply.
-        events: All texts, in the order in which they appear. Later ones replace earlier ones.
+        events: All texts, in the order in which they appear. A text replaces earlier ones at its position.
     """
 
     def __init__(self, race: Race, prompt: str, columns: int, max_rows: int | None = None) -> None:
@@ -98,7 +98,7 @@ class Picture:
         self.events = sorted(events, key=lambda event: event.seconds)
 
     def _pieces(self, lane: Lane, left: int) -> Iterator[Event]:
-        """Yield the text of a reply, with rows counted from the first line of the reply."""
+        """Yield the text of a reply. Rows are counted from its first line."""
         text = _cleaned(lane.text)
         lines = list(_broken(text, self._width))
         place = number = 0
@@ -116,7 +116,7 @@ class Picture:
                 place = until
 
     def _speeds(self, lane: Lane, left: int) -> Iterator[Event]:
-        """Yield the line below the heading, which shows the tokens and the speed so far."""
+        """Yield the updates of the line below the heading, which shows the tokens and the speed so far."""
         seconds = 0.0
         while True:
             seconds = min(seconds + _SPEED_SECONDS, lane.seconds)
@@ -141,9 +141,9 @@ class Picture:
         return "\n".join(lines) + "\n"
 
     def svg(self) -> str:
-        """Return the race as an SVG picture, which plays once in a browser.
+        """Return the race as an animated SVG picture, which browsers play once.
 
-        Programs that cannot play it show the finished race.
+        Programs without support for the animation show the finished race.
         """
         width = self.columns * _CELL_WIDTH + 2 * _MARGIN
         height = self.rows * _LINE_HEIGHT + 2 * _MARGIN
@@ -163,7 +163,7 @@ class Picture:
             hidden = _set("hidden", 0.0, event.seconds) if event.seconds else ""
             base = ""
             if until is not None:
-                # Show replaced text only while it is valid, and not at all without animation.
+                # Show a text that is replaced later only until then, and hide it if there is no animation.
                 base, hidden = ' visibility="hidden"', _set("visible", event.seconds, last - event.seconds)
             parts.append(
                 f'<text x="{x:.1f}" y="{y:.1f}" textLength="{length:.1f}" lengthAdjust="spacingAndGlyphs"'
@@ -182,12 +182,12 @@ _SVG_STYLES = {
 
 
 def styled(event: Event) -> str:
-    """Return the text of an event with its terminal colour."""
+    """Return the text of an event, including the escape codes for its colour in a terminal."""
     return f"\x1b[{event.style}m{event.text}\x1b[0m" if event.style else event.text
 
 
 def check_picture_path(path: Path) -> None:
-    """Raise OptionError if a race cannot be saved under this name."""
+    """Raise OptionError if a race cannot be saved to this path."""
     if path.suffix.lower() not in (".svg", ".cast"):
         raise OptionError(
             f"{str(path)!r} is not a name for a picture of a race", "use a name that ends in .svg or .cast"
@@ -199,7 +199,7 @@ def check_picture_path(path: Path) -> None:
 
 
 def save_picture(race: Race, prompt: str, path: Path) -> None:
-    """Save the race as an SVG picture or an asciinema recording, depending on the file's name.
+    """Save the race as an SVG picture or an asciinema recording, depending on the file extension.
 
     Raises:
         OptionError: The name does not end in `.svg` or `.cast`, or the file cannot be written.
@@ -222,7 +222,7 @@ def _set(value: str, begin: float, seconds: float) -> str:
 
 
 def _with_ends(events: Sequence[Event]) -> Iterator[tuple[Event, float | None]]:
-    """Yield each event and when a later one at the same place replaces it, or None."""
+    """Yield each event with the time at which a later event replaces it, or None if none does."""
     following: dict[tuple[int, int], float] = {}
     found: list[tuple[Event, float | None]] = []
     for event in reversed(events):
@@ -233,7 +233,7 @@ def _with_ends(events: Sequence[Event]) -> Iterator[tuple[Event, float | None]]:
 
 
 def _cleaned(text: str) -> str:
-    """Replace tabs, and remove control characters, which could control the terminal."""
+    """Replace tabs by spaces, and remove control characters, which could change the terminal's state."""
     return _CONTROLS.sub("", text.replace("\t", "    "))
 
 
@@ -244,7 +244,7 @@ def _wrapped(text: str, width: int) -> list[str]:
 def _broken(text: str, width: int) -> Iterator[_Line]:
     """Break a text into lines of at most `width` cells, between words if possible.
 
-    The line break or space between two lines belongs to neither.
+    The line break or space between two lines is part of neither.
     """
     start = cells = 0
     space = -1

@@ -1,4 +1,4 @@
-"""Search Hugging Face for models. Reads only descriptions, and downloads no model files."""
+"""Search Hugging Face for models. Reads only their descriptions, not their files."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from edgespec.errors import DownloadError
 
 __all__ = ["search_hub"]
 
-# Quantisation that is downloaded from a repository by default, and its average number of bits per weight.
+# The quantisation that edgespec downloads by default, and its average number of bits per weight.
 _QUANTISATION, _BITS = "Q4_K_M", 4.85
-# How long to wait for the hub's answer in seconds, because the user waits for it.
+# Maximum time in seconds to wait for an answer from the hub. Short, because the user is waiting.
 _TIMEOUT_SECONDS = 10.0
 
 
 def search_hub(text: str, limit: int = 20) -> list[ModelEntry]:
-    """Return entries like those of the catalogue for the GGUF models on Hugging Face that match a text.
+    """Return catalogue entries for the GGUF models on Hugging Face that match a text.
 
     Args:
         text: Words that the repository's name contains, such as `qwen coder`.
         limit: Maximum number of results.
 
     Returns:
-        The entries, most downloaded first. Their sizes are estimated from the number of parameters, and are 0
-        if the hub does not know it.
+        The entries, most downloaded first. Sizes are estimated from the number of parameters. A size is 0 if
+        the hub does not know that number.
 
     Raises:
-        DownloadError: The hub cannot be reached, or refuses the search.
+        DownloadError: The hub cannot be reached or rejects the search.
     """
     import httpx2
     from huggingface_hub import constants, get_session
@@ -41,7 +41,7 @@ def search_hub(text: str, limit: int = 20) -> list[ModelEntry]:
         "expand": ["gguf", "gated"],
     }
     try:
-        # `HfApi.list_models` would retry for half a minute if the hub cannot be reached.
+        # `HfApi.list_models` is not used, because it would retry for half a minute if the hub is unreachable.
         response = get_session().get(
             f"{constants.ENDPOINT}/api/models", params=params, timeout=_TIMEOUT_SECONDS
         )
@@ -67,7 +67,7 @@ def _failed(reason: str, next_step: str) -> DownloadError:
 
 
 def _entry(repository: str, facts: dict[str, Any], is_gated: bool) -> ModelEntry:
-    """Return the entry of a repository. `facts` is what the hub has read from one of its GGUF files."""
+    """Return the entry of a repository. `facts` are the data that the hub read from one of its GGUF files."""
     if known := load_catalogue().of_repository(repository):
         return known
     parameters = int(facts.get("total") or 0)

@@ -35,6 +35,8 @@ _CHUNK_BYTES = 1 << 16
 # A safetensors file begins with the length of its header, stored in this many bytes.
 _LENGTH_BYTES = 8
 _WITH_METADATA = (".gguf", ".safetensors", "config.json", ".index.json")
+# Endings of PyTorch files, which list their tensors at the end.
+_WITHOUT_HEADER = (".bin", ".pt")
 
 
 def resolve_metadata(reference: str, folder: Path, progress: Progress | None = None) -> Resolved:
@@ -77,7 +79,7 @@ def _fetch_metadata(
     with translate_errors(repository):
         commit, listed = list_repository(repository)
         chosen = content.choose(repository, listed, quantisation)
-        files = [one for one in chosen if one.name.endswith(_WITH_METADATA)]
+        files = [one for one in chosen if one.name.endswith((*_WITH_METADATA, *_WITHOUT_HEADER))]
         target = folder / repository.replace("/", "--")
         for done, file in enumerate(files):
             if progress and not progress(f"reading metadata of {repository}", done / len(files)):
@@ -89,10 +91,16 @@ def _fetch_metadata(
 def _write_header(repository: str, commit: str, file: HubFile, path: Path) -> None:
     """Download the header of a file and write it to a sparse file of the original size.
 
-    Files without a header, such as config.json, are downloaded completely.
+    Files without a header, such as config.json, are downloaded completely. Of PyTorch files, only the name
+    and the size are kept.
     """
     from huggingface_hub import hf_hub_url
 
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if file.name.endswith(_WITHOUT_HEADER):
+        with path.open("wb") as stream:
+            stream.truncate(file.size_bytes)
+        return
     url = hf_hub_url(repository, file.name, revision=commit or None)
     data = b""
     parse_at = _FIRST_PARSE_BYTES
@@ -110,7 +118,6 @@ def _write_header(repository: str, commit: str, file: HubFile, path: Path) -> No
     else:
         if not _is_header_complete(file, data):
             raise DownloadError(f"the download of the header of {file.name} was incomplete", "try again")
-    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as stream:
         stream.write(data)
         stream.truncate(max(file.size_bytes, len(data)))

@@ -17,7 +17,7 @@ class AttachedFile:
     """A file attached to a message.
 
     Attributes:
-        name: The path, relative to the folder in which edgespec was started if the file is below it.
+        name: The path of the file, relative to the working folder if the file is inside it.
         text: The text of the file.
         token_count: Number of tokens of the file in the prompt. 0 if it is unknown.
     """
@@ -33,7 +33,8 @@ class AttachedFile:
     @property
     def block(self) -> str:
         """The file as Markdown: its name, and its text in a code block."""
-        # The fence must be longer than any in the text. Some programs also start lines at other characters.
+        # The fence must be longer than any run of backticks in the text, because programs differ in what they
+        # consider the start of a line.
         longest = max(map(len, re.findall("`+", self.text)), default=0)
         fence = "`" * max(3, longest + 1)
         line_break = "" if self.text.endswith("\n") or not self.text else "\n"

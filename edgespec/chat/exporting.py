@@ -25,18 +25,18 @@ _STYLE = (
 
 
 def messages_as_markdown(messages: tuple[Message, ...]) -> str:
-    """Return messages as Markdown, each below the name of its author."""
+    """Return messages as Markdown. Each one is preceded by the name of its author."""
     return "\n\n".join(f"**{_NAMES[message.role]}:**\n\n{message.content.strip()}" for message in messages)
 
 
 def as_markdown(chat: SavedChat) -> str:
-    """Return the open conversation of a chat as Markdown."""
+    """Return the messages on a chat's open path as Markdown."""
     return f"# {_title(chat)}\n\n{messages_as_markdown(_all_messages(chat))}\n"
 
 
 def as_html(chat: SavedChat) -> str:
-    """Return the open conversation of a chat as an HTML page that needs no other files."""
-    # Without `html`, tags in a reply are shown as text, so that a page cannot run what a model wrote.
+    """Return the messages on a chat's open path as a self-contained HTML page."""
+    # With `html` off, tags in a reply are shown as text, so that the page cannot run scripts from a model.
     markdown = MarkdownIt("gfm-like", {"html": False, "linkify": False})
     sections = "".join(
         f'<section><h2>{_NAMES[message.role]}</h2><div class="{message.role}">'
@@ -54,12 +54,12 @@ def as_html(chat: SavedChat) -> str:
 
 
 def as_json(chat: SavedChat) -> str:
-    """Return a chat with all versions of its messages as JSON, which edgespec can import."""
+    """Return a chat, including all versions of its messages, as JSON that edgespec can import."""
     return json.dumps(chat.to_json(), ensure_ascii=False, indent=1) + "\n"
 
 
 FORMATS: dict[str, Callable[[SavedChat], str]] = {".md": as_markdown, ".json": as_json, ".html": as_html}
-"""The function that exports a chat, for each suffix of a file name."""
+"""Functions that export a chat, by file extension."""
 
 
 def _title(chat: SavedChat) -> str:

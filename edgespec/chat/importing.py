@@ -1,4 +1,4 @@
-"""Import chats from files that ChatGPT, Claude, Open WebUI and edgespec export."""
+"""Import chats from files exported by ChatGPT, Claude, Open WebUI and edgespec."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from edgespec.files import error_reason, regular_file_bytes
 
 __all__ = ["Import", "read_export"]
 
-# Files above this size are rejected without being read.
+# Maximum size of a file in bytes. Larger files are rejected without being read.
 _MAX_FILE_BYTES = 1 << 30
-# The file with the chats in the ZIP files of ChatGPT and Claude.
+# Name of the file that contains the chats in the ZIP files from ChatGPT and Claude.
 _CHATS_IN_ZIP = "conversations.json"
 _ROLES: dict[str, Role] = {"user": "user", "human": "user", "assistant": "assistant", "system": "system"}
 
@@ -32,7 +32,7 @@ class Import:
 
     Attributes:
         chats: The chats, with empty IDs.
-        left_out: What could not be imported, such as `images`, with the number of its occurrences.
+        left_out: The number of items that could not be imported, by kind, such as `attached files`.
     """
 
     chats: list[SavedChat] = field(default_factory=list)
@@ -41,17 +41,17 @@ class Import:
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """A message of another program. `message` is None if it is left out, but not the messages after it."""
+    """A message from another program. `message` is None if only the messages after it can be imported."""
 
     parent: object
     message: Message | None
 
 
 def read_export(path: Path) -> Import:
-    """Read the chats in an exported file, a JSON file or a ZIP file with `conversations.json`.
+    """Read the chats in an exported file: a JSON file, or a ZIP file that contains `conversations.json`.
 
     Raises:
-        ChatFileError: The file cannot be read, or contains no chats in a known format.
+        ChatFileError: The file is unreadable, or contains no chats in a known format.
     """
     try:
         value = json.loads(_content(path).decode("utf-8-sig"))
@@ -99,7 +99,7 @@ def _content(path: Path) -> bytes:
 
 
 def _chat(item: Any, left_out: Counter[str]) -> SavedChat:
-    """Convert a chat in any known format. Raises ValueError or ChatFileError if it is in none."""
+    """Convert a chat in any known format. Raises ValueError or ChatFileError if the format is unknown."""
     if not isinstance(item, dict):
         raise ValueError("a chat must be an object")
     if "version" in item and "created" in item:
@@ -127,13 +127,13 @@ def _chat(item: Any, left_out: Counter[str]) -> SavedChat:
 
 
 def _tree(nodes: Mapping[object, _Node], tip: object) -> MessageTree[Message]:
-    """Arrange messages as a tree. The path to `tip` is open, or else the path to the last message."""
+    """Arrange messages as a tree. Open the path to `tip` or, if `tip` is unknown, to the last message."""
     tree: MessageTree[Message] = MessageTree()
     messages: list[Message] = []
     parents: list[int | None] = []
     places: dict[object, int | None] = {}
     for key in nodes:
-        # Place the messages before this one first. Stop at a message that is its own ancestor.
+        # Add the ancestors of this message first. Stop at a message that is its own ancestor.
         waiting: dict[object, None] = {}
         while key in nodes and key not in places and key not in waiting:
             waiting[key] = None
@@ -160,7 +160,7 @@ def _listed(
     convert: Callable[[dict[str, Any], Counter[str]], Message | None],
     left_out: Counter[str],
 ) -> dict[object, _Node]:
-    """Convert a list of messages. A message without a parent key follows the one before it."""
+    """Convert a list of messages. A message without a parent key follows the preceding message."""
     nodes: dict[object, _Node] = {}
     previous: object = None
     for number, item in enumerate(_objects(items)):
@@ -220,7 +220,7 @@ def _open_webui_message(message: dict[str, Any], left_out: Counter[str]) -> Mess
 
 
 def _joined(parts: Sequence[Any], left_out: Counter[str]) -> str:
-    """Join the texts among the parts of a message. Count the others, which are images, audio or video."""
+    """Join the text parts of a message. Count the other parts, which are images, audio or video."""
     left_out["images, audio and video"] += sum(isinstance(part, dict) for part in parts)
     return "\n\n".join(part for part in parts if isinstance(part, str) and part.strip())
 

@@ -32,7 +32,7 @@ class Message:
         tool_calls: The tools that a reply of the model calls.
         tool_call_id: For a message with the role `tool`, the id of the call.
         name: For a message with the role `tool`, the name of the tool.
-        files: The files attached to a user's message. The model reads them before `content`.
+        files: The files attached to a user message. In the prompt, they precede `content`.
     """
 
     role: Role
@@ -84,8 +84,8 @@ def as_messages(items: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
 
     Args:
         items: `Message` objects, or dictionaries with the keys `role`, `content` and optionally `reasoning`
-            (or `reasoning_content`), `tool_calls`, `tool_call_id`, `name` and `files`. The result of a tool
-            call gets its name from the call, if it has none.
+            (or `reasoning_content`), `tool_calls`, `tool_call_id`, `name` and `files`. If the result of a
+            tool call has no name, it gets the name of the call.
 
     Raises:
         OptionError: A role is unknown, a value has the wrong type, or the last message is not from the user

@@ -14,18 +14,19 @@ S = TypeVar("S")
 
 @dataclass(frozen=True, slots=True)
 class MessageTree(Generic[T]):
-    """The messages of a chat, and the path through them that is open.
+    """The messages of a chat as a tree, and the open path: the conversation that is currently shown.
 
-    Each message follows another one, its parent. Messages with the same parent are versions of each other,
-    such as the replies to one question. A message is identified by its place, which is its index in
-    `messages` and never changes: methods return a new tree, to which they only add messages. Deleted
-    messages stay in the tree until `pruned`, so that they can be restored.
+    Each message follows its parent. Messages with the same parent are versions of each other, such as several
+    replies to one question. A message is identified by its index in `messages`, which the code calls its
+    place. Trees are immutable: methods return a new tree, in which existing messages keep their indexes. Only
+    `pruned` changes them. Until then, deleted messages stay in the tree, so that they can be restored.
 
     Attributes:
         messages: All messages, in the order in which they were added.
-        parents: For each message, the place of its parent, which is always lower. None for a first message.
-        tip: The place of the last message on the open path. None if the path is empty.
-        deleted: The places of deleted messages, last deleted last. The messages after them count as deleted.
+        parents: The index of each message's parent, which is lower than its own. None for a first message.
+        tip: Index of the last message on the open path. None if the path is empty.
+        deleted: Indexes of the deleted messages, in the order of deletion. All messages that follow a deleted
+            one count as deleted, too.
     """
 
     messages: tuple[T, ...] = ()
@@ -35,14 +36,14 @@ class MessageTree(Generic[T]):
 
     @classmethod
     def linear(cls, messages: Iterable[T]) -> MessageTree[T]:
-        """Return a tree without other versions, in which each message follows the one before."""
+        """Return a tree in which each message has one version and follows the preceding message."""
         items = tuple(messages)
         places = (None, *range(len(items)))
         return cls(items, places[:-1], places[-1])
 
     @property
     def path(self) -> tuple[int, ...]:
-        """The places on the open path, from the first message to `tip`."""
+        """The indexes of the messages on the open path, from the first message to `tip`."""
         places, place = [], self.tip
         while place is not None:
             places.append(place)
@@ -55,7 +56,7 @@ class MessageTree(Generic[T]):
         return tuple(self.messages[place] for place in self.path)
 
     def versions(self, place: int) -> tuple[int, ...]:
-        """Return the places of all versions of a message, oldest first, without deleted ones."""
+        """Return the indexes of all versions of a message, oldest first, excluding deleted versions."""
         return self._children(self.parents[place])
 
     def _children(self, parent: int | None) -> tuple[int, ...]:
@@ -64,7 +65,7 @@ class MessageTree(Generic[T]):
         return tuple(p for p in places if self.parents[p] == parent and p not in self.deleted)
 
     def is_last(self, place: int) -> bool:
-        """Return whether no message follows a message."""
+        """Return whether no message follows the message at `place`."""
         return not self._children(place)
 
     def add(self, message: T, parent: int | None) -> MessageTree[T]:
@@ -73,24 +74,24 @@ class MessageTree(Generic[T]):
         return replace(self, messages=(*self.messages, message), parents=(*self.parents, parent), tip=place)
 
     def ending_at(self, tip: int | None) -> MessageTree[T]:
-        """End the open path at a message. None empties the path."""
+        """Let the open path end at the message `tip`, or make it empty if `tip` is None."""
         return replace(self, tip=tip)
 
     def opened(self, place: int) -> MessageTree[T]:
-        """Open the path through a message, and from there through the newest versions to the end."""
+        """Open the path that leads to a message and continues with the newest version of each later one."""
         while children := self._children(place):
             place = children[-1]
         return replace(self, tip=place)
 
     def with_message(self, place: int, message: T) -> MessageTree[T]:
-        """Replace the message at a place."""
+        """Replace the message at `place`."""
         return replace(self, messages=(*self.messages[:place], message, *self.messages[place + 1 :]))
 
     def without(self, place: int) -> MessageTree[T]:
         """Delete a message and all messages after it.
 
-        If the message was on the open path, the path goes on with the nearest other version, or else ends
-        before it.
+        If the message was on the open path, the path continues with the nearest other version of the message.
+        If there is none, the path ends before the message.
         """
         tree = replace(self, deleted=(*self.deleted, place))
         if place not in self.path:
@@ -101,11 +102,11 @@ class MessageTree(Generic[T]):
         return tree.opened(min(others, key=lambda other: (abs(other - place), other)))
 
     def restored(self) -> MessageTree[T]:
-        """Restore the message that was deleted last and the messages after it, and open them."""
+        """Restore the most recently deleted message and the messages after it, and open them."""
         return replace(self, deleted=self.deleted[:-1]).opened(self.deleted[-1])
 
     def pruned(self) -> MessageTree[T]:
-        """Return a tree without the deleted messages. Their places are used by other messages."""
+        """Return a tree without the deleted messages. The remaining messages get new indexes."""
         places: dict[int | None, int | None] = {None: None}
         for place, parent in enumerate(self.parents):
             if parent in places and place not in self.deleted:
@@ -118,5 +119,5 @@ class MessageTree(Generic[T]):
         )
 
     def map(self, function: Callable[[T], S]) -> MessageTree[S]:
-        """Return a tree of the same shape with a function applied to each message."""
+        """Return a tree of the same shape, with `function` applied to each message."""
         return MessageTree(tuple(map(function, self.messages)), self.parents, self.tip, self.deleted)

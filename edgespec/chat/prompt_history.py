@@ -1,4 +1,4 @@
-"""The file of prompts that the user has typed in the chat, which later chats offer again."""
+"""The file with the prompts that the user has sent in the chat. Later chats can recall them."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ __all__ = ["PromptHistory", "delete_prompt_history"]
 
 _FILE_NAME = "prompt-history.jsonl"
 _MAX_PROMPTS = 500
-# Longer prompts are not saved. They are mostly pasted texts.
+# Maximum length of a saved prompt in characters. Longer prompts are mostly pasted texts.
 _MAX_CHARACTERS = 10_000
-# The file is shortened when it is read, and exceeds this size.
+# Maximum size of the file in bytes. If it is larger when it is read, the oldest prompts are removed.
 _MAX_BYTES = 1 << 20
 _MAX_READ_BYTES = 64 << 20
 
 
 class PromptHistory:
-    """A private file with one prompt per line, as JSON. Errors are ignored, as the chat works without it.
+    """A private file with one prompt per line, as JSON. The chat works without it, so errors are ignored.
 
     Args:
-        folder: The folder of the file, which is the user's data folder except in tests.
+        folder: The folder that contains the file. Outside of tests, the user's data folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -61,7 +61,7 @@ class PromptHistory:
             self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             if self._path.exists():
                 regular_file_bytes(self._path)  # Opening a pipe would wait for a program that reads it.
-            # A single write, so that the lines of two programs are not mixed.
+            # Append the line with a single write, so that it is not mixed with lines of other programs.
             handle = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
             try:
                 os.write(handle, _line(prompt))
@@ -74,5 +74,5 @@ def _line(prompt: str) -> bytes:
 
 
 def delete_prompt_history() -> int:
-    """Delete the file. Return the number of bytes freed. Raises OSError."""
+    """Delete the file, and return the number of bytes freed. Raises OSError if the file cannot be deleted."""
     return delete_files([data_folder() / _FILE_NAME])

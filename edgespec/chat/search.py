@@ -15,7 +15,7 @@ class FoundChat(NamedTuple):
 
     Attributes:
         chat: The chat.
-        line: The line of a message that matches best. Empty if the words are in the title.
+        line: The best matching line of the messages. Empty if the title contains all words.
     """
 
     chat: StoredChat
@@ -37,7 +37,7 @@ def search(chats: Sequence[StoredChat], query: str) -> list[FoundChat]:
 
 
 def _best_line(text: str, words: Sequence[str]) -> str:
-    """Return the first line with the most words, from shortly before the first of them."""
+    """Return the line that contains the most of `words`, cut off shortly before the first of these words."""
     lines = text.splitlines()
     best = max(lines, key=lambda line: sum(word in line.casefold() for word in words))
     folded = best.casefold()

@@ -34,7 +34,7 @@ __all__ = ["ChatStore", "SavedChat", "Setting", "StoredChat", "chat_from_json", 
 Setting = str | int | float | bool | list[str]
 """Type of the value of one setting in a chat file."""
 
-# In version 1, each message followed the one before it. Such files can still be read.
+# The version of the file format. Files of version 1, which had no versions of messages, can still be read.
 VERSION = 2
 # Maximum length, in characters, of a title taken from the first message.
 _MAX_TITLE = 60
@@ -67,15 +67,15 @@ class SavedChat:
 
     Attributes:
         id: Identifier of the chat, which is also its file name.
-        tree: All messages, including earlier versions of edited messages and of replies.
+        tree: All messages, including earlier versions of edited messages and earlier replies.
         created: Time of creation, in UTC.
         updated: Time of the last change, in UTC.
         title: The title. If empty, it is taken from the first message.
         target: Name of the model.
         system: The system prompt.
         sampling: Settings that differ from their defaults.
-        unfinished: Whether the last message has no reply, or only part of one, because the program ended
-            first.
+        unfinished: Whether the last message has no reply or an incomplete one, because the program ended
+            early.
         pinned: Whether the chat stays at the top of the list of chats.
     """
 
@@ -92,7 +92,7 @@ class SavedChat:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The open conversation: one version of each message."""
+        """The messages on the open path: one version of each."""
         return self.tree.open_messages
 
     def to_json(self) -> dict[str, object]:
@@ -120,14 +120,14 @@ class StoredChat:
     Attributes:
         id: Identifier of the chat.
         path: The file.
-        title: The title, or the file name if the file cannot be read.
+        title: The title, or the file name if the file is unreadable.
         updated: Time of the last change.
         message_count: Number of messages.
         unfinished: Whether the last message has no complete reply. See `SavedChat`.
-        problem: Why the file cannot be read. Empty if it can.
+        problem: Why the file is unreadable. Empty if it is readable.
         pinned: Whether the chat stays at the top of the list.
         text: The text of all messages, for searching.
-        folded_text: `text` in a form for comparisons that ignore case.
+        folded_text: `text` with case folded, for searches that ignore case.
     """
 
     id: str
@@ -147,7 +147,7 @@ class ChatStore:
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder if folder is not None else data_folder() / "chats"
-        # The entries of unchanged files, with the time of the last change and the size when they were read.
+        # The entries read so far. Each has the file's modification time and size, to notice changes.
         self._entries: dict[Path, tuple[tuple[int, int], StoredChat]] = {}
 
     def new_id(self) -> str:
@@ -234,13 +234,13 @@ class ChatStore:
             ) from error
 
     def hide(self, chat_id: str) -> None:
-        """Remove a chat from the list, so that `restore` or `delete` can follow. Raises ChatFileError."""
+        """Remove a chat from the list until it is restored or deleted. Raises ChatFileError on failure."""
         self._move(self._path(chat_id), self._hidden_path(chat_id))
         with suppress(OSError):
             os.utime(self._hidden_path(chat_id))
 
     def restore(self, chat_id: str) -> str:
-        """Return a hidden chat to the list.
+        """Put a hidden chat back into the list.
 
         Returns:
             The ID of the chat. It is a new one if another program still had the chat open and has saved it
@@ -270,7 +270,7 @@ class ChatStore:
             ) from error
 
     def hidden_before(self, time: float) -> Sequence[str]:
-        """Return the IDs of chats that were hidden before `time`, in seconds since 1970."""
+        """Return the IDs of chats that were hidden before `time`, given in seconds since 1970."""
         hidden = []
         for path in self.folder.glob(".*.deleted"):
             with suppress(OSError):
@@ -297,7 +297,7 @@ class ChatStore:
         return sorted(entries, key=lambda chat: (chat.updated, chat.id), reverse=True)
 
     def _read_entry(self, path: Path) -> tuple[tuple[int, int], StoredChat]:
-        """Return the entry of a file, which is read only if it has changed."""
+        """Return the entry of a file, and the file's modification time and size. Read only changed files."""
         state = (0, 0)
         with suppress(OSError):
             state = (path.stat().st_mtime_ns, path.stat().st_size)
@@ -327,7 +327,7 @@ def _message_json(message: Message) -> dict[str, object]:
 
 
 def _tree_json(tree: MessageTree[Message]) -> list[dict[str, object]]:
-    """Return all messages. `parent` is the place of the message before, and omitted if that is adjacent."""
+    """Return all messages. `parent` is the index of a message's parent, omitted if it is the previous one."""
     previous: int | None = None
     items = []
     for place, (message, parent) in enumerate(zip(tree.messages, tree.parents, strict=True)):
@@ -398,7 +398,11 @@ def _checked(path: Path, chat_id: str, json_value: object) -> SavedChat:
 
 
 def chat_from_json(data: Mapping[str, object]) -> SavedChat:
-    """Return a chat from a JSON object that `SavedChat.to_json` made, without its ID. Raises ValueError."""
+    """Return the chat, without an ID, from a JSON object created by `SavedChat.to_json`.
+
+    Raises:
+        ValueError: The object is invalid.
+    """
     version = _typed(data.get("version"), int, "`version`")
     if not 1 <= version <= VERSION:
         raise ValueError(f"the chat has format version {version}")
@@ -430,7 +434,7 @@ def _from_json(data: Mapping[str, object], version: int) -> SavedChat:
 
 
 def _parent(place: int, item: Mapping[str, object]) -> int | None:
-    """Return the place of the message before a message, which must be earlier in the file."""
+    """Return the index of a message's parent. Raises ValueError unless the parent precedes the message."""
     previous = place - 1 if place else None
     return _place(f"`parent` of message {place + 1}", item.get("parent", previous), place)
 

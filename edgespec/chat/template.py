@@ -112,7 +112,10 @@ class ChatTemplate:
         return self._render(self._tool_support.rewrite(messages, settings.tools), progress, settings)
 
     def has_thinking_switch(self) -> bool:
-        """Return whether users can choose if the model reasons. Raises the errors of `render`."""
+        """Return whether the template has an option that turns reasoning on or off.
+
+        Raises the same exceptions as `render`.
+        """
         question = [Message("user", "Hello")]
         on, off = (self.render(question, None, TemplateSettings(thinking=each)) for each in ("on", "off"))
         return on != off

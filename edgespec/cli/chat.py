@@ -58,7 +58,7 @@ _REPLY_NAMES = tuple(name for name in REPLY_NAMES if name not in _UNUSED)
 @click.option(
     "--no-mouse", is_flag=True, help="Do not react to the mouse, so that the terminal selects text."
 )
-@click.option("--tools", is_flag=True, help="Start the MCP servers, whose tools the model can then call.")
+@click.option("--tools", is_flag=True, help="Start your MCP servers, so that the model can call their tools.")
 @click.option("--light/--dark", default=None, help="Use light or dark colours. [default: same as last time]")
 @click.pass_context
 def command(
@@ -141,7 +141,7 @@ def command(
 
 
 def _has_screen() -> bool:
-    """Return whether the full-screen chat can be drawn. In a browser, Textual's driver draws it."""
+    """Return whether the full-screen chat can be drawn: in a capable terminal, or by Textual in a browser."""
     if os.environ.get("TEXTUAL_DRIVER"):
         return True
     is_dumb = os.name == "posix" and os.environ.get("TERM", "") in ("", "dumb")

@@ -28,8 +28,8 @@ from edgespec.cli.settings import (
 )
 from edgespec.errors import OptionError
 from edgespec.files import cache_folder, config_folder, data_folder
-from edgespec.option_kinds import TokenBiases
 from edgespec.options import setting_value
+from edgespec.reply_option_kinds import TokenBiases
 from edgespec.settings_file import KeyPath, quoted, write_value
 
 __all__ = ["command"]

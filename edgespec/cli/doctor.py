@@ -15,8 +15,9 @@ from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.options import json_option
 from edgespec.cli.screen import ProgressLine, print_json, printable
+from edgespec.disk_checks import free_bytes, write_error
 from edgespec.errors import CancelledError, EdgespecError
-from edgespec.files import error_reason, format_bytes, free_bytes, write_advice, write_error
+from edgespec.files import error_reason, format_bytes, write_advice
 from edgespec.installation import pip_command, setup_command
 
 if TYPE_CHECKING:

@@ -84,7 +84,7 @@ def _prompt_text(words: tuple[str, ...]) -> str:
 
 
 def _with_files(prompt: str, paths: tuple[str, ...]) -> str:
-    """Return the prompt with the text of files, and report how many there are in each folder."""
+    """Return the prompt preceded by the text of the files, and print the number of files in each folder."""
     from edgespec.attachments import read_files
     from edgespec.chat.attached_file import with_files
 

@@ -208,7 +208,7 @@ def _complete_preset(_ctx: click.Context, _param: click.Parameter, typed: str) -
     return [CompletionItem(name) for name in preset_names() if name.startswith(typed)]
 
 
-# The option is eager, so that the preset is read before the options whose defaults it changes.
+# The option is eager: click handles it first, because the preset changes the defaults of other options.
 preset_option: Decorator = click.option(
     "--preset", metavar="NAME", is_eager=True, expose_value=False, callback=_use_preset,
     shell_complete=_complete_preset,

@@ -165,8 +165,8 @@ def head(head: Path, reference: str, to: Path, as_json: bool) -> None:
 def draft(draft: Path, reference: str, to: Path, as_json: bool) -> None:
     """Convert a draft model to GGUF, such as one trained with `edgespec train draft`.
 
-    DRAFT is its folder, in the format of MLX or Hugging Face. REF is the GGUF model that it drafts for, with
-    the same vocabulary. Llama, Qwen2 and Qwen3 models can be converted.
+    DRAFT is the folder of the draft model, in MLX or Hugging Face format. REF is the GGUF model to use it
+    with, which must have the same vocabulary. Llama, Qwen2 and Qwen3 draft models can be converted.
     """
     from edgespec.prepare.draft import prepare_draft
 

@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
-# Options that a race cannot show.
+# Reply options that `race` does not offer, because a race cannot show their results.
 _UNUSED = ("logprobs",)
 _REPLY_NAMES = tuple(name for name in REPLY_NAMES if name not in _UNUSED)
-# In narrower terminals, two columns cannot be read, so only the result is printed.
+# Minimum width of the terminal in columns. In a narrower one, two columns would be unreadable, so only the
+# result is printed.
 _MIN_COLUMNS = 40
-# Rows of the terminal that are not available for the replies: the prompt, the headings and the result.
+# Number of terminal rows for the prompt, the headings and the result. The replies get the remaining rows.
 _OTHER_ROWS = 14
 
 
@@ -54,8 +55,8 @@ _OTHER_ROWS = 14
 def command(prompt: str, to: Path | None, as_json: bool, **options: Any) -> int:
     """Generate a reply twice, with plain decoding and with a method such as auto, and show both side by side.
 
-    The two replies are generated one after the other, because they would slow each other down, with the same
-    seed and settings. Then they are shown together at the speeds at which they were generated.
+    Both replies use the same seed and settings. They are generated one after the other, because otherwise
+    they would slow each other down. Then both are shown together at their measured speeds.
 
     A race is one measurement. For reliable figures, use `edgespec bench`.
     """
@@ -78,7 +79,7 @@ def command(prompt: str, to: Path | None, as_json: bool, **options: Any) -> int:
 
 
 def _race(stop: Stop, prompt: str, as_json: bool, options: dict[str, Any]) -> Race:
-    """Load the models, run the race, and show it unless it is printed as JSON."""
+    """Load the models and run the race. Show it unless the result is printed as JSON."""
     from edgespec.bench.race import run_race
     from edgespec.bench.race_pictures import Picture
 
@@ -101,7 +102,7 @@ def _race(stop: Stop, prompt: str, as_json: bool, options: dict[str, Any]) -> Ra
 
 
 def _play(picture: Picture, stop: Stop) -> None:
-    """Show the race at its measured speeds, below the cursor. A stop request shows its end at once."""
+    """Show the race below the cursor at its measured speeds. After a stop request, skip to the end."""
     from edgespec.bench.race_pictures import styled
 
     sys.stdout.write("\n" * picture.rows)

@@ -22,7 +22,7 @@ _REPLY_NAMES = ("max_tokens", *SAMPLING_NAMES)
 
 
 class _ServeCommand(HelpfulCommand):
-    """Keeps the arguments as they were typed, because --chat passes them on."""
+    """Keeps the arguments as typed, because --chat passes them to the chat processes."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.obj = list(args)
@@ -75,8 +75,8 @@ class _ServeCommand(HelpfulCommand):
 )  # fmt: skip
 @click.option(
     "--chat", is_flag=True, cls=SectionOption,
-    help="Offer the terminal chat in a browser on this machine, instead of an API. Each tab is a chat of"
-    " its own.",
+    help="Serve the terminal chat to browsers on this machine, instead of the API. Each tab is a separate"
+    " chat.",
 )  # fmt: skip
 @click.option(
     "--json", "as_json", is_flag=True, cls=SectionOption,

@@ -13,21 +13,21 @@ from edgespec.cli.screen import note, print_json
 
 __all__ = ["DEFAULT_CHAT_PORT", "chat_words", "serve_chat"]
 
-# Next to the port of the HTTP server, so that both can run.
+# Not the default port of the API server, so that both servers can run at the same time.
 DEFAULT_CHAT_PORT = 11436
-# Options of `edgespec serve` that also apply to the chat in a browser.
+# Options that `edgespec serve --chat` handles itself. All others are passed to the chat processes.
 _OWN_NAMES = ("chat", "port", "api_key", "as_json")
 
 
 def chat_words(ctx: click.Context, args: Sequence[str]) -> list[str]:
-    """Return the command of a chat process, with the options of `serve` that are also options of the chat.
+    """Return the command that starts a chat process, including the options that `serve` passes on to it.
 
     Args:
         ctx: The context of `serve`.
         args: The command line arguments of `serve`.
 
     Raises:
-        click.UsageError: An option has no effect on the chat.
+        click.UsageError: `edgespec chat` does not have one of the options.
     """
     chat = load_command("chat")
     assert chat is not None
@@ -49,7 +49,7 @@ def chat_words(ctx: click.Context, args: Sequence[str]) -> list[str]:
 
 
 def serve_chat(stop: Stop, words: Sequence[str], port: int, key: str | None, *, as_json: bool) -> None:
-    """Serve the chat in a browser until a stop is requested."""
+    """Serve the chat to browsers until a stop is requested."""
     from edgespec.tui.browser import BrowserChat
 
     server = BrowserChat(words, port, key)
@@ -65,7 +65,7 @@ def serve_chat(stop: Stop, words: Sequence[str], port: int, key: str | None, *, 
             print_json({"chat_url": server.address})
         else:
             click.echo(f"Open this address in a browser on this machine: {server.address}")
-            click.echo("Each tab loads the model for itself, and frees it when you close the tab.")
+            click.echo("Each tab loads its own copy of the model. Closing the tab unloads it.")
             click.echo("Press Ctrl-C to stop.")
         sys.stdout.flush()
 

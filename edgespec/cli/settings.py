@@ -27,7 +27,7 @@ from edgespec.errors import (
 from edgespec.files import config_folder
 from edgespec.options import SETTINGS, Option, setting_value, unread_options
 from edgespec.presets import preset_path, read_preset
-from edgespec.settings_file import KeyPath, line_number, read_text
+from edgespec.settings_file import KeyPath, error_at, read_text
 from edgespec.spelling import nearest
 
 __all__ = [
@@ -91,7 +91,7 @@ class SettingOption(SectionOption):
         super().__init__(*args, **settings)
 
     def consume_value(self, ctx: click.Context, opts: Mapping[str, Any]) -> tuple[Any, ParameterSource]:
-        """Return the value from the command line, the preset, the settings, or else the default.
+        """Return the value from the command line, or else from the preset, the settings or the default.
 
         Raises:
             ConfigurationError: A setting is invalid.
@@ -225,9 +225,7 @@ def _from_file(
     values: dict[str, dict[str, SettingValue]] = {ALL_COMMANDS: {}}
 
     def refuse(key: KeyPath, problem: str, next_step: str) -> None:
-        line = line_number(text, key)
-        where = f"{path}, line {line}" if line else str(path)
-        problems.append(ConfigurationError(f"{where}: {problem}", next_step))
+        problems.append(error_at(path, text, key, problem, next_step))
 
     def read(command: str, key: KeyPath, given: Any) -> None:
         try:

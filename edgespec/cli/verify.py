@@ -96,8 +96,8 @@ def command(
                 within the rounding error measured on this machine
     violation   any other difference; the exit status is then 1
 
-    With --parallel N, the methods answer N prompts at a time, as a server does, and the replies are compared
-    with those made alone.
+    With --parallel N, the methods generate N replies at a time, as a server does. Each reply is compared with
+    one that was generated alone.
 
     With --acceptance rejection, the probabilities of the replies are compared instead, and a p-value below
     0.001 counts as a violation. Methods always draft here, even when that is slower. If a method drafts

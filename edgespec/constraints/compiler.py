@@ -34,8 +34,8 @@ _REGEX_ERROR = re.compile(r"^error: (.+)$", re.MULTILINE)
 _UNSUPPORTED_KEYWORDS = re.compile(r"Unimplemented keys: \[(.+)\]", re.DOTALL)
 # Matches the beginning of a rule in llama.cpp's grammars.
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
-# Maximum number and total size in bytes of the compiled constraints to keep, because programs often use the
-# same schema for every request. Some constraints of 10 characters use 50 MiB.
+# Maximum number and total bytes of cached constraints. They are cached because programs often send the same
+# schema with every request. The size is limited because a constraint of 10 characters can use 50 MiB.
 _MAX_KEPT = 8
 _MAX_KEPT_BYTES = 48 << 20
 
@@ -61,8 +61,8 @@ class _Compiled(NamedTuple):
 class ConstraintCompiler:
     """Compiles constraints for one target. Can be called from any thread.
 
-    Keeps the compiled constraints that were used last. Replies with one of them never wait for another
-    constraint to be compiled.
+    Caches the most recently used constraints. Replies that use a cached constraint do not wait while another
+    one is compiled.
 
     Args:
         vocabulary: The vocabulary of the target.
@@ -72,7 +72,7 @@ class ConstraintCompiler:
     def __init__(self, vocabulary: Vocabulary, vocab_size: int) -> None:
         self._vocabulary, self._vocab_size = vocabulary, vocab_size
         self._kept: dict[Constraint, _Compiled] = {}
-        # The lock guards the kept constraints and the creation of the tokenizer.
+        # The lock guards the cached constraints and the creation of the tokenizer.
         self._lock = threading.Lock()
 
     @cached_property
@@ -113,12 +113,12 @@ class ConstraintCompiler:
         return ConstraintProcessor(tokenizer, matcher, start)
 
     def _matcher(self, constraint: Constraint) -> LLMatcher:
-        """Return a new matcher at the start of the reply."""
+        """Return a new matcher, positioned at the start of the reply."""
         if matcher := self._kept_matcher(constraint):
             return matcher
         text = _checked_text(constraint)
         with borrowed_trial() as trial:
-            # Another thread may have compiled the constraint while this one waited.
+            # Another thread may have compiled this constraint while this thread waited.
             if matcher := self._kept_matcher(constraint):
                 return matcher
             compiled = self._compile(constraint.option, text, trial)
@@ -134,7 +134,7 @@ class ConstraintCompiler:
             return compiled.matcher.deep_copy()
 
     def _keep(self, constraint: Constraint, compiled: _Compiled) -> None:
-        """Keep a compiled constraint, and drop those that were not used for the longest time."""
+        """Cache a compiled constraint. Drop the least recently used ones if the cache is full."""
         with self._lock:
             self._kept[constraint] = compiled
             while len(self._kept) > 1 and (
@@ -158,8 +158,8 @@ class ConstraintCompiler:
             raise _refused(option, text, message)
         if option == "schema" and _is_endless(text):
             raise OptionError(
-                "the JSON schema cannot be used: no text satisfies it, because each value must contain"
-                " another one without end",
+                "the JSON schema cannot be used: no finite text satisfies it, because each value must contain"
+                " another value of the same kind",
                 "make the property that refers to its own schema optional",
             )
         return _Compiled(matcher, result)
@@ -178,7 +178,7 @@ def _checked_text(constraint: Constraint) -> str:
 
 
 def _is_endless(schema: str) -> bool:
-    # llguidance reports JSON that Python cannot read.
+    # Skip this check for JSON that Python cannot parse, because llguidance reports the error.
     with suppress(ValueError, RecursionError):
         return requires_endless_value(json.loads(schema))
     return False

@@ -1,4 +1,7 @@
-"""Find JSON schemas that only endless values would satisfy, such as an object that must contain itself."""
+"""Detect JSON schemas that no finite value satisfies.
+
+An example is an object with a required property whose schema is the object's own schema.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ __all__ = ["requires_endless_value"]
 
 
 def requires_endless_value(schema: Any) -> bool:
-    """Return whether each value that satisfies a schema contains another such value, without end.
+    """Return whether no finite value satisfies a schema, because each value must contain another one.
 
-    llguidance accepts these schemas, but the reply could never end. Parts that this function does not know
-    count as satisfiable.
+    llguidance accepts such schemas, but the reply would never end. Keywords that this function does not know
+    are assumed to be satisfiable.
     """
     search = _Search(schema)
     try:
-        # Each pass can use the references that earlier passes found to be finite.
+        # Repeat, because references found to be finite in one pass can make others finite in the next pass.
         while search.finds_more():
             if search.is_finite(schema):
                 return False
@@ -40,13 +43,13 @@ class _Search:
         self._found = -1
 
     def finds_more(self) -> bool:
-        """Start another pass. Return False if the last one found nothing new."""
+        """Prepare another pass. Return whether it is needed because the last pass found something new."""
         self._visited.clear()
         found, self._found = self._found, len(self._finite)
         return self._found > found
 
     def is_finite(self, schema: Any) -> bool:
-        """Return whether a finite value satisfies a schema, as far as it is known in this pass."""
+        """Return whether the search has found so far that a finite value satisfies `schema`."""
         if not isinstance(schema, Mapping):
             return True
         if isinstance(schema.get("$ref"), str) and not self._is_finite_reference(schema["$ref"]):
@@ -91,7 +94,7 @@ def _list(schema: Mapping[str, Any], name: str) -> Sequence[Any]:
 
 
 def _target(root: Any, reference: str) -> Any:
-    """Return the part of a schema that a reference such as `#/$defs/node` names, or None."""
+    """Return the part of a schema that a reference such as `#/$defs/node` points to, or None if missing."""
     if not reference.startswith("#"):
         return None
     node = root

@@ -19,7 +19,8 @@ _CPU_SECONDS = 5.0
 _MAX_SECONDS = 30.0
 # Seconds that a crashed process can take to exit.
 _EXIT_SECONDS = 5.0
-# Number of constraints to compile at the same time, so that a slow one does not delay all others.
+# Maximum number of constraints to compile at the same time. More than one, so that a slow constraint does not
+# delay all others.
 _MAX_TRIALS = 2
 
 
@@ -35,14 +36,14 @@ class ConstraintTrial:
     def run(self, option: str, text: str) -> int | str:
         """Compile a constraint in the child process.
 
-        Whether the constraint is valid does not matter. llguidance says that without a trial.
+        The result does not say whether the constraint is valid, because checking that needs no child process.
 
         Args:
             option: The option of the constraint.
             text: The text from `text_of`.
 
         Returns:
-            The approximate memory of the compiled constraint in bytes, or why compiling it failed.
+            The approximate memory of the compiled constraint in bytes, or the reason why compiling it failed.
 
         Raises:
             CapabilityError: The process cannot be started.
@@ -74,7 +75,7 @@ class ConstraintTrial:
         return "it is nested too deeply, or needs too much memory"
 
     def close(self) -> None:
-        """End the child process."""
+        """Stop the child process."""
         if self._process:
             self._process.close()
 
@@ -87,7 +88,7 @@ _lock = Lock()
 
 @contextmanager
 def borrowed_trial() -> Iterator[ConstraintTrial]:
-    """Lend a trial, after waiting until fewer than two are in use."""
+    """Provide a trial for exclusive use. If two are already in use, wait for one of them."""
     with _places:
         try:
             trial = _idle.pop()

@@ -1,8 +1,8 @@
-"""Script that compiles constraints in a child process, to find out which ones crash it or take too long.
+"""Script for a child process that compiles constraints to find those that crash it or take too long.
 
-The script reads constraints from stdin until it is closed: one JSON array per line, with the option, the text
-and the maximum CPU time in seconds. After each one that it survived, it writes a line: the approximate memory
-of the compiled constraint in bytes.
+The script reads one JSON array per line from stdin: the constraint's option, its text, and the maximum CPU
+time in seconds. After compiling a constraint, it prints the approximate memory of the result in bytes. It
+exits when stdin is closed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _compile_all() -> None:
         with suppress(ValueError):
             matcher = new_matcher(option, text, tokenizer)
         _limit_cpu_time(0)
-        # Memory that an earlier constraint has freed is used again and does not count, which is good enough.
+        # This estimate can be too low, because memory that an earlier constraint has freed is reused.
         sys.stdout.write(f"{max(0, process.memory_info().rss - before_bytes)}\n")
         sys.stdout.flush()
         del matcher

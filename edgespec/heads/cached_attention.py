@@ -12,7 +12,7 @@ from edgespec.heads.rotation import Rotation
 
 __all__ = ["CachedAttention", "Projections", "TreeNodes"]
 
-# Grow the KV cache by at least this many tokens, so that it is not copied for every append.
+# Minimum number of tokens by which the KV cache grows. Growing copies the cache, so it must be rare.
 _MIN_GROWTH_TOKENS = 256
 
 
@@ -26,12 +26,12 @@ class Projections(NamedTuple):
 
 
 class TreeNodes(NamedTuple):
-    """The places of new tokens in a draft tree.
+    """The nodes of new tokens in a draft tree.
 
     Attributes:
         positions: The position of each new token in the text, int64 [new tokens].
-        visible: Which of the tree's tokens each new token attends to, bool [new tokens, tree's tokens
-            so far]. The tree's tokens are the last in the KV cache. All tokens before the tree are visible.
+        visible: Mask of the tree tokens that each new token attends to, bool [new tokens, tree tokens so
+            far]. The tree tokens are the last ones in the KV cache. All tokens before the tree are visible.
     """
 
     positions: NDArray[np.int64]
@@ -45,13 +45,13 @@ class CachedAttention:
         projections: The layer's matrices.
         rotation: The layer's rotary position embedding.
         heads: Number of query heads.
-        kv_heads: Number of key heads. Multiple query heads can share a key head.
-        head_size: Size of the vectors of a head.
+        kv_heads: Number of key heads. Several query heads can share a key head.
+        head_size: Size of each head's vectors.
 
     Attributes:
         start: Position of the first token in the KV cache.
-        end: `start` plus the number of tokens in the KV cache. The position after the last token, unless
-            the cache contains a draft tree with branches.
+        end: `start` plus the number of tokens in the KV cache. Unless the cache contains a draft tree with
+            branches, this is the position after the last token.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class CachedAttention:
         self.start = self.end = position
 
     def truncate(self, end: int) -> None:
-        """Remove the keys and values at position `end` and after."""
+        """Remove the keys and values at position `end` and later positions."""
         self.end = min(self.end, end)
         self.start = min(self.start, self.end)
 
@@ -77,7 +77,7 @@ class CachedAttention:
         return self._cache[:, :, start - self.start : end - self.start].tobytes()
 
     def restore(self, tokens: int, data: bytes) -> bool:
-        """Append the copied keys and values of `tokens` tokens. Return False if `data` has another size."""
+        """Append `tokens` keys and values from a copy. Return False if `data` does not have that size."""
         shape = (2, self._kv_heads, tokens, self._head_size)
         values = np.frombuffer(data, np.float32) if len(data) % 4 == 0 else np.empty(0, np.float32)
         if values.size != np.prod(shape):
@@ -93,7 +93,7 @@ class CachedAttention:
 
         Args:
             x: The inputs.
-            nodes: The tokens' places in a draft tree. None if they follow the last token in the cache.
+            nodes: The tokens' nodes in a draft tree. None if they follow the last token in the cache.
         """
         used, count = self.end - self.start, len(x)
         self._reserve(used + count)
@@ -111,7 +111,7 @@ class CachedAttention:
         visible = np.tril(np.ones((count, count), bool)) if nodes is None else nodes.visible
         visible = np.hstack([np.ones((count, used - visible.shape[1]), bool), visible])
         keys, values = self._cache[:, :, :used]
-        # Stack the queries of all heads that share a key head, so that one product serves them all.
+        # Stack the queries of all heads that share a key head, so that they need only one matrix product.
         stacked = queries.reshape(self._kv_heads, -1, self._head_size)
         scores = stacked @ keys.swapaxes(1, 2) / np.float32(np.sqrt(self._head_size))
         scores = np.where(np.tile(visible, (stacked.shape[1] // count, 1)), scores, np.float32(-np.inf))
@@ -123,7 +123,7 @@ class CachedAttention:
         return np.arange(self.end, self.end + count) if nodes is None else nodes.positions
 
     def _reserve(self, tokens: int) -> None:
-        """Make room for the keys and values of this many tokens."""
+        """Make room for the keys and values of `tokens` more tokens."""
         used = self.end - self.start
         if tokens > self._cache.shape[2]:
             grown = max(tokens, used * 3 // 2, used + _MIN_GROWTH_TOKENS)

@@ -13,17 +13,17 @@ __all__ = ["Eagle1Network"]
 
 
 class Eagle1Network:
-    """A transformer layer whose inputs are a token's embedding and the hidden state before the token.
+    """A transformer layer whose inputs are a token's embedding and the preceding hidden state.
 
-    The layer has no norm before its attention, and none at its end. EAGLE-2 heads have the same layer as
-    EAGLE-1 heads.
+    The layer has no norm before its attention and no final norm. EAGLE-1 and EAGLE-2 heads have the same
+    layer.
 
     Args:
         files: The head's configuration and tensors.
         loader: Loads the head's weights.
 
     Raises:
-        ModelFileError: The weights cannot be read, or contain infinite values or NaN.
+        ModelFileError: The weights are unreadable, or contain infinite values or NaN.
         ValueError, KeyError, TypeError, ArithmeticError: A setting is missing, invalid or not supported.
 
     Attributes:
@@ -61,8 +61,8 @@ class Eagle1Network:
 
         Args:
             embeddings: The embedding of each token [tokens, size].
-            states: The hidden state of the token before each token [tokens, size].
-            nodes: The tokens' places in a draft tree. None if they follow the last token in the cache.
+            states: For each token, the hidden state of the preceding token [tokens, size].
+            nodes: The tokens' nodes in a draft tree. None if they follow the last token in the cache.
         """
         with np.errstate(over="ignore", invalid="ignore"):
             states = self._fused(embeddings, states)

@@ -1,8 +1,8 @@
-"""Read multi-token prediction (MTP) layers from a Hugging Face or MLX model's folder.
+"""Read multi-token prediction (MTP) layers from the folder of a Hugging Face or MLX model.
 
-mlx-lm does not load MTP layers, and models converted by mlx-lm do not contain them. The layers can be in the
-model's weights, or in a separate file, such as `mtp.safetensors`. MTPLX and others publish quantised MLX
-models with such files.
+mlx-lm does not load MTP layers, and models that it converted do not contain them. The layers can be part of
+the model's weights or be in a separate file, such as `mtp.safetensors`. MTPLX and others publish quantised
+MLX models with such files.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ __all__ = ["MTP_MODELS", "QWEN_MODELS", "is_mtp_file", "mtp_files", "read_mtp"]
 QWEN_MODELS = ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 MTP_MODELS = (*QWEN_MODELS, "deepseek_v3", "glm4_moe", "mimo")
 _NEEDED = ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
-# Paths of separate files with MTP layers, within the model's folder.
+# Matches the paths, relative to the model's folder, of separate files with MTP layers.
 _FILE = re.compile(r"(?:[^/]+/)?mtp[^/]*\.safetensors|mtp/[^/]+\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How a family of models names the tensors of MTP layers.
+    """The names of MTP tensors in a family of models.
 
     Attributes:
-        prefix: Regular expression for the start of all names. Its group is the number of the MTP module, or
-            empty.
-        marker: A tensor that only MTP modules have, because DeepSeek numbers them like ordinary layers.
-        names: Maps names outside the decoder layers, without `.weight`, to Qwen3-Next's names. Tensors with
-            an empty new name are skipped, because they are copies of the target's tensors.
-        decoder_prefix: Prefix that turns names in the decoder layer into Qwen3-Next's names.
-        hidden_first: Whether the input of `fc` is the hidden state followed by the embedding, not the
-            reverse.
+        prefix: Regular expression for the start of all names. Its group matches the number of the MTP module,
+            or an empty text if modules are not numbered.
+        marker: Name of a tensor that only MTP modules have. It is needed because DeepSeek numbers MTP modules
+            like ordinary layers.
+        names: Qwen3-Next's names for the tensors outside the decoder layers, by their names without
+            `.weight`. An empty name means that the tensor is a copy of the target's and is skipped.
+        decoder_prefix: Prefix that turns names of the decoder layer's tensors into Qwen3-Next's names.
+        hidden_first: Whether the input of `fc` starts with the hidden state, not with the embedding.
     """
 
     prefix: str
@@ -83,12 +83,12 @@ _LAYOUTS = (
 
 
 def is_mtp_file(name: str) -> bool:
-    """Return whether a file contains only MTP layers, judging by its path within the model's folder."""
+    """Return whether a file contains only MTP layers, judging by its path in the model's folder."""
     return _FILE.fullmatch(name) is not None
 
 
 def mtp_files(folder: Path) -> list[Path]:
-    """Return the files in a model's folder that contain nothing but MTP layers."""
+    """Return the files in a model's folder that contain only MTP layers."""
     files = [*folder.glob("*.safetensors"), *folder.glob("*/*.safetensors")]
     return sorted(file for file in files if is_mtp_file(file.relative_to(folder).as_posix()))
 
@@ -96,12 +96,12 @@ def mtp_files(folder: Path) -> list[Path]:
 def read_mtp(folder: Path) -> list[dict[str, StoredTensor]]:
     """Return the tensors of each MTP module of a model, named as in Qwen3-Next but without `mtp.`.
 
-    A module predicts the next token from a token and the hidden state before it. Qwen models have one module,
-    which can contain several layers. The modules of other models contain one layer each. The weights can be
-    quantised.
+    A module predicts the next token from a token and the preceding hidden state. Qwen models have one module,
+    which can contain several layers. Other models can have several modules, with one layer each. The weights
+    can be quantised.
 
     Raises:
-        ModelFileError: The folder contains no MTP module, or a damaged one.
+        ModelFileError: The folder contains no MTP module, or a module is damaged.
     """
     stored = read_folder_tensors(folder)
     for file in mtp_files(folder):
@@ -113,7 +113,11 @@ def read_mtp(folder: Path) -> list[dict[str, StoredTensor]]:
 
 
 def _checked(tensors: dict[str, StoredTensor], layout: _Layout, folder: Path) -> dict[str, StoredTensor]:
-    """Return a module whose `fc` reads the embedding first. Raise ModelFileError if a tensor is missing."""
+    """Convert a module so that its `fc` reads the embedding first.
+
+    Raises:
+        ModelFileError: A tensor is missing.
+    """
     for name in _NEEDED:
         if f"{name}.weight" not in tensors:
             original = next(each for each, renamed in layout.names.items() if renamed == name)
@@ -133,7 +137,7 @@ def _unusable(folder: Path, reason: str) -> ModelFileError:
 
 
 def _modules(stored: Mapping[str, StoredTensor], layout: _Layout) -> list[dict[str, StoredTensor]]:
-    """Return the tensors of each MTP module with this layout, under their names in Qwen3-Next."""
+    """Return the tensors of each MTP module with this layout, by their names in Qwen3-Next."""
     pattern = re.compile(rf"(?:(?:model|language_model)\.)*{layout.prefix}(.+)")
     modules: dict[int, dict[str, StoredTensor]] = {}
     for name, tensor in stored.items():

@@ -14,16 +14,16 @@ __all__ = ["ROPE_KINDS", "Rotation", "llama3_divisors"]
 
 # Kinds of RoPE scaling that `Rotation` and llama.cpp's heads support.
 ROPE_KINDS = ("default", "llama3", "linear", "yarn")
-# Context length before the scaling, where the settings do not state it. As in mlx-lm.
+# Default context length before scaling, in tokens, if the settings lack it. Same values as in mlx-lm.
 _LLAMA3_ORIGINAL_TOKENS, _YARN_ORIGINAL_TOKENS = 8192.0, 4096.0
 
 
 class Rotation:
-    """Rotates the two halves of vectors, by angles that depend on the position.
+    """Rotates vectors by angles that depend on the position. Each pair has one value from each half.
 
     Args:
-        rope: The settings.
-        size: Size of the vectors, which is even.
+        rope: The RoPE settings.
+        size: Size of the vectors. Must be even.
 
     Raises:
         ValueError, KeyError, TypeError, ArithmeticError: A setting is missing, invalid or not supported.
@@ -77,7 +77,7 @@ def _yarn_divisors(rope: RopeSettings, size: int) -> NDArray[np.float64]:
     original = float(settings.get("original_max_position_embeddings") or _YARN_ORIGINAL_TOKENS)
 
     def index_of(turns: float) -> float:
-        """Return the index of the frequency that turns so often within the original context."""
+        """Return the index of the frequency that makes `turns` turns within the original context."""
         return size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     first = max(math.floor(index_of(float(settings.get("beta_fast", 32)))), 0)

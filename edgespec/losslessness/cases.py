@@ -1,4 +1,4 @@
-"""The cases that `verify` compares, and how many replies it generates for them."""
+"""The cases that `verify` compares, and the number of replies that it generates for them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def count_replies(
 
 
 def count_case_replies(cases: Sequence[Case], acceptance: str, samples: int) -> tuple[int, int]:
-    """Return the number of replies whose tokens are compared, and of replies that are sampled."""
+    """Return two numbers: how many replies are compared token by token, and how many are sampled."""
     sampled = [case for case in cases if case.is_sampled(acceptance)]
     plain = {(case.prompt.name, case.temperature) for case in cases if not case.is_sampled(acceptance)}
     return len(plain) + len(cases) - len(sampled), samples * len(sampled)
@@ -85,4 +85,4 @@ def check_at_once(acceptance: str, cases: int) -> None:
             "omit one of them; replies generated at once are compared token by token",
         )
     if cases < 2:
-        raise OptionError("a single reply cannot be generated beside others", "use more prompts")
+        raise OptionError("there is only one reply, so --parallel has no effect", "use more prompts")

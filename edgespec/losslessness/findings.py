@@ -1,4 +1,4 @@
-"""Collect what `verify` finds about a method."""
+"""Collect the results of `verify` for one method."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from edgespec.reply import Reply
 
 __all__ = ["MethodFindings"]
 
-# A statistical test fails if its p-value, after Holm's correction, is below this.
+# A statistical test fails if its p-value after Holm's correction is below this value.
 _SIGNIFICANCE = 0.001
 
 

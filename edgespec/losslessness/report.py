@@ -23,10 +23,11 @@ class Divergence:
             here, or a constraint forbids one of the tokens.
         cross_width_error: Largest difference between the logits of single-token passes and of passes as wide
             as the method's, over the same tokens. None if one of the replies ended here.
-        sharing_error: Largest difference between the logits of passes made alone and beside other replies,
-            over the same tokens. None if the replies were made one at a time, or one of them ended here.
-        leak: Largest difference in logits that the text of other replies caused. Unless it is 0, the reply
-            read another one's cached keys and values. None as for `sharing_error`.
+        sharing_error: Largest difference between the logits of the reply alone and together with other
+            replies, over the same tokens. None if replies were generated one at a time, or one of them ended
+            here.
+        leak: Largest difference in logits caused by the text of other replies. Unless it is 0, the reply read
+            another reply's cached keys and values. None in the same cases as `sharing_error`.
         plain_token: Token from plain decoding. None if its reply had ended.
         other_token: Token from the method. None if its reply had ended.
         verdict: `near_tie` if the rounding error explains the difference, otherwise `violation`.
@@ -54,7 +55,7 @@ class MethodResult:
     Attributes:
         replies: Number of replies that were compared, or sampled in rejection mode.
         tokens: Number of tokens in these replies.
-        target_passes: Number of target passes that they took, without those for the prompt.
+        target_passes: Number of target passes for these replies, excluding passes over the prompt.
         shared_passes: Number of target passes that also ran tokens of other replies.
         identical: Number of prompts whose replies are all identical to plain decoding.
         near_tie: Number of prompts whose replies differ, but only by differences that rounding can explain.
@@ -107,7 +108,7 @@ class Report:
 
     @property
     def nothing_shared(self) -> tuple[str, ...]:
-        """Names of methods whose replies were to be made at once, but shared no pass of the target."""
+        """Names of methods whose replies shared no target pass, although they were generated at once."""
         return tuple(
             name for name, result in self.methods.items() if self.parallel > 1 and not result.shared_passes
         )

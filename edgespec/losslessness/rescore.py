@@ -54,7 +54,7 @@ class Rescored(NamedTuple):
     error: float
 
     def joined(self, other: Rescored) -> Rescored:
-        """Return the measurements of both, for the same position."""
+        """Combine the measurements with those of `other`, which are for the same position."""
         return Rescored(self.plain, [*self.wide, *other.wide], max(self.error, other.error))
 
     def constrained(self, processors: Sequence[LogitsProcessor]) -> Rescored:
@@ -100,7 +100,7 @@ def rescore(
 
 
 class Alone:
-    """Runs the passes of a text that is rescored, without other replies in the same context.
+    """Runs the passes over a rescored text, without other replies in the same context.
 
     Args:
         batch_tokens: Maximum number of prompt tokens per pass.
@@ -110,7 +110,7 @@ class Alone:
         self.batch_tokens = batch_tokens
 
     def before_pass(self, model: LanguageModel) -> int:  # noqa: ARG002
-        """Prepare the context for the next pass, and return how many prompt tokens it may have."""
+        """Prepare the context for the next pass, and return the maximum number of prompt tokens in it."""
         return self.batch_tokens
 
     def verify(self, model: LanguageModel, tree: TokenTree) -> Logits:
@@ -126,17 +126,17 @@ def logit_rows(
     width: int = 1,
     passes: Alone | None = None,
 ) -> NDArray[np.float32]:
-    """Compute the logits after each token of a reply again. Overwrites the model's KV cache.
+    """Compute the logits after the tokens of a reply again. Overwrites the model's KV cache.
 
     Args:
         model: The model.
         prompt: Tokens of the prompt.
         reply: The first tokens of the reply.
         width: Number of tokens per verify pass.
-        passes: Runs the passes. By default, a single one prefills the prompt.
+        passes: Runs the passes. By default, a single pass prefills the prompt.
 
     Returns:
-        The logits after the last tokens of `reply`, up to 64, as float32 [tokens, vocab].
+        The logits after the last tokens of `reply`, at most 64 of them, as float32 [tokens, vocab].
     """
     passes = passes or Alone()
     model.truncate(0)
@@ -158,7 +158,7 @@ def logit_rows(
 
 
 def largest_difference(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
-    """Return the largest absolute difference between two arrays. It is infinite if one has a NaN."""
+    """Return the largest absolute difference between two arrays, or infinity if one contains a NaN."""
     with np.errstate(invalid="ignore"):
         distance = np.where(a == b, np.float32(0), np.abs(a - b))
     return float(np.where(np.isnan(distance), np.float32(np.inf), distance).max())

@@ -1,8 +1,8 @@
 """Measure how other replies in a shared context change the logits of a reply.
 
-They do so in two ways. Attention adds up the KV cells of a reply in the order of their places in memory,
-which depends on the other replies. And kernels can round differently in passes that also contain tokens of
-other replies. Both are rounding errors. The texts of the other replies must not matter at all.
+There are two effects, and both are rounding errors. First, attention sums over a reply's KV cells in the
+order of their positions in memory, which depends on the other replies. Second, kernels can round differently
+in passes that also contain tokens of other replies. The texts of the other replies must not have any effect.
 """
 
 from __future__ import annotations
@@ -23,26 +23,27 @@ from edgespec.losslessness.rescore import Alone, Rescored, largest_difference, l
 
 __all__ = ["SharingErrors", "measure_sharing"]
 
-# Maximum number of measurements. In small models, few placements of the KV cells change the logits at all.
+# Maximum number of measurements. Many can be needed, because in small models few placements of the KV cells
+# change the logits at all.
 _MAX_MEASUREMENTS = 64
 # Stop after this many measurements with a rounding error.
 _ENOUGH_ERRORS = 4
-# Maximum number of positions of a text at which its KV cells move.
+# Maximum number of positions in a text at which other replies give up KV cells, so that its own cells move.
 _MAX_MOVES = 3
-# Number of tokens that each other model keeps, so that a fault which reads them is noticed.
+# Number of tokens that each other model keeps. They reveal errors that make a reply read foreign KV cells.
 _KEPT_TOKENS = 32
-# Measure every fourth time with shared passes instead of moved KV cells.
+# Every fourth measurement uses shared passes instead of moved KV cells.
 _SHARED_EVERY = 4
 
 
 class SharingErrors(NamedTuple):
-    """How much the other replies in a context change the logits of a reply.
+    """The changes in a reply's logits that other replies in the same context cause.
 
     Attributes:
-        rescored: The logits at one token position, alone and beside other replies. Its error is the largest
-            difference between them, at this position or an earlier one.
-        leak: Largest difference that only the texts of the other replies caused. Unless it is 0, the reply
-            read KV cells of another one.
+        rescored: The logits at one token position, alone and together with other replies. Its error is the
+            largest difference between them at this position or an earlier one.
+        leak: Largest difference caused by the texts of the other replies. Unless it is 0, the reply read KV
+            cells of another reply.
     """
 
     rescored: Rescored
@@ -58,7 +59,7 @@ def measure_sharing(
     width: int,
     explains: Callable[[Rescored], bool],
 ) -> SharingErrors:
-    """Compute the logits after a reply alone, and beside other replies in the same context.
+    """Compute the logits after a reply, both alone and together with other replies in the same context.
 
     Overwrites the KV caches of all models.
 
@@ -66,9 +67,9 @@ def measure_sharing(
         models: The models that share the context, at least two. The first one runs the reply.
         prompt: Tokens of the prompt.
         reply: The first tokens of the reply.
-        others: Texts for the other models, at least one. They are repeated if needed.
+        others: Texts for the other models, at least one. They are repeated if necessary.
         width: Number of tokens per verify pass of each other model.
-        explains: Called after each measurement. The first True ends them.
+        explains: Called after each measurement. Returning True ends the measurements.
     """
     model, *neighbours = models
     for each in neighbours:
@@ -101,10 +102,10 @@ def _measure_leak(
     reply: Sequence[int],
     others: Sequence[Sequence[int]],
 ) -> float:
-    """Return the largest difference in the logits between two runs beside different texts.
+    """Return the largest difference in logits between two runs that differ only in the other models' texts.
 
-    Both use a single CPU thread. The number of threads otherwise follows the load of the machine, and can
-    change how sums are rounded.
+    Both runs use a single CPU thread, because the number of threads would otherwise follow the machine's load
+    and can change how sums are rounded.
     """
     model = models[0]
     foreign = [[(token + 1) % model.facts.vocab_size for token in text] for text in others]
@@ -123,9 +124,10 @@ def _measure_leak(
 
 
 class _MovingPasses(Alone):
-    """Runs passes in KV cells that neighbours gave up before, so that later tokens get earlier cells.
+    """Runs passes in KV cells that neighbours have given up, so that later tokens get earlier cells.
 
-    At one or more random positions of the text, a neighbour gives up a random number of cells.
+    A neighbour is another model that shares the context. At one or more random positions of the text, a
+    neighbour gives up a random number of its cells.
 
     Args:
         models: The models that share the context. The first one runs the text.
@@ -148,7 +150,7 @@ class _MovingPasses(Alone):
         count = int(self._random.integers(1, _MAX_MOVES + 1))
         # Early positions are more likely, because replies often continue a short cached prefix.
         self._moves = deque(sorted((total ** self._random.random(count)).astype(int).tolist()))
-        # The other models get the first cells, so that their cells are free before those of the text.
+        # Fill the neighbours' cells first, so that the cells that they give up precede those of the text.
         for each in models:
             each.truncate(0)
         for each, text in zip(models[1:], cycle(texts), strict=False):
@@ -164,10 +166,10 @@ class _MovingPasses(Alone):
 
 
 class _SharedPasses(Alone):
-    """Runs verify passes together with those of neighbours.
+    """Runs verify passes together with verify passes of neighbours.
 
     Args:
-        neighbours: Models that share the context.
+        neighbours: The other models that share the context.
         texts: The texts of the neighbours.
         width: Number of tokens per verify pass of a neighbour.
         pool: Runs the neighbours' passes, each in its own thread.
@@ -194,7 +196,7 @@ class _SharedPasses(Alone):
         return logits
 
     def _step(self, neighbour: LanguageModel) -> None:
-        """Generate the next tokens of a neighbour's text, and start again where its context is full."""
+        """Run the next tokens of a neighbour's text. If its context is full, empty it first."""
         if neighbour.free_tokens < self._width:
             neighbour.truncate(0)
         root, *rest = islice(self._tokens[neighbour], self._width)

@@ -113,8 +113,8 @@ def verify(
         check_at_once(acceptance, len(cases))
         if runtime.parallel == 1 and not runtime.target.capabilities.exact:
             raise OptionError(
-                f"{runtime.target.name} generates replies one after the other, so none can be compared beside"
-                " others",
+                f"{runtime.target.name} generates only one reply at a time, so there are no replies at once"
+                " to compare",
                 "omit --parallel",
             )
     compared, sampled = count_case_replies(cases, acceptance, samples)
@@ -203,7 +203,7 @@ class _Verification:
         return stream.reply
 
     def check_at_once(self, cases: Sequence[Case], findings: Mapping[str, MethodFindings]) -> None:
-        """Generate several replies at once, and compare each of them with plain decoding alone."""
+        """Generate several replies at once. Compare each one with plain decoding's reply, generated alone."""
         for case in cases:
             self.description = f"{case.prompt.name}, alone"
             self.runtime.clear_cache()
@@ -211,7 +211,7 @@ class _Verification:
         self._run_idle_work()
         self.runtime.clear_cache()
         self.description = f"{self.runtime.parallel} replies at once"
-        # Replies to different prompts run beside each other.
+        # With this order, replies to different prompts are generated at once.
         mixed = sorted(cases, key=lambda case: (case.temperature, case.draft_length, case.method))
         with ThreadPoolExecutor(self.runtime.parallel) as pool:
             running = [(case, pool.submit(self._generate, case, **self._drafting(case))) for case in mixed]
@@ -306,7 +306,7 @@ class _Verification:
         )
 
     def _texts_beside(self, case: Case, count: int) -> list[Sequence[int]]:
-        """Return up to `count` texts, each of another prompt and its reply if there is one."""
+        """Return up to `count` texts, each of another prompt followed by its reply."""
         names = [name for name in self.tokens if name != case.prompt.name][:count] or [case.prompt.name]
         return [[*self.tokens[name], *self.plain[name, case.temperature].tokens] for name in names]
 

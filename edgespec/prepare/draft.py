@@ -18,9 +18,9 @@ def prepare_draft(folder: Path, target: Path, output: Path) -> int:
     """Convert a draft model to a GGUF file.
 
     Args:
-        folder: Folder of the draft model, in the format of MLX or Hugging Face.
-        target: The GGUF model that the draft model drafts for. The new file contains its tokenizer.
-        output: The file to write. An existing file is replaced once the new one is complete.
+        folder: Folder of the draft model, in MLX or Hugging Face format.
+        target: The GGUF model to draft for. Its tokenizer is copied into the new file.
+        output: The file to write. An existing file is replaced after the new one is complete.
 
     Returns:
         The size of the new file in bytes.

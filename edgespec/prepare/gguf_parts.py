@@ -13,8 +13,8 @@ import gguf
 
 from edgespec.backends.base import Progress
 from edgespec.backends.llamacpp import layerskip_files
+from edgespec.disk_checks import explain_write_errors
 from edgespec.errors import CancelledError, ModelFileError
-from edgespec.files import explain_write_errors
 
 __all__ = ["GgufModel", "Metadata", "Tensors", "merged_file", "split_metadata", "write_gguf"]
 

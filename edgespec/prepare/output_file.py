@@ -1,4 +1,4 @@
-"""Write the file of a conversion, so that an incomplete file never has the final name."""
+"""Write converted files. A file gets its final name only when it is complete."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["delete_leftovers", "write_conversion"]
 
 # Prefix of the names of temporary folders for conversions.
 _UNFINISHED = ".edgespec-"
-# Temporary folders older than this are abandoned, because no conversion takes this long.
+# Age in seconds from which a temporary folder counts as abandoned. No conversion takes this long.
 _STALE_SECONDS = 24 * 3600.0
 
 
@@ -27,8 +27,8 @@ def write_conversion(
 
     Args:
         output: The file to write. An existing file is replaced once the new one is complete.
-        what: What is converted, for error messages.
-        convert: Writes the file, given its path.
+        what: Description of the model, for error messages.
+        convert: Function that writes the file to the given path.
         setting: The option or environment variable that chose the output's folder, for error messages.
 
     Raises:
@@ -50,7 +50,7 @@ def write_conversion(
 
 
 def delete_leftovers(folder: Path) -> None:
-    """Delete the temporary folders of conversions that were killed."""
+    """Delete the temporary folders left by conversions that were killed."""
     with suppress(OSError):
         for leftover in folder.glob(f"{_UNFINISHED}*"):
             if leftover.stat().st_mtime < time.time() - _STALE_SECONDS:

@@ -77,7 +77,7 @@ def api_error(error: Exception, prompt_field: str | None = None) -> ApiError:
 
     Args:
         error: The exception.
-        prompt_field: The field of the request that contains the prompt.
+        prompt_field: Name of the request field that contains the prompt.
     """
     retry = {"Retry-After": str(_RETRY_SECONDS)}
     match error:

@@ -16,8 +16,8 @@ from pydantic import (
 )
 
 from edgespec.errors import OptionError
-from edgespec.option_kinds import TokenBiases
 from edgespec.options import REPLY_OPTIONS, Option, ReplyArguments
+from edgespec.reply_option_kinds import TokenBiases
 from edgespec.server.errors import invalid_request
 
 __all__ = ["Ignored", "ReplyFields", "RequestFields", "combined_options", "reply_options", "require_fields"]
@@ -36,7 +36,7 @@ class RequestFields(BaseModel):
     """What to do instead of setting fields that other operations support, by the name of the field."""
 
     prompt_field: ClassVar[str] = "messages"
-    """The field that contains the prompt, for errors about its length."""
+    """Name of the field that contains the prompt. Error messages about the prompt's length mention it."""
 
     @classmethod
     def known_fields(cls) -> list[str]:
@@ -125,7 +125,7 @@ def reply_options(fields: ReplyFields) -> dict[str, Any]:
 
 
 def combined_options(options: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Combine the options that different fields set. Raises ApiError if both set the same option."""
+    """Combine the options set by two groups of fields. Raises ApiError if both set the same option."""
     for name in options.keys() & more.keys():
         raise invalid_request(f"two fields of the request set the {name}; leave out one of them", name)
     return {**options, **more}

@@ -192,11 +192,11 @@ class ModelPool:
         return list(known.values())
 
     def _check_name(self, name: str, found: Resolved | None = None) -> None:
-        """Raise ModelNotFoundError if requests are not allowed to use a name of this kind.
+        """Raise ModelNotFoundError if requests may not use a model name of this kind.
 
         Args:
             name: The name.
-            found: What it refers to, if it is known. A name can be that of a file in the current folder.
+            found: The model that the name refers to, if it is known. It can be a file in the current folder.
         """
         is_path = isinstance(parse_reference(name), PathReference)
         is_file = found is not None and found.source == "path" and name.lower() not in user_aliases()

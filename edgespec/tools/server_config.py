@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from edgespec.errors import ConfigurationError
 from edgespec.files import config_folder
-from edgespec.settings_file import line_number, quoted, read_text, write_value
+from edgespec.settings_file import error_at, quoted, read_text, write_value
 from edgespec.spelling import nearest
 
 __all__ = ["ServerConfig", "allow_always", "read_servers", "servers_path"]
@@ -69,9 +69,7 @@ def read_servers() -> tuple[ServerConfig, ...]:
 
 def _server(path: Path, text: str, name: str, table: Any) -> ServerConfig:
     def refuse(problem: str, next_step: str, *key: str) -> ConfigurationError:
-        line = line_number(text, (name, *key))
-        where = f"{path}, line {line}" if line else str(path)
-        return ConfigurationError(f"{where}: {problem}", next_step)
+        return error_at(path, text, (name, *key), problem, next_step)
 
     if not isinstance(table, dict):
         raise refuse(f"{name[:60]!r} is not in a section", "write a section such as [files] for each server")

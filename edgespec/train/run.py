@@ -153,7 +153,7 @@ def train_drafter(
     plot = folder / "training.png"
     plotted = False
     if better:
-        # After a crash, the rest of a folder of this name is not used.
+        # A crash may have left a folder with this name behind. Delete it, because it is never read again.
         kept = saved.path / "kept"
         shutil.rmtree(kept, ignore_errors=True)
         for file in sorted(finished.rename(kept).iterdir()):
@@ -222,7 +222,7 @@ def _train(
 
 
 def _publish(trainer: DrafterTrainer, folder: Path) -> None:
-    """Write the drafter to a folder, which exists only if it is complete."""
+    """Write the drafter to `folder`. The folder gets this name only when the drafter is complete."""
     unfinished = folder.with_name("unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()

@@ -31,8 +31,8 @@ class TrainingSpeed:
     """The measured speed of a training.
 
     Attributes:
-        write_seconds: Time to write a token of a conversation.
-        train_seconds: Time to train on a token.
+        write_seconds: Seconds to generate one token of a conversation.
+        train_seconds: Seconds to train on one token.
     """
 
     write_seconds: float
@@ -54,7 +54,7 @@ class TrainingSpeed:
 def measure_speed(
     teacher: Teacher, student: Student, question_start: Sequence[int], progress: Progress
 ) -> TrainingSpeed:
-    """Measure the speed of a training by writing a little text and training on it.
+    """Measure the speed of a training by generating a short text and training on it.
 
     Args:
         teacher: The target.

@@ -18,7 +18,7 @@ from edgespec.tui.editor import write_prompt
 from edgespec.tui.files import sending
 from edgespec.tui.model_choice import pick_model
 from edgespec.tui.open_chat import OpenChat
-from edgespec.tui.screens.help import HelpScreen
+from edgespec.tui.screens.help import MOST_USED, OTHER_KEYS, HelpScreen
 from edgespec.tui.texts import sentences
 from edgespec.tui.turns import TurnScreen
 from edgespec.tui.widgets.prompt import PromptInput
@@ -29,7 +29,6 @@ __all__ = ["ChatScreen"]
 
 # Maximum time in seconds between two presses of Ctrl+C that quit the chat.
 _TWICE_SECONDS = 2.0
-_MAIN, _OTHER = Binding.Group("Most used"), Binding.Group("Other keys")
 
 
 def _key(keys: str, action: str, help_text: str, group: Binding.Group) -> Binding:
@@ -40,29 +39,32 @@ class ChatScreen(TurnScreen):
     """The complete chat screen, with key bindings and actions. The help page lists the bindings."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        _key("escape", "back", "stop the reply, cancel editing", _MAIN),
-        _key("ctrl+r", "regenerate", "regenerate the last reply", _MAIN),
-        _key("ctrl+n", "new_chat", "new chat", _MAIN),
-        _key("f2,ctrl+b", "chats", "list of saved chats", _MAIN),
-        _key("f3", "details", "speed and memory of a reply", _MAIN),
-        _key("f6,ctrl+s", "settings", "settings", _MAIN),
-        _key("f9", "models", "choose or download a model", _MAIN),
-        _key("ctrl+q", "app.quit", "quit; the chat is saved", _MAIN),
-        _key("f1", "help", "show this page", _OTHER),
-        _key("f4,ctrl+t", "origin", "colour words that came from accepted guesses", _OTHER),
-        _key("f5", "system", "system prompt", _OTHER),
-        _key("f7", "thoughts", "show or hide the model's reasoning", _OTHER),
-        _key("f8", "theme", "switch between light and dark", _OTHER),
-        _key("ctrl+p", "edit_last", "edit your last message", _OTHER),
-        _key("ctrl+y", "copy_reply", "copy the last reply", _OTHER),
+        _key("escape", "back", "stop the reply, cancel editing", MOST_USED),
+        _key("ctrl+r", "regenerate", "regenerate the last reply", MOST_USED),
+        _key("ctrl+n", "new_chat", "new chat", MOST_USED),
+        _key("f2,ctrl+b", "chats", "list of saved chats", MOST_USED),
+        _key("f3", "details", "speed and memory of a reply", MOST_USED),
+        _key("f6,ctrl+s", "settings", "settings", MOST_USED),
+        _key("f9", "models", "choose or download a model", MOST_USED),
+        _key("ctrl+q", "app.quit", "quit; the chat is saved", MOST_USED),
+        _key("f1", "help", "show this page", OTHER_KEYS),
+        _key("f4,ctrl+t", "origin", "colour words that came from accepted guesses", OTHER_KEYS),
+        _key("f5", "system", "system prompt", OTHER_KEYS),
+        _key("f7", "thoughts", "show or hide the model's reasoning", OTHER_KEYS),
+        _key("f8", "theme", "switch between light and dark", OTHER_KEYS),
+        _key("ctrl+p", "edit_last", "edit your last message", OTHER_KEYS),
+        _key("ctrl+y", "copy_reply", "copy the last reply", OTHER_KEYS),
         _key(
-            "ctrl+o", "copy_code", "copy the last code block of the last reply; again: the one before", _OTHER
+            "ctrl+o",
+            "copy_code",
+            "copy the last code block of the last reply; again: the one before",
+            OTHER_KEYS,
         ),
-        _key("ctrl+g", "editor", "write your message in your text editor", _OTHER),
-        _key("ctrl+l", "clear", "new chat with the same settings", _OTHER),
-        _key("ctrl+home", "earlier", "go to the top; press again to load older messages", _OTHER),
-        _key("ctrl+end", "to_end", "go to the end", _OTHER),
-        _key("ctrl+c", "interrupt", "copy the selection, or stop the reply; press twice to quit", _OTHER),
+        _key("ctrl+g", "editor", "write your message in your text editor", OTHER_KEYS),
+        _key("ctrl+l", "clear", "new chat with the same settings", OTHER_KEYS),
+        _key("ctrl+home", "earlier", "go to the top; press again to load older messages", OTHER_KEYS),
+        _key("ctrl+end", "to_end", "go to the end", OTHER_KEYS),
+        _key("ctrl+c", "interrupt", "copy the selection, or stop the reply; press twice to quit", OTHER_KEYS),
         Binding("question_mark", "help", show=False),
     ]
 
@@ -225,13 +227,17 @@ class ChatScreen(TurnScreen):
             await delete_chat(self, option.chat)
 
     async def action_chats(self) -> None:
-        shown = await self.toggle_panel("sidebar")
-        (self.sidebar if shown else self.prompt).focus()
+        if "sidebar" in self._panels:
+            await self.toggle_panel("sidebar")
+            self.prompt.focus()
+        else:
+            await self.show_chats()
         self.post_message(self.PreferencesChanged())
 
     async def show_chats(self) -> None:
-        """Show the list of chats and focus it."""
+        """Show the list of chats and focus it. It begins with all chats, whatever was searched for last."""
         if "sidebar" not in self._panels:
+            self.sidebar.clear_query()
             await self.toggle_panel("sidebar")
         self.sidebar.focus()
 
@@ -245,12 +251,7 @@ class ChatScreen(TurnScreen):
         self.run_worker(pick_model(self))
 
     def action_help(self) -> None:
-        self.app.push_screen(
-            HelpScreen(
-                [key for key in self.BINDINGS if isinstance(key, Binding) and key.group is _MAIN],
-                [key for key in self.BINDINGS if isinstance(key, Binding) and key.group is _OTHER],
-            )
-        )
+        self.app.push_screen(HelpScreen(self.BINDINGS))
 
     async def action_details(self) -> None:
         await self.toggle_panel("details")

@@ -37,7 +37,7 @@ async def set_system(screen: ChatScreen, text: str | None) -> None:
 
 
 async def edit_settings(screen: ChatScreen) -> None:
-    """Let the user edit the settings in a form. The form does not contain the schema, so keep that."""
+    """Let the user edit the settings in a form. Keep the schema, which is not part of the form."""
     settings = await screen.app.push_screen_wait(SettingsScreen(screen.current_chat.settings, screen.runtime))
     if settings is None:
         return
@@ -57,8 +57,8 @@ async def set_settings(screen: ChatScreen, settings: Mapping[str, Setting], note
 
     Args:
         screen: The chat screen.
-        settings: All settings of the chat, instead of the current ones.
-        note: What to tell the user.
+        settings: All settings of the chat. They replace the current ones.
+        note: Message to show to the user.
 
     Raises:
         OptionError: The loaded models cannot generate replies with these settings.

@@ -30,7 +30,18 @@ from edgespec.tui.widgets.pairs import Pairs
 if TYPE_CHECKING:
     from edgespec.tui.chat_screen import ChatScreen
 
-__all__ = ["COMMANDS", "Command", "Typed", "completion", "hint", "nearest", "read", "run", "unknown"]
+__all__ = [
+    "COMMANDS",
+    "Command",
+    "Typed",
+    "completion",
+    "hint",
+    "nearest",
+    "read",
+    "run",
+    "typed_path",
+    "unknown",
+]
 
 _Run: TypeAlias = Callable[["ChatScreen", str], Awaitable[None]]
 
@@ -206,7 +217,7 @@ COMMANDS = (
     Command("import", "file", "add chats exported by ChatGPT, Claude or Open WebUI", import_chats),
     Command("quit", "", "quit; the chat is saved", "app.quit", ("exit", "bye", "q")),
     Command("clear", "", "start a new chat with the same system prompt and settings", "clear", ("reset",)),
-    Command("save", "[title]", "save the chat now, optionally under a new title", _save, ("rename",)),
+    Command("save", "[title]", "rename this chat, or save it now", _save, ("rename",)),
     Command("pin", "", "pin this chat to the top of the list of chats, or unpin it", _pin),
     Command("details", "", "show or hide details of the last reply", "details", ("stats",)),
     Command("why", "", "explain the speed of the last reply", show_why),
@@ -220,6 +231,8 @@ COMMANDS = (
 _BY_NAME = {name: command for command in COMMANDS for name in (command.name, *command.aliases)}
 # Matches a slash command and its argument, but not a path such as `/etc/hosts`.
 _LINE = re.compile(r"/([A-Za-z?][\w?-]*)(?:\s+(.*))?", re.DOTALL)
+# Matches a command that reads a file. `/schema none` names no file.
+_PATH = re.compile(r"/(?:import|schema) +(?!none$)(.*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +283,12 @@ def completion(text: str) -> str:
         return ""
     names = (command.name for command in COMMANDS if command.name.startswith(text[1:]))
     return next(names, text[1:])[len(text) - 1 :]
+
+
+def typed_path(text: str) -> tuple[str, int] | None:
+    """Return the path that is being typed as the argument of a command, and the column where it starts."""
+    match = _PATH.fullmatch(text)
+    return (match[1], match.start(1)) if match else None
 
 
 def hint(text: str, width: int) -> str:

@@ -46,14 +46,16 @@ class CodeCopier:
     async def copy_numbered(self, screen: ChatScreen, entry: ChatEntry | None, number: str) -> None:
         """Copy the code block with this number, counted from 1. Raises OptionError if it does not exist."""
         blocks = code_blocks(entry.content) if entry is not None else []
+        if not blocks:
+            raise OptionError("The last reply has no code block", "Type /copy to copy all of it")
         if not (number.isdecimal() and 1 <= int(number) <= len(blocks)):
             raise OptionError(
-                f"The last reply has {count(len(blocks), 'code block')}, but not number {number}",
+                f"The last reply has {count(len(blocks), 'code block')}, but no number {number}",
                 "Type /copy code for the last one, or a number, such as /copy code 1",
             )
         await _copy(screen, blocks, int(number) - 1)
 
 
 async def _copy(screen: ChatScreen, blocks: list[str], place: int) -> None:
-    which = f"code block {place + 1} of {len(blocks)}" if len(blocks) > 1 else "code block"
+    which = f"code block ({place + 1} of {len(blocks)})" if len(blocks) > 1 else "code block"
     await copy_text(screen, blocks[place].rstrip("\n"), which)

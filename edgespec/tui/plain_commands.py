@@ -17,7 +17,7 @@ from edgespec.tui.setting_commands import (
     check_settings,
     unquoted,
 )
-from edgespec.tui.texts import memory_rows, sentences, show_rows
+from edgespec.tui.texts import memory_rows, plain_words, sentences, show_rows
 from edgespec.tui.why import why_text
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def _race(chat: PlainChat, argument: str) -> None:
     except CancelledError as error:
         chat.note(sentences(error.what))
         return
-    chat.answer("\n".join([race.headline(), *race.remarks()]))
+    chat.answer("\n".join([plain_words(race.headline()), *race.remarks()]))
 
 
 def _quit(chat: PlainChat, _argument: str) -> None:

@@ -144,7 +144,8 @@ async def delete(screen: ChatScreen, place: int) -> None:
         path = chat.tree.path
         number = len(path) - path.index(place)
         await _show(screen, chat.tree.without(place), path.index(place))
-        screen.say(f"Deleted {count(number, 'message')}. Press u or type /undo to undo.")
+        undo_keys = "Type /undo" if screen.selected is None else "Press u or type /undo"
+        screen.say(f"Deleted {count(number, 'message')}. {undo_keys} to undo.")
 
     await screen.when_free(begin)
 

@@ -49,7 +49,7 @@ SETTINGS = {
     "stop": Description("Stop strings", "strings that end the reply: a,b"),
     "thinking": Description("Reasoning", "whether to reason: auto, on or off"),
     "method": Description("Speed-up method", "auto, none, or e.g. model+suffix"),
-    "draft_length": Description("Draft length", "tokens to draft at a time, 1 to 64"),
+    "draft_length": Description("Draft length", "tokens to guess at a time, 1 to 64"),
     "acceptance": Description("Acceptance", "invariant or rejection; see --help"),
 }
 # The JSON schema of replies, as JSON text. /schema sets it from a file. It is not in the settings form.

@@ -19,6 +19,7 @@ __all__ = [
     "facts_line",
     "memory_rows",
     "notices",
+    "plain_words",
     "reason_text",
     "sentences",
     "show_rows",
@@ -46,6 +47,9 @@ _SOURCES = {
 }
 # If the standard error of a speed-up exceeds this value, the status line shows the speed-up as approximate.
 _ROUGH_GAIN = 0.1
+# Matches the words for drafts, but not `draft model`.
+_DRAFT = re.compile(r"\bdraft(ing|s|)\b(?! model)")
+_GUESS = {"ing": "guessing", "s": "guesses", "": "guess"}
 # Matches drafter names in the text that explains why a method is used.
 _DRAFTERS_IN_REASON = re.compile(r"[a-z+]+(?= is retried occasionally| found no draft)")
 
@@ -64,8 +68,14 @@ def sources_text(drafters: str) -> str:
 
 
 def reason_text(method: MethodReport) -> str:
-    """Return the reason for using this method, with drafter names replaced by descriptions."""
-    return _DRAFTERS_IN_REASON.sub(lambda found: sources_text(found[0]), method.reason)
+    """Return the reason for using this method, in the words of the chat."""
+    return plain_words(method.reason)
+
+
+def plain_words(text: str) -> str:
+    """Call drafts guesses, and replace the names of drafters by descriptions, as everywhere in the chat."""
+    described = _DRAFTERS_IN_REASON.sub(lambda found: sources_text(found[0]), text)
+    return _DRAFT.sub(lambda found: _GUESS[found[1]], described)
 
 
 def speed_up_text(method: MethodReport) -> str:
@@ -96,7 +106,7 @@ def welcome_rows(runtime: Runtime) -> list[tuple[str, str]]:
     if runtime.draft is not None:
         rows.append(("Draft model", facts_line(runtime.draft)))
     elif method.requested == "auto" and sources_text(method.effective) == _SOURCES["suffix"]:
-        rows.append(("Draft model", f"none: {method.reason}"))
+        rows.append(("Draft model", f"none: {plain_words(method.reason)}"))
     rows.append(("Speed-up", speed_up_text(method)))
     if method.effective == "none":
         return rows

@@ -18,6 +18,7 @@ from edgespec.tui.numbers import count
 from edgespec.tui.open_chat import ChatEntry, OpenChat
 from edgespec.tui.screens.approval import ApprovalScreen, Decision
 from edgespec.tui.screens.tools import ToolsScreen
+from edgespec.tui.texts import sentences
 from edgespec.tui.widgets.tool_call import ToolCallMessage
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ class ToolUse:
         await asyncio.gather(*(asyncio.wrap_future(toolbox.start(name)) for name in toolbox.servers))
         for name, server in toolbox.servers.items():
             if server.problem:
-                await note(f"The server {name} was not started: {server.problem}.")
+                await note(sentences(f"The server {name} was not started: {server.problem}"))
         if self.tools:
             await note(
                 f"The model can now call {count(len(self.tools), 'tool')}. You are asked before each call."

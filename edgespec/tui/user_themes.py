@@ -11,9 +11,9 @@ from typing import Any
 from textual.color import Color, ColorParseError
 from textual.theme import Theme
 
-from edgespec.errors import ConfigurationError, OptionError
+from edgespec.errors import OptionError
 from edgespec.files import config_folder
-from edgespec.settings_file import line_number, read_text
+from edgespec.settings_file import error_at, read_text
 from edgespec.spelling import nearest
 from edgespec.tui.themes import DARK, LIGHT, THEMES
 
@@ -65,22 +65,22 @@ def _theme(name: str, path: Path, text: str) -> Theme:
     given = tomllib.loads(text)
     dark = given.pop("dark", True)
     if not isinstance(dark, bool):
-        raise _error(path, text, ("dark",), f"'dark' is {dark!r}", "use true or false")
+        raise error_at(path, text, ("dark",), f"'dark' is {dark!r}", "use true or false")
     base = DARK if dark else LIGHT
     variables = given.pop("variables", {})
     if not isinstance(variables, dict):
-        raise _error(path, text, ("variables",), "'variables' is not a table", "write it as [variables]")
+        raise error_at(path, text, ("variables",), "'variables' is not a table", "write it as [variables]")
     for key, value in given.items():
         if key not in _COLOURS:
             near = nearest(key, (*_COLOURS, "dark", "variables"))
             advice = f"did you mean {' or '.join(near)}?" if near else f"use {', '.join(_COLOURS)}"
-            raise _error(path, text, (key,), f"there is no colour {key[:60]!r} in themes", advice)
+            raise error_at(path, text, (key,), f"there is no colour {key[:60]!r} in themes", advice)
         _check_colour(path, text, (key,), value)
     for key, value in variables.items():
         if key not in base.variables:
             near = nearest(key, base.variables)
             advice = f"did you mean {' or '.join(near)}?" if near else f"use {', '.join(base.variables)}"
-            raise _error(
+            raise error_at(
                 path, text, ("variables", key), f"there is no variable {key[:60]!r} in themes", advice
             )
         if key != "block-cursor-text-style":
@@ -94,12 +94,6 @@ def _check_colour(path: Path, text: str, keys: tuple[str, ...], value: Any) -> N
             raise ColorParseError("not a text")
         Color.parse(value)
     except ColorParseError:
-        raise _error(
+        raise error_at(
             path, text, keys, f"'{keys[-1]}' is {value!r}, which is not a colour", 'write it as "#7aa2c8"'
         ) from None
-
-
-def _error(path: Path, text: str, keys: tuple[str, ...], what: str, advice: str) -> ConfigurationError:
-    line = line_number(text, keys)
-    where = f"{path}, line {line}" if line else str(path)
-    return ConfigurationError(f"{where}: {what}", advice)

@@ -37,7 +37,7 @@ def why_text(
 ) -> str:
     """Return the three sentences about the last reply in a chat with these settings."""
     if stats is None:
-        return "There is no reply yet. Send a message first."
+        return "No reply was generated since this chat was opened. Send a message first."
     temperature = settings.get("temperature", REPLY_OPTIONS["temperature"].default)
     return "\n".join(
         why(

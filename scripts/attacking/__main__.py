@@ -4,12 +4,13 @@
     scripts/attack --requests 2000 -- --target demo-mlx     # options after -- are options of the server
 
 Many hostile clients send damaged, mutated, slow, incomplete and oversized requests to every operation, flood
-the server, disconnect at any time, and load and unload models. Each prompt contains a word of its own, which
-must not appear in the reply to another client. Meanwhile, an honest client asks the same questions again and
-again, and must get the same replies.
+the server, disconnect at random times, and load and unload models. Each prompt contains a unique word, which
+must not appear in the reply to another client. At the same time, an honest client asks the same questions
+repeatedly and must get the same replies.
 
-Prints the server's memory, open files and threads whenever all hostile clients have left. The exit status is
-1 if the server crashes, hangs or fails with an unannounced error, if a reply is wrong, or if memory grows.
+Prints the server's memory, open files and threads after each round of hostile clients. The exit status is 1
+if the server crashes, hangs or fails because of a bug, if a reply is wrong, or if memory, files or threads
+grow.
 """
 
 from __future__ import annotations
@@ -30,25 +31,26 @@ from scripts.attacking.senders import ATTACKS, Connection, new_canary, problem
 from scripts.attacking.victim import Usage, Victim, started
 
 _ROOT = Path(__file__).resolve().parents[2]
-# Number of requests between two measurements of the memory, and of hostile clients at a time.
+# Number of requests between two measurements of the server's resources, and number of concurrent hostile
+# clients.
 _ROUND, _CLIENTS = 500, 60
-# Seconds for the server to end everything that the hostile clients started.
+# Seconds to wait before a measurement, so that the server can finish what the hostile clients started.
 _QUIET_SECONDS = 3.0
-# What the server may use in addition after the first third of the attack. Allocators keep some memory.
+# Maximum growth after the first third of the attack. Not 0, because allocators do not return all memory.
 _MAX_GROWTH = Usage(48 * 2**20, 10, 10)
 
 
 @dataclass
 class Record:
-    """The results of an attack, which can have several parts.
+    """The results of an attack, which can be run in several parts.
 
     Attributes:
         requests: Number of hostile requests.
         honest: Number of replies to the honest client.
         expected: The replies that the honest client expects.
         outcomes: Number of requests by attack and HTTP status.
-        problems: What went wrong.
-        usage: The server's resources before the attack and after each round.
+        problems: Descriptions of the server's failures.
+        usage: The server's resource use before the attack and after each round.
     """
 
     requests: int = 0
@@ -68,9 +70,9 @@ class Record:
 
     @property
     def growth(self) -> Usage:
-        """Growth from the second third of the attack to its last third.
+        """Growth of the resource use from the second to the last third of the attack.
 
-        Compares the lowest values, because the server can have one or two models loaded at a time.
+        Compares the minimum of each third, because the server has one or two models loaded at a time.
         """
         third = len(self.usage) // 3
         if not third:
@@ -145,7 +147,7 @@ async def _request(port: int, draw: random.Random, record: Record, outcomes: Cou
             await attack(client)
             status = client.received[9:12].decode("latin-1") or "no reply"
         except OSError as error:
-            # TimeoutError is an OSError too.
+            # TimeoutError is a subclass of OSError.
             status = type(error).__name__
             if isinstance(error, TimeoutError):
                 record.problems.append(f"{attack.__name__}: no end of the reply: {client.received[-300:]!r}")

@@ -16,7 +16,7 @@ def _messages(text: str) -> list[Body]:
     return [{"role": "user", "content": text}]
 
 
-# A valid body for a prompt and a maximum number of tokens, by path.
+# Functions that return a valid body for a prompt and a maximum number of tokens, by path.
 _BODIES: dict[str, Callable[[str, int], Body]] = {
     "/v1/chat/completions": lambda text, count: {"messages": _messages(text), "max_tokens": count},
     "/v1/completions": lambda text, count: {"prompt": text, "max_tokens": count},
@@ -54,7 +54,7 @@ _ODD_VALUES: tuple[Any, ...] = (
     *([], {}, [[]], [None], {"a": [None]}, [{}], "NaN", [1] * 2000, {"type": "object"}, "\u202e"),
     *("<|im_end|>", "{{ 7*7 }}", "{% for i in range(10**9) %}{% endfor %}", -(2**63), 2**64, 1e-320),
 )
-# Values that Python's `json` cannot write.
+# JSON values that Python's `json` module cannot write.
 _ODD_JSON = (
     *("NaN", "-Infinity", "1e99999", "1" * 5000, "[1,]", "{", '"\\ud800"', '"\\u0000"', "'x'", "tru", "0x10"),
     *('"\\x"', "[" * 3000 + "]" * 3000, '{"a":' * 500 + "1" + "}" * 500),
@@ -93,7 +93,7 @@ _GRAMMARS: tuple[Body, ...] = (
 
 
 def _large_constraint(draw: random.Random) -> Body:
-    """Return a constraint that takes long to compile, each time a different one."""
+    """Return a random constraint that takes long to compile."""
     tag, size = draw.randrange(10**9), draw.choice((100, 300, 1000, 3000))
     properties = {f"k{index}_{tag}": {"type": "integer"} for index in range(size)}
     links = {f"a{index}": {"$ref": f"#/$defs/a{index + 1}"} for index in range(size)}
@@ -110,7 +110,7 @@ def _large_constraint(draw: random.Random) -> Body:
 def plausible(draw: random.Random, canary: str) -> tuple[str, Body]:
     """Return the path and body of a valid request whose prompt contains `canary`."""
     path = draw.choice((*_STREAMING_PATHS, *_STREAMING_PATHS, *POST_PATHS))
-    # Prompts with the same beginning share entries of the prefix cache.
+    # Use the same beginning for all prompts, so that they share entries of the prefix cache.
     body = _BODIES[path](f"How do I list files by size? {canary}", draw.choice((4, 8, 8, 200)))
     if path in _STREAMING_PATHS:
         body["stream"] = draw.random() < 0.6
@@ -124,7 +124,7 @@ def plausible(draw: random.Random, canary: str) -> tuple[str, Body]:
 
 
 def long_prompt(path: str, canary: str) -> Body:
-    """Return a valid body whose prompt takes long to read."""
+    """Return a valid body with a long prompt, which the model takes long to process."""
     return _BODIES[path](f"{canary} " + "list the files by size " * 300, 8)
 
 
@@ -176,7 +176,7 @@ def _change_inside(draw: random.Random, node: Any) -> None:
 
 
 def damaged(draw: random.Random, body: Body) -> bytes:
-    """Return the JSON of a body, which is often not valid JSON any more."""
+    """Return the body as JSON with random damage. The result is often invalid JSON."""
     data = json.dumps(body).encode()
     chance = draw.random()
     if chance < 0.1:

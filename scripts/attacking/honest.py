@@ -11,12 +11,12 @@ import httpx
 __all__ = ["HonestClient"]
 
 _SECONDS = 300
-# Seconds to wait when the server is busy, and how often.
+# Seconds to wait when the server is busy, and maximum number of retries.
 _RETRY_SECONDS, _RETRIES = 0.2, 1500
 
 
 class HonestClient:
-    """Asks fixed questions, each with its own word, over several protocols.
+    """Asks fixed questions over several protocols. Each question contains a unique word.
 
     Args:
         port: The server's port.
@@ -25,7 +25,7 @@ class HonestClient:
     Attributes:
         expected: The replies before the attack.
         count: Number of replies during the attack.
-        problems: Replies that were different, and failures.
+        problems: Descriptions of failures and of replies that differed from the expected ones.
     """
 
     def __init__(self, port: int, expected: Sequence[str] = ()) -> None:
@@ -35,7 +35,7 @@ class HonestClient:
         self._port = port
 
     async def prepare(self) -> None:
-        """Find out the expected replies, which must not change if they are asked for again."""
+        """Ask each question for its expected reply, and check that asking again gives the same reply."""
         async with self._client() as http:
             replies = [await _reply(http, *each) for each in _QUESTIONS]
             again = [await _reply(http, *each) for each in _QUESTIONS]
@@ -43,7 +43,7 @@ class HonestClient:
         self.problems += _differences(self.expected, replies) + _differences(self.expected, again)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Ask the questions again and again until `stop` is set."""
+        """Ask the questions repeatedly until `stop` is set."""
         async with self._client() as http:
             while not stop.is_set():
                 try:
@@ -64,7 +64,7 @@ def _messages(text: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": text}]
 
 
-# Path, body, and the place of the text in the reply.
+# Path and body of each question, and the keys that lead to the text in the reply.
 _QUESTIONS: tuple[tuple[str, dict[str, Any], tuple[Any, ...]], ...] = (
     (
         "/v1/chat/completions",

@@ -15,7 +15,8 @@ from scripts.attacking.bodies import GET_PATHS, POST_PATHS, damaged, long_prompt
 
 __all__ = ["ATTACKS", "Attack", "Connection", "new_canary", "problem", "request"]
 
-# A reply that takes longer than this many seconds counts as a hang. A busy machine loads models slowly.
+# A reply that takes longer than this many seconds counts as a hang. The limit is high, because a busy machine
+# loads models slowly.
 HANG_SECONDS = 300
 _METHODS = ("GET", "GET", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH", "TRACE", "FOO")
 _CANARY = re.compile(rb"canary[0-9a-f]{12}")
@@ -38,12 +39,12 @@ def request(
 
 
 def problem(reply: bytes, canary: str) -> str | None:
-    """Return what is wrong with the reply to a hostile request, or None."""
+    """Return a description of the problem with the reply to a hostile request, or None if there is none."""
     foreign = set(_CANARY.findall(reply)) - {canary.encode()}
     if foreign:
         return f"the reply to {canary} contains {foreign}"
     status = re.match(rb"HTTP/1.1 (5\d\d)", reply)
-    # A busy or stopping server says so with status 503.
+    # Status 503 is not a problem: the server is busy or stopping.
     if status and status[1] != b"503":
         return f"status {status[1].decode()}: {reply[-300:]!r}"
     return f"bug: {reply[-300:]!r}" if b"because of a bug" in reply else None
@@ -55,9 +56,9 @@ class Connection:
 
     Attributes:
         port: The server's port.
-        draw: Random numbers.
-        canary: The word in this client's prompts.
-        received: What the server sent.
+        draw: The random number generator.
+        canary: The unique word in this client's prompts.
+        received: The bytes received from the server.
     """
 
     port: int
@@ -73,7 +74,7 @@ class Connection:
         return self._streams[1]
 
     async def open(self, buffer_bytes: int | None = None) -> None:
-        """Connect, if `buffer_bytes` is given with a receive buffer of that size."""
+        """Connect. If `buffer_bytes` is given, use a receive buffer of that size."""
         client = socket.socket()
         client.setblocking(False)
         if buffer_bytes:
@@ -87,10 +88,10 @@ class Connection:
         await self.writer.drain()
 
     async def receive(self, limit_bytes: int = 1 << 24, seconds: float = HANG_SECONDS) -> None:
-        """Receive until the server closes the connection, or has sent `limit_bytes`.
+        """Receive until the server closes the connection or has sent `limit_bytes`.
 
         Raises:
-            TimeoutError: Neither happened for `seconds`.
+            TimeoutError: Neither happened within `seconds`.
         """
         assert self._streams
         async with asyncio.timeout(seconds):
@@ -98,7 +99,7 @@ class Connection:
                 self.received += part
 
     async def pause(self) -> None:
-        """Wait for a random time, so that what follows hits all phases of a request."""
+        """Wait for a random time, so that the next action can happen in any phase of the request."""
         await asyncio.sleep(self.draw.choice((0, 0, 0.01, 0.05, 0.2, 1)))
 
     def __enter__(self) -> Connection:
@@ -128,7 +129,7 @@ async def fuzz(client: Connection) -> None:
 
 
 async def ask(client: Connection) -> None:
-    """Send a valid request and read the whole reply. Many at once overflow the queue."""
+    """Send a valid request and read the whole reply. Many concurrent requests overflow the server's queue."""
     await client.open()
     await client.send(_valid(client))
     await client.receive()
@@ -151,7 +152,7 @@ async def leave_during_prefill(client: Connection) -> None:
 
 
 async def reset(client: Connection) -> None:
-    """Reset the connection after a part of the reply."""
+    """Reset the connection after receiving a part of the reply."""
     await client.open()
     await client.send(_valid(client))
     await client.receive(client.draw.randrange(1, 4000))
@@ -167,7 +168,7 @@ async def half_open(client: Connection) -> None:
 
 
 async def stall(client: Connection) -> None:
-    """Send a part of a request and then nothing. The server must close the connection after a while."""
+    """Send only a part of a request. The server must close the connection after a timeout."""
     data = _valid(client)
     await client.open()
     await client.send(data[: client.draw.randrange(len(data))])
@@ -190,7 +191,7 @@ async def trickle(client: Connection) -> None:
 
 
 async def read_slowly(client: Connection) -> None:
-    """Do not read a long streamed reply for a while."""
+    """Request a long streamed reply, and pause before reading it."""
     body = {
         "messages": [{"role": "user", "content": client.canary}],
         "max_tokens": 300,
@@ -322,4 +323,4 @@ ATTACKS: dict[Attack, float] = {
     junk: 3,
     flood: 0.1,
 }
-"""The attacks, and how often each of them is chosen."""
+"""The attacks, and the relative frequency of each."""

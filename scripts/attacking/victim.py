@@ -21,7 +21,7 @@ _STOP_SECONDS = 60
 
 
 class Usage(NamedTuple):
-    """Resources that the server and its child processes use at one time."""
+    """The resources that the server and its child processes use at one point in time."""
 
     memory_bytes: int
     files: int
@@ -44,7 +44,7 @@ class Victim:
         self.port: int = listening[0].laddr.port
 
     def is_running(self) -> bool:
-        """Whether the server has neither crashed nor stopped."""
+        """Whether the server process is still running."""
         return self._process.is_running() and self._process.status() != psutil.STATUS_ZOMBIE
 
     def usage(self) -> Usage:

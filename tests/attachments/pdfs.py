@@ -1,4 +1,4 @@
-"""Small PDF files, good and hostile ones, written by hand."""
+"""Small handwritten PDF files, some valid and some hostile."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _FONT = b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>"
 
 
 def pdf(objects: Sequence[bytes]) -> bytes:
-    """A PDF file with these objects, of which the first is the catalogue."""
+    """Return a PDF file with these objects. The first object is the catalogue."""
     file, offsets = b"%PDF-1.4\n", []
     for number, each in enumerate(objects, 1):
         offsets.append(len(file))
@@ -21,7 +21,7 @@ def pdf(objects: Sequence[bytes]) -> bytes:
 
 
 def page_with(content: bytes, filters: bytes = b"") -> bytes:
-    """A PDF file with one page of this content."""
+    """Return a PDF file with one page that has this content."""
     page = b"<< /Type /Page /Parent 2 0 R /Resources << /Font << /F 4 0 R >> >> /Contents 5 0 R >>"
     stream = b"<< /Length %d %s >>\nstream\n%s\nendstream" % (len(content), filters, content)
     return pdf(
@@ -36,23 +36,23 @@ def page_with(content: bytes, filters: bytes = b"") -> bytes:
 
 
 def text_pdf(text: str) -> bytes:
-    """A PDF file that shows a text."""
+    """Return a PDF file that shows a text."""
     return page_with(b"BT /F 12 Tf 50 700 Td (%s) Tj ET" % text.encode("ascii"))
 
 
 def expanding_pdf() -> bytes:
-    """A file whose page has 4 GiB of content after decompression."""
+    """Return a file whose page decompresses to 4 GiB of content."""
     inner = zlib.compress(b"\n" * (64 << 20), 9)
     return page_with(zlib.compress(inner * 64, 9), b"/Filter [/FlateDecode /FlateDecode]")
 
 
 def slow_pdf() -> bytes:
-    """A file whose page has millions of drawing commands in 100 KiB."""
+    """Return a file of 100 KiB whose page has millions of drawing commands."""
     return page_with(zlib.compress(b"q 1 0 0 1 0 0 cm Q\n" * 3_000_000, 9), b"/Filter /FlateDecode")
 
 
 def circular_pdf() -> bytes:
-    """A file whose page tree contains itself."""
+    """Return a file whose page tree contains itself."""
     return pdf(
         (b"<< /Type /Catalog /Pages 2 0 R >>", b"<< /Type /Pages /Kids [2 0 R 2 0 R] /Count 1000000000 >>")
     )

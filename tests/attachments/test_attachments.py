@@ -1,4 +1,4 @@
-"""Attaching files: what is read, how it reads for the model, and what is refused."""
+"""Attaching files: which files are read, how they appear in the prompt, and which are rejected."""
 
 from __future__ import annotations
 

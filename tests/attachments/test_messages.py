@@ -1,4 +1,4 @@
-"""Files in messages: what the model reads, and drafts from the text of a file."""
+"""Files attached to messages: their text in the prompt, and drafts taken from it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_reply_that_copies_a_file_is_drafted_from_it(
     drafted, plain = reply(method), reply("none")
     assert drafted.tokens == plain.tokens
     if method == "suffix":
-        # A few tokens at the start do not yet show which part of the prompt the reply repeats.
+        # The first tokens are not drafted, because they do not yet identify the repeated part of the prompt.
         assert drafted.stats.accepted_tokens > 0.7 * len(copied)
         assert drafted.stats.target_passes < plain.stats.target_passes / 2
 

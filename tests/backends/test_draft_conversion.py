@@ -1,4 +1,4 @@
-"""Draft models converted to GGUF equal the MLX models that they were made from."""
+"""Draft models converted to GGUF give the same logits as the original MLX models, except for rounding."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TEXT = "List all files in the folder, then count the lines of each file that end
 
 
 def logits(backend: Any, path: Path, tokens: Sequence[int]) -> NDArray[np.float64]:
-    """The logits after each of the tokens."""
+    """Return the logits after each token."""
     model = backend.load(str(path), "draft", LoadOptions(context_tokens=256))
     rows = model.verify(TokenTree.chain(tokens[0], tokens[1:]))
     found = np.array([rows.at(row, np.arange(model.facts.vocab_size)) for row in range(len(tokens))])
@@ -38,12 +38,12 @@ def logits(backend: Any, path: Path, tokens: Sequence[int]) -> NDArray[np.float6
 
 
 def difference(found: NDArray[np.float64], expected: NDArray[np.float64]) -> float:
-    """The relative difference, which is not 0 because llama.cpp rounds weights and activations to float16."""
+    """Return the relative difference. Not 0, because llama.cpp rounds weights and activations to float16."""
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
 def tokenizer(size: int) -> dict[str, tuple[Any, Any, Any]]:
-    """Metadata of a tokenizer whose tokens are never printed."""
+    """Return the metadata of a tokenizer for tests that print no text."""
     kinds = gguf.GGUFValueType
     return {
         "tokenizer.ggml.model": ("gpt2", kinds.STRING, None),

@@ -1,4 +1,4 @@
-"""A race: both replies have the same text, and its pictures show what was measured."""
+"""Races: both replies have the same text, and the saved pictures show the measured speeds."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_what_cannot_be_raced_is_refused(demo: edgespec.Runtime) -> None:
 
 
 def race_of(race: Race, plain_seconds: float, other_seconds: float, drift: float | None = 0.0) -> Race:
-    """The race, as if each token had taken this long."""
+    """Return the race with changed times, as if each token had taken this long."""
 
     def lane(of: Lane, seconds: float) -> Lane:
         chunks = [
@@ -136,7 +136,7 @@ def test_different_replies_are_reported(finished: Race) -> None:
 
 
 def screen_at(picture: Picture, seconds: float) -> list[str]:
-    """Replay the recording until this time, as a terminal would."""
+    """Replay the recording up to this time, as a terminal would."""
     rows = [[" "] * picture.columns for _ in range(picture.rows)]
     for line in picture.cast().splitlines()[1:]:
         when, kind, text = json.loads(line)

@@ -222,6 +222,19 @@ class TestDownloads:
             resolve_head(REPOSITORY, progress=lambda *_: False)
         assert resolve_head(REPOSITORY).path.is_dir()
 
+    @pytest.mark.parametrize("method", ["eagle", "medusa"])
+    def test_a_pickled_head_is_downloaded(
+        self, hub: StandInHub, folder: Path, tmp_path: Path, method: str
+    ) -> None:
+        head, layout = tmp_path / "pickled", Layout("medusa", ".pt", config=False)
+        if method == "eagle":
+            write_head(head, "EAGLE-1", vocab=VOCAB, pickled=True)
+        else:
+            write_heads(head, layout, random_arrays(layout, 32, VOCAB))
+        hub.files = {file.name: file.read_bytes() for file in head.iterdir()}
+        pair = find_pair(str(folder / "target.gguf"), "none", DraftingOptions.of(head=REPOSITORY), None)
+        assert [option.method for option in pair.heads] == [method]
+
     def test_a_plan_for_a_pickled_head_reads_only_its_config(
         self, hub: StandInHub, folder: Path, tmp_path: Path
     ) -> None:

@@ -1,4 +1,4 @@
-"""Exports of ChatGPT, Claude, Open WebUI and edgespec are imported, and bad files are reported."""
+"""Importing chats from ChatGPT, Claude, Open WebUI and edgespec, and errors for invalid files."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ values = st.recursive(
 
 
 def places(value: Any) -> list[tuple[Any, Any]]:
-    """All containers in a JSON value, each with one of its keys."""
+    """Yield each list and object in a JSON value, with one of its keys."""
     keys = (
         list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
     )

@@ -18,7 +18,7 @@ OPERATIONS = ("send", "edit", "regenerate", "continue", "switch", "delete", "und
 
 
 def apply(tree: MessageTree[str], operation: str, pick: int, text: str) -> MessageTree[str]:
-    """Apply an operation of the chat to one of the open messages, which `pick` chooses."""
+    """Apply an operation of the chat to one of the open messages. `pick` chooses the message."""
     place = tree.path[pick % len(tree.path)] if tree.path else None
     if operation == "send" or place is None:
         return tree.add(text, tree.tip)

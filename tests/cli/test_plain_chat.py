@@ -15,7 +15,7 @@ import edgespec
 from tests.cli.conftest import Run, Start, one_line_error
 
 QUESTION = "How do I list files by size?"
-# A chat whose reply takes 20 seconds, with the folder of its chats as the argument.
+# A script that runs a chat whose reply takes 20 seconds. Its argument is the folder of saved chats.
 SLOW = """
 import sys
 from pathlib import Path

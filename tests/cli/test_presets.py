@@ -1,4 +1,4 @@
-"""`--preset`: the settings that it brings, what overrides them, and what is wrong in the files."""
+"""`--preset`: the settings of a preset, the options that override them, and errors in preset files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`edgespec serve --chat`: who may use the chat in a browser, and that each tab has a process of its own."""
+"""`edgespec serve --chat`: access to the chat in a browser, and a separate process for each tab."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.cli.conftest import Run, Start, one_line_error
 
 @pytest.fixture
 async def address(start: Start, tmp_path: Path) -> AsyncIterator[str]:
-    """The address of a running server, with its key."""
+    """The address of a running server, including its key."""
     process = start(
         *("serve", "--chat", "--port", "0", "--json", "--threads", "1"),
         env={"EDGESPEC_DATA_DIR": str(tmp_path / "data")},
@@ -37,7 +37,7 @@ async def status(address: str, **headers: str) -> int:
 
 
 async def socket_status(address: str, **headers: str) -> int:
-    """The status with which a web socket is refused, or 101."""
+    """Return the HTTP status of a web socket request: 101 if it is accepted, otherwise the error."""
     async with aiohttp.ClientSession() as session:
         try:
             async with session.ws_connect(address, headers=headers):
@@ -79,7 +79,7 @@ async def test_the_page_loads_nothing_from_elsewhere(address: str) -> None:
 
 
 def processes(folder: Path) -> list[int]:
-    """The chat processes that use the data in this folder."""
+    """Return the chat processes that use this data folder."""
     found = []
     for place in Path("/proc").iterdir():
         try:

@@ -1,4 +1,4 @@
-"""Schemas that no finite value satisfies are found, and no others."""
+"""Exactly the schemas that no finite value satisfies are detected."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.constraints.vocabularies import ByteVocabulary
 
 
 def node(**schema: Any) -> dict[str, Any]:
-    """A schema of objects whose property `next` is required."""
+    """Return the schema of an object whose property `next` is required."""
     return {"type": "object", "properties": {"next": schema}, "required": ["next"]}
 
 
@@ -33,11 +33,11 @@ FINITE = [
     {"type": "object", "properties": {"next": {"$ref": "#"}}},
     node(anyOf=[{"$ref": "#"}, {"type": "null"}]),
     node(type=["object", "null"]),
-    # A text satisfies this schema, because it applies to objects only.
+    # A string satisfies this schema, because the schema restricts only objects.
     {"properties": {"next": {"$ref": "#"}}, "required": ["next"]},
     {"type": "array", "items": {"$ref": "#"}},
     {"type": "array", "prefixItems": [{"type": "null"}], "items": {"$ref": "#"}, "minItems": 1},
-    # Finding the finite values takes several passes.
+    # This schema needs several passes of the search.
     {
         "$ref": "#/$defs/a",
         "$defs": {
@@ -64,6 +64,6 @@ def test_finite(schema: dict[str, Any]) -> None:
 def test_they_are_refused() -> None:
     vocabulary = ByteVocabulary(())
     compiler = ConstraintCompiler(vocabulary, vocabulary.size)
-    with pytest.raises(OptionError, match="no text satisfies it, because each value must contain another"):
+    with pytest.raises(OptionError, match="no finite text satisfies it"):
         compiler.check(Constraint("schema", json.dumps(ENDLESS[0])))
     compiler.check(Constraint("schema", json.dumps(FINITE[1])))

@@ -1,4 +1,4 @@
-"""Verification of replies that are generated at once: rounding is measured, and faults are violations."""
+"""Verifying replies that are generated at once: rounding errors are measured, and bugs are violations."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class TestFaults:
 
 
 def share_cells(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """Make each place read `count` KV cells of the next one."""
+    """Make each sequence read `count` KV cells of the next sequence."""
     run = ContextPlace._run
 
     def faulty(self: ContextPlace, *args: Any, **options: Any) -> Any:
@@ -106,7 +106,7 @@ def share_cells(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         places = self.shared.places
         other = places[(places.index(self) + 1) % len(places)]
         with self._lock:
-            # llama.cpp fails if a text has cells after its own last one.
+            # llama.cpp fails if a sequence has cells after its own last position.
             end = self._lib.llama_memory_seq_pos_max(self._memory, self._first)
             self._lib.llama_memory_seq_cp(self._memory, other._first, self._first, 1, min(1 + count, end))
         return part
@@ -115,7 +115,7 @@ def share_cells(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 
 class TestErrors:
-    """Sharing errors of a model with F32 weights, which every placement of its KV cells changes."""
+    """Sharing errors of a model with F32 weights, whose logits depend on the placement of its KV cells."""
 
     PROMPT, REPLY = list(range(20, 60)), list(range(70, 90))
     OTHERS = (list(range(100, 130)), list(range(40, 90)))
@@ -177,7 +177,7 @@ class TestOptions:
             ({"acceptance": "rejection"}, "cannot be combined with --parallel"),
             (
                 {"methods": ("suffix",), "temperatures": (0.0,), "prompts": PROMPTS[:1]},
-                "a single reply",
+                "there is only one reply",
             ),
         ],
     )
@@ -189,7 +189,7 @@ class TestOptions:
     def test_models_that_run_one_reply_at_a_time(self) -> None:
         with (
             edgespec.load("demo-mlx-draft", "none", context=512, parallel=2, method="none") as runtime,
-            pytest.raises(OptionError, match="demo-mlx-draft generates replies one after the other"),
+            pytest.raises(OptionError, match="demo-mlx-draft generates only one reply at a time"),
         ):
             prove(runtime)
 

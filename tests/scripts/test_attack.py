@@ -1,4 +1,4 @@
-"""The script that attacks the server passes a short attack, and reports a server that fails."""
+"""`scripts/attack`: the server survives a short attack, and the script reports servers that fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real MCP server, written with the SDK. Run it with `stdio`, or with `http PORT`."""
+"""A real MCP server, written with the SDK. Its arguments are `stdio` or `http PORT`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def colour(name: Literal["red", "blue"]) -> str:
 
 @server.tool()
 def fail() -> str:
-    """Fail, whatever happens."""
+    """Always fail."""
     raise ValueError("no luck today")
 
 

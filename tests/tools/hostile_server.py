@@ -1,4 +1,4 @@
-"""An MCP server that misbehaves as its first argument says. It speaks the protocol without the SDK.
+"""An MCP server whose first argument chooses how it misbehaves. It implements the protocol without the SDK.
 
 With `polite`, it behaves well. It starts much faster than a server that is written with the SDK.
 """

@@ -1,4 +1,4 @@
-"""The file `tools.toml`: what it says, and what is wrong in it."""
+"""The file `tools.toml`: the servers in a valid file, and the errors in invalid ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from edgespec.tools.server_config import ServerConfig, allow_always, read_server
 
 @pytest.fixture(autouse=True)
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file, which does not exist yet."""
+    """The path of the file, which does not exist yet."""
     monkeypatch.setenv("EDGESPEC_CONFIG_DIR", str(tmp_path))
     return servers_path()
 

@@ -1,4 +1,4 @@
-"""Real MCP servers, over stdio and over HTTP, and hostile ones."""
+"""Toolboxes with real and hostile MCP servers, over stdio and HTTP."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_real_server_over_http(boxes: list[Toolbox], http: str) -> None:
     box = started(boxes, ServerConfig("web", url=http))
     assert box.servers["web"].problem == ""
     assert call(box, "add", a=2, b=40).text == "42"
-    # A result above the limit ends the call, but not the chat.
+    # A result that exceeds the limit fails the call, but does not end the chat.
     result = call(box, "long_text", characters=20_000_000)
     assert result.failed
     assert "more than 8 MiB" in result.text or "ended" in result.text
@@ -155,7 +155,7 @@ def test_servers_that_misbehave_during_a_call(boxes: list[Toolbox], mode: str, p
     assert time.monotonic() - began < 20
     assert result.failed
     assert problem in visible(result.text)
-    # The next call starts the server again, if it has ended.
+    # The next call restarts the server if it has ended.
     box.start("bad").result(SECONDS)
     assert box.tools
 
@@ -202,7 +202,7 @@ def test_a_server_that_ignores_signals_is_killed(boxes: list[Toolbox]) -> None:
 
 
 def _children() -> set[str]:
-    """The ids of hostile servers that are running."""
+    """Return the process IDs of the running hostile servers."""
     found = subprocess.run(
         ["ps", "-eww", "-o", "pid,ppid,stat,args"], capture_output=True, text=True, check=True
     )

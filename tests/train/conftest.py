@@ -28,7 +28,7 @@ PROMPTS = [
 
 
 class Stops:
-    """A progress callback that stops the training at the n-th report of a kind."""
+    """A progress callback that cancels the training at the n-th report of one kind."""
 
     def __init__(self, after: int | None = None, kind: str = "training") -> None:
         self.left = after

@@ -1,4 +1,4 @@
-"""The list of chats: what is typed filters it, pinned chats come first, and deletions can be undone."""
+"""The list of chats: typing filters it, pinned chats come first, and deletions can be undone."""
 
 from __future__ import annotations
 
@@ -45,6 +45,11 @@ async def test_typing_filters_and_pinned_chats_come_first(tmp_path: Path) -> Non
         await d.settled()
         assert d.chat.current_chat.shown_title == "sorting"
         assert d.chat.current_chat.pinned
+        if d.chat.sidebar.display:
+            await d.press("f2")
+        await d.press("f2")
+        assert titles(d) == ["sorting", "searching"]
+        await d.press("f2")
         await d.say("/rename Sizes")
         await d.say("/pin")
         assert sorted(chat.title for chat in ChatStore(tmp_path / "chats").list()) == ["Sizes", "searching"]

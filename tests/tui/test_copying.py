@@ -30,7 +30,7 @@ async def test_the_key_copies_one_block_after_the_other(tmp_path: Path) -> None:
         await d.say("hello")
         for number, code in ((3, "indented"), (2, "print(1)\nprint(2)"), (1, "ls -l"), (3, "indented")):
             await d.press("ctrl+o")
-            await _copied(d, code, f"Copied the code block {number} of 3.")
+            await _copied(d, code, f"Copied the code block ({number} of 3).")
         await d.press("ctrl+o")
         await d.say("again")
         await d.press("ctrl+o")
@@ -41,11 +41,11 @@ async def test_the_command_copies_a_block_by_its_number(tmp_path: Path) -> None:
     async with driving(loading(ScriptedRuntime(scripts=[Script(text=THREE)])), tmp_path) as d:
         await d.say("hello")
         await d.say("/copy code 2")
-        await _copied(d, "print(1)\nprint(2)", "Copied the code block 2 of 3.")
+        await _copied(d, "print(1)\nprint(2)", "Copied the code block (2 of 3).")
         for number in ("0", "4", "two"):
             d.chat.prompt.clear()
             await d.say(f"/copy code {number}")
-            await d.said(f"The last reply has 3 code blocks, but not number {number}.")
+            await d.said(f"The last reply has 3 code blocks, but no number {number}.")
 
 
 async def test_a_click_copies_a_block(tmp_path: Path) -> None:
@@ -64,7 +64,10 @@ async def test_the_code_blocks_of_a_selected_message(tmp_path: Path) -> None:
     async with driving(loading(ScriptedRuntime(scripts=scripts)), tmp_path) as d:
         await d.say("hello")
         await d.say("again")
+        await d.say("/copy code 2")
+        await d.said("The last reply has no code block.")
+        d.chat.prompt.clear()
         await d.press("shift+up", "b")
         await d.sees("There is no code block to copy yet.")
         await d.press("up", "up", "b", "b")
-        await _copied(d, "print(1)\nprint(2)", "Copied the code block 2 of 3.")
+        await _copied(d, "print(1)\nprint(2)", "Copied the code block (2 of 3).")

@@ -14,7 +14,7 @@ from tests.tui.scripted import ScriptedRuntime, loading
 
 @pytest.fixture
 def _suspend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests have no terminal that the app could hand to the editor."""
+    """Replace the app's method that hands the terminal to the editor, because tests have no terminal."""
 
     def suspend(_app: ChatApp) -> AbstractContextManager[None]:
         return nullcontext()

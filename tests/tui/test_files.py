@@ -1,4 +1,4 @@
-"""Files in the chat: completing and dropping paths, chips, and what is sent."""
+"""Files in the chat: completing and dropping paths, chips, and the messages that are sent."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ async def test_a_completed_path_is_sent_as_a_file(tmp_path: Path, demo: Load) ->
         size = f"{message.files[0].token_count} tokens"
         shown = d.transcript().replace("\N{NO-BREAK SPACE}", " ")
         assert f"src/main.py {size}" in shown
-        # The reply can repeat the file, but the message does not print it.
+        # The file's text may appear in the reply, but not in the displayed message.
         assert "return width" not in str(d.chat.transcript.query_one(UserMessage).visual)
         # The model has read the file.
         stats = d.chat.stats
@@ -162,6 +162,24 @@ async def test_keys_of_the_list_of_paths(tmp_path: Path, demo: Load) -> None:
         assert d.chat.prompt.text == "@src/deep/shapes.py "
         await until(d.pilot, lambda: "my notes" not in chips(d), "the chip to go")
         await shows_chip(d, "src/deep/shapes.py")
+
+
+async def test_the_path_after_a_command_is_completed(tmp_path: Path, demo: Load) -> None:
+    (tmp_path / "work" / "my chats.json").write_text("[]")
+    async with driving(demo, tmp_path) as d:
+        await d.write("/import ch")
+        await until(d.pilot, lambda: d.chat.paths.chosen == "my chats.json", "the path")
+        await d.press("tab")
+        assert d.chat.prompt.text == "/import my chats.json"
+        await until(d.pilot, lambda: not d.chat.paths.display, "the list to go")
+        await d.press("enter")
+        await d.said("contains no chats in a known format")
+        d.chat.prompt.clear()
+        for typed in ("/schema none", "/export my", "/import\nmy"):
+            d.chat.prompt.replace_text(typed)
+            await d.settled()
+            assert not d.chat.paths.chosen
+            d.chat.prompt.clear()
 
 
 async def test_folders_and_patterns(tmp_path: Path, demo: Load) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.tui.texts import speed_up_short, speed_up_text
+from edgespec.tui.texts import plain_words, speed_up_short, speed_up_text
 from edgespec.tui.widgets.details import details_content
 from edgespec.tui.widgets.status import StatusLine
 from tests.tui.driving import driving, until
@@ -62,11 +62,11 @@ async def test_show_contains_the_speed_up_and_the_loss_limit_at_any_size(
     [
         (
             "drafting has not saved time lately; model+suffix is retried occasionally",
-            "drafting has not saved time lately; draft model + repeated text is retried occasionally",
+            "guessing has not saved time lately; draft model + repeated text is retried occasionally",
         ),
         (
             "model found no draft likely to save time, in 3 tries",
-            "draft model found no draft likely to save time, in 3 tries",
+            "draft model found no guess likely to save time, in 3 tries",
         ),
     ],
 )
@@ -80,7 +80,7 @@ def test_details_of_a_plain_reply_contain_the_reason_and_no_speed_up(width: int)
     text = details_content(
         made_up_stats(9), width, method=SMALL, reply=None, rates=[], memory_bytes=1, loss_limits=LIMITS
     ).plain
-    assert f"Off for now: {SMALL.reason}" in text
+    assert f"Off for now: {plain_words(SMALL.reason)}" in text
     assert text.index("Speed-up") < text.index("This reply")
     worst = " ".join(text[text.index("Worst-case slowdown") :].split())
     assert worst.startswith(f"Worst-case slowdown 9% {WHY} ")
@@ -93,7 +93,7 @@ def test_speed_up_text_contains_the_speed_up_or_a_measured_loss() -> None:
     assert speed_up_text(replace(LIVE, requested="none", effective="none")) == "off"
     slow = replace(SMALL, reason="drafting does not save time", gain=-0.13, gain_uncertainty=0.03)
     assert speed_up_text(slow) == (
-        "off for now: drafting does not save time; trying it made this reply 13% ± 3% slower"
+        "off for now: guessing does not save time; trying it made this reply 13% ± 3% slower"
     )
     assert "slower" not in speed_up_text(replace(slow, gain_uncertainty=0.1))
 

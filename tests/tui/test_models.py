@@ -1,4 +1,4 @@
-"""The list of models: it filters, searches, downloads in the background, and switches."""
+"""The list of models: filtering, searching, downloading in the background, and switching."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REFERENCE = f"hf:{REPOSITORY}"
 
 @pytest.fixture(autouse=True)
 def own_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use empty stores of models, and no network."""
+    """Use empty model folders and no network."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -39,7 +39,7 @@ def own_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInHub]:
-    """Start a hub with one repository, whose file is the demo model."""
+    """Start a hub with one repository, which contains the demo model."""
     data = (models_folder() / "demo-target-q8_0.gguf").read_bytes()
     hub = StandInHub(files={"tiny-Q4_K_M.gguf": data})
     hub.found = [{"id": REPOSITORY, "gguf": {"total": 11_540_736, "architecture": "llama"}}]
@@ -205,7 +205,7 @@ async def test_the_list_on_the_screen(tmp_path: Path, size: tuple[int, int]) -> 
     for line in shown:
         assert len(line) <= size[0]
     path = KEPT / f"models-{size[0]}x{size[1]}.txt"
-    # Where the ends of a scrollbar's handle are drawn depends on when the screen was last painted.
+    # Remove the ends of scrollbar handles, whose positions depend on when the screen was last painted.
     text = re.sub("[▁▂▃▄▅▆▇]", " ", "\n".join(shown)) + "\n"
     if os.environ.get("EDGESPEC_UPDATE_SNAPSHOTS"):
         path.write_text(text, "utf-8")

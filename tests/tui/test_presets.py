@@ -1,4 +1,4 @@
-"""`/preset`: apply, choose and save named system prompts and settings, with the keyboard alone."""
+"""`/preset`: choosing, applying and saving presets with only the keyboard."""
 
 from __future__ import annotations
 

@@ -75,10 +75,10 @@ async def test_tab_completes_a_command(tmp_path: Path) -> None:
 
 async def test_tab_keeps_the_focus_while_a_command_is_typed(tmp_path: Path) -> None:
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
-        await d.write("/schema per")
+        await d.write("/rename per")
         await d.press("tab")
         assert d.chat.prompt.has_focus
-        assert d.chat.prompt.text == "/schema per"
+        assert d.chat.prompt.text == "/rename per"
         await d.press("shift+tab")
         assert not d.chat.prompt.has_focus
 
@@ -86,7 +86,7 @@ async def test_tab_keeps_the_focus_while_a_command_is_typed(tmp_path: Path) -> N
 async def test_the_input_hints_at_commands(tmp_path: Path) -> None:
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         await d.write("/")
-        await d.sees("/help /show /set")
+        await d.sees("/help /show /model /set")
         await d.sees("… F1 lists all")
         await d.write("re")
         await d.sees("/regen · regenerate the last reply")

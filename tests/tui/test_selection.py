@@ -1,4 +1,4 @@
-"""Selected messages: their keys edit, re-run, delete and fork, and switch between versions."""
+"""Selected messages: the keys that edit, re-run, delete and fork them, and switch between versions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def saved(d: Driver, place: int = 0) -> SavedChat:
 
 
 async def act(d: Driver, *keys: str) -> None:
-    """Press keys, and wait for the reply that they start, if any."""
+    """Press keys and, if they start a reply, wait until it ends."""
     await d.press(*keys)
     await d.pilot.pause(0.05)
     await d.settled()
@@ -197,7 +197,7 @@ async def test_the_selection_reaches_every_message_of_a_long_chat(tmp_path: Path
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 async def test_other_versions_do_not_change_replies(demo: Load, tmp_path: Path, temperature: float) -> None:
-    """With the same seed, the reply to the same messages is the same in a chat with other versions."""
+    """Other versions of messages do not affect a reply: same messages and seed, same reply."""
     settings: dict[str, str | int | float | bool | list[str]] = {
         "temperature": temperature, "seed": 3, "max_tokens": 24,
     }  # fmt: skip

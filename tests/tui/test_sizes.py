@@ -9,7 +9,7 @@ import pytest
 from tests.tui.driving import driving
 from tests.tui.scripted import ScriptedRuntime, loading
 
-# Lines of text that are longer than this are hard to read.
+# Maximum length of a readable line of text, in cells.
 LONGEST_LINE = 130
 
 
@@ -23,7 +23,7 @@ async def test_nothing_is_cut_off(tmp_path: Path, size: tuple[int, int], light: 
             await d.pilot.pause(0.2)
             shown = d.screen_text()
             assert all(len(line) <= size[0] for line in shown), key
-            # Only the header may shorten the names of the models.
+            # Only the header may truncate model names.
             assert not [line for line in shown[1:] if "…" in line], key
             if key in ("f1", "f5", "f6"):
                 assert "Esc closes" in "\n".join(shown) or "Esc cancels" in "\n".join(shown), key

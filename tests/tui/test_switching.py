@@ -1,4 +1,4 @@
-"""Switching to another model keeps the chat, and its next reply is that of a fresh chat with that model."""
+"""Switching models keeps the chat, and the next reply equals that of a new chat with the second model."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def test_the_next_reply_equals_that_of_a_fresh_chat(tmp_path: Path) -> Non
         await d.settled()
         await d.say("/regen")
         regenerated = d.chat.current_chat.entries[-1].content
-    # MLX can crash when the program ends if the main thread has run it, so run both models in another thread.
+    # Run both models in another thread. MLX can crash at exit if the main thread has used it.
     assert await asyncio.to_thread(fresh_reply, "demo-mlx", messages) == reply
     assert await asyncio.to_thread(fresh_reply, "demo", messages) == regenerated
 

@@ -1,4 +1,4 @@
-"""Colour themes: built-in ones, the user's own files, and what is refused."""
+"""Colour themes: the built-in ones, the user's files, and errors in these files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def contrast(one: str, other: str) -> float:
-    """The contrast of two colours, as WCAG defines it."""
+    """Return the contrast ratio of two colours, as defined by WCAG."""
 
     def luminance(colour: str) -> float:
         parts = [value / 255 for value in Color.parse(colour).rgb]

@@ -1,4 +1,4 @@
-"""Tools in the chat: off by default, each call approved with the keyboard, results folded and saved."""
+"""Tools in the chat: off by default, calls approved with the keyboard, and results folded and saved."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SERVERS = Path(__file__).parent.parent / "tools"
 
 @pytest.fixture(autouse=True)
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A config folder of its own, without servers."""
+    """A separate configuration folder without servers."""
     monkeypatch.setenv("EDGESPEC_CONFIG_DIR", str(tmp_path / "config"))
     servers_path().parent.mkdir()
     return servers_path()
@@ -41,7 +41,7 @@ def configure(name: str, script: str, *words: str) -> None:
 
 @pytest.fixture
 def forced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of tools that the model must call, one in each reply. After them, it must call none."""
+    """Names of the tools that the model must call, one per reply. Later replies must not call any."""
     names: list[str] = []
     offered = vars(ToolUse)["options"].fget
 
@@ -61,7 +61,7 @@ async def tools_on(driver: Driver, least: int = 1) -> None:
 
 
 async def asked(driver: Driver) -> ApprovalScreen:
-    """Wait for the question and until it accepts keys."""
+    """Wait until the approval dialog is open and accepts keys."""
     await until(driver.pilot, lambda: isinstance(driver.app.screen, ApprovalScreen), "the question", 30)
     screen = driver.app.screen
     assert isinstance(screen, ApprovalScreen)
@@ -70,7 +70,7 @@ async def asked(driver: Driver) -> ApprovalScreen:
 
 
 async def finished(driver: Driver) -> None:
-    """Wait until the model has written its answer, which takes longer than other replies."""
+    """Wait until the model has generated its answer, which takes longer than other replies."""
     await until(driver.pilot, lambda: driver.chat.idle and not driver.chat.writing, "the answer", 60)
     await driver.settled()
 
@@ -130,7 +130,7 @@ async def test_what_the_user_decides(demo: Load, tmp_path: Path, forced: list[st
     settings = {"temperature": 0.0, "max_tokens": 120}
     async with driving(demo, tmp_path, size=(100, 40), settings=settings) as d:
         await tools_on(d)
-        # Refuse, and the model goes on.
+        # After a refusal, the model continues.
         forced.append("good_act")
         await d.send("Is red warm?")
         await asked(d)
@@ -138,7 +138,7 @@ async def test_what_the_user_decides(demo: Load, tmp_path: Path, forced: list[st
         await finished(d)
         assert results(d) == ["Error: The user does not allow this call."]
         assert roles(d)[-1] == "assistant"
-        # Allow in this chat: asked once for two calls.
+        # "Allow in this chat": two calls need only one approval.
         forced += ["good_act", "good_act"]
         await d.send("Is blue warm?")
         await asked(d)
@@ -146,7 +146,7 @@ async def test_what_the_user_decides(demo: Load, tmp_path: Path, forced: list[st
         await finished(d)
         assert len(results(d)) == 3
         assert read_servers()[0].allow == ()
-        # Another chat asks again. Esc stops there.
+        # In another chat, the dialog opens again. Esc stops the reply.
         await d.press("ctrl+n")
         forced.append("good_act")
         await d.send("And now?")
@@ -155,7 +155,7 @@ async def test_what_the_user_decides(demo: Load, tmp_path: Path, forced: list[st
         await finished(d)
         assert roles(d) == ["user", "assistant", "tool"]
         assert "stopped" in results(d)[0]
-        # Always: saved for the tool of this server, and not asked again.
+        # "Always allow this tool": the choice is saved, and the dialog does not open again.
         forced += ["good_act"]
         await d.send("Once more?")
         await asked(d)
@@ -174,7 +174,7 @@ async def test_what_the_user_decides(demo: Load, tmp_path: Path, forced: list[st
 async def test_keys_typed_while_the_question_opens_decide_nothing(
     demo: Load, tmp_path: Path, forced: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Longer than usual, so that the test passes on a busy machine.
+    # Wait longer than usual, so that the test also passes on a busy machine.
     monkeypatch.setattr(edgespec.tui.screens.approval, "_QUIET_SECONDS", 5.0)
     configure("good", "hostile_server.py", "polite")
     async with driving(demo, tmp_path, settings={"max_tokens": 120, "temperature": 0.0}) as d:
@@ -208,7 +208,7 @@ async def test_esc_stops_a_call_that_hangs(demo: Load, tmp_path: Path, forced: l
         await d.press("escape")
         await finished(d)
         assert results(d) == ["Error: The user stopped this call."]
-        # The conversation goes on.
+        # The conversation continues.
         await d.say("/continue")
         assert roles(d) == ["user", "assistant", "tool", "assistant"]
 

@@ -11,7 +11,7 @@ from edgespec.tui.vi_keys import ViKeys
 from tests.tui.driving import driving
 from tests.tui.scripted import ScriptedRuntime, loading
 
-# The text, the keys that place the cursor, the keys to test, and the text that Vim makes of it.
+# The initial text, the keys that move the cursor, the keys to test, and the resulting text in Vim.
 CASES = [
     ("one two three", "0", "dw", "two three"),
     ("one two three", "w", "dw", "one three"),

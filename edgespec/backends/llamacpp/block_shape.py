@@ -53,7 +53,7 @@ class BlockShape:
 
 
 def check_head_kind(path: Path) -> None:
-    """Raise CapabilityError if a GGUF file is a block-diffusion head of a kind that edgespec cannot run."""
+    """Raise CapabilityError if a GGUF file is a kind of block-diffusion head that edgespec cannot run."""
     header = read_header(path)
     kind = ""
     if any(tensor.name == "selector_hidden.weight" for tensor in header.tensors):

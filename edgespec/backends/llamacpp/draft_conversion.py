@@ -25,21 +25,20 @@ _ARCHITECTURES = {
     "qwen2": gguf.MODEL_ARCH.QWEN2,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
 }
-# Endings of the names of a Llama model's tensors that produce rotated vectors.
+# Name endings of the Llama tensors whose outputs get rotary position embeddings.
 _ROTATED = ("q_proj.weight", "k_proj.weight")
-# Numbers of bits per weight that MLX's quantisation can have.
+# The numbers of bits per weight that MLX's quantisation supports.
 _BITS = (2, 3, 4, 5, 6, 8)
-# Maximum number of bits of a quantised matrix to unpack at once. Bounds the memory that they need.
+# Maximum number of bits to unpack at once from a quantised matrix. Limits the memory for unpacking.
 _UNPACKED_BITS = 2**26
 
 
 def convert_draft_model(folder: Path, tokenizer: Mapping[str, tuple[Any, Any, Any]], output: Path) -> None:
-    """Convert the model in a folder to a GGUF file with matrices in float16.
+    """Convert the model in a folder to a GGUF file. Its matrices become float16.
 
     Args:
-        folder: Folder with `config.json` and the weights, which MLX may have quantised.
-        tokenizer: The tokenizer's metadata in the GGUF file of the target, as (value, type, element type) by
-            key.
+        folder: Folder with `config.json` and the weights, which may be quantised by MLX.
+        tokenizer: The tokenizer metadata from the target's GGUF file: (value, type, element type) by key.
         output: The GGUF file to write.
 
     Raises:
@@ -115,7 +114,7 @@ def _tensors(
 def _dequantised(
     folder: Path, module: str, stored: Mapping[str, StoredTensor], settings: Mapping[str, Any]
 ) -> NDArray[np.float32]:
-    """Return the weights [rows, columns] of a matrix that MLX quantised.
+    """Return the dequantised weights [rows, columns] of a matrix that MLX quantised.
 
     Each row of packed weights is a stream of little-endian numbers with a fixed number of bits. Each group of
     columns has a scale and a bias.

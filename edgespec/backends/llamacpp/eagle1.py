@@ -48,7 +48,7 @@ _FLOAT32_BYTES = 4
 
 
 class Eagle1Head(CachedStateHeadView):
-    """A head whose inputs are pairs of a token and the hidden state before the token.
+    """A head whose inputs are pairs of a token and the preceding hidden state.
 
     The token at position p is run with the target's hidden state at position p - 1. That state does not exist
     yet for draft tokens, so the head uses its own hidden state instead. After verification, `commit` removes
@@ -114,15 +114,16 @@ class Eagle1Head(CachedStateHeadView):
             raise
         with np.errstate(over="ignore", invalid="ignore"):
             logits = self._output(np.array(self._own_states[first:]))
-        # Very large hidden states can make logits overflow. Without NaN, drafts are useless but still valid.
+        # Very large hidden states can make logits overflow. Replace NaN and infinite values: the drafts are
+        # then useless, but valid.
         return HostLogits(logits if np.isfinite(logits).all() else np.nan_to_num(logits))
 
     def _run_tree(self, tree: TokenTree, first: int) -> None:
-        """Append the head's hidden states after the tree's nodes from `first` on to `_own_states`."""
+        """Run the tree's nodes from index `first`, and append the head's hidden states to `_own_states`."""
         start, visible = first, _ancestors(tree.parents)
         if first == 0:
             self._end_round()
-            # The root is run even before the target has run any tokens, to warm up.
+            # During warm-up, the root is run even though the target has not run any tokens.
             known = max(self.log.end - self._length, 0)
             start = self._known_nodes = sum(depth <= known for depth in tree.depths)
             self._run_nodes(tree, visible, (0, start), self._states_before(start))
@@ -134,7 +135,7 @@ class Eagle1Head(CachedStateHeadView):
     def _run_nodes(
         self, tree: TokenTree, visible: NDArray[np.bool_], nodes: tuple[int, int], states: Array
     ) -> None:
-        """Run the nodes in a range (first, end), given the hidden states before them."""
+        """Run the nodes in a range (first, end), given their preceding hidden states."""
         self._check_not_interrupted()
         begin, end = nodes
         places = TreeNodes(self._length + np.array(tree.depths[begin:end]), visible[begin:end, :end])
@@ -148,7 +149,7 @@ class Eagle1Head(CachedStateHeadView):
 
 
 def _ancestors(parents: Sequence[int]) -> NDArray[np.bool_]:
-    """Return a matrix [nodes, nodes] that tells for each node which nodes are on the path to it."""
+    """Return a mask [nodes, nodes] of the nodes on the path to each node."""
     result = np.eye(len(parents), dtype=bool)
     for node, parent in enumerate(parents[1:], 1):
         result[node] |= result[parent]
@@ -206,7 +207,7 @@ def load_eagle1_head(target: LlamaCppModel, folder: Path) -> Eagle1Head:
 
     def choices() -> Iterator[Eagle1Head]:
         # Most heads read the hidden state after the final norm, as in EAGLE's own code. Some read the state
-        # before it, which cannot be read from all architectures.
+        # before the norm, which not all architectures can provide.
         yield reading(POST_NORM)
         with suppress(CapabilityError):
             yield reading(lib.llama_model_n_layer(weights))

@@ -11,8 +11,8 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.disk_checks import explain_write_errors
 from edgespec.errors import ModelFileError, shorten
-from edgespec.files import explain_write_errors
 from edgespec.heads.layer_config import LayerConfig
 from edgespec.heads.rope_settings import RopeSettings
 from edgespec.heads.rotation import llama3_divisors

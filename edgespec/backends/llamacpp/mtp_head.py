@@ -94,7 +94,7 @@ class ChainedMtpHead(MtpHead):
 
     _context: HeadContext
 
-    # Index of the layer that runs the current level of the draft tree.
+    # Index of the MTP layer that runs the current level of the draft tree.
     _layer = 0
 
     def _append(self, tokens: Sequence[int]) -> None:

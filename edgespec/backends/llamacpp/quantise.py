@@ -22,8 +22,8 @@ from secrets import token_hex
 from typing import Any
 
 from edgespec.backends.base import Progress
+from edgespec.disk_checks import append_error
 from edgespec.errors import BackendError, CancelledError, CapabilityError, OptionError
-from edgespec.files import append_error
 
 __all__ = [
     "QuantisedSize",

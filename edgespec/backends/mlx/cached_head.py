@@ -35,17 +35,17 @@ BATCH_TOKENS = 64
 
 
 class CachedHead(SelfDraftView["MlxModel"]):
-    """A head whose KV cache is computed from the target's hidden states, and separate from the target's.
+    """A head with its own KV caches, which it computes from the target's hidden states.
 
     Args:
         target: The target.
-        states: The target's hidden states that the head reads, as for `log_hidden_states`.
-        network: The head's network, with evaluated weights. It states its data type (`dtype`) and the number
-            of KV caches that it needs (`cache_count`).
+        states: The hidden states of the target that the head reads. Passed to `log_hidden_states`.
+        network: The head's network, with evaluated weights. Its attributes `dtype` and `cache_count` are its
+            data type and the number of KV caches that it needs.
         embed: Returns the embeddings of token ids.
         lm_head: Returns the logits [tokens, draft vocabulary] for normalised hidden states.
-        target_ids: The target's token id for each token of the draft vocabulary. None if the vocabularies are
-            equal.
+        target_ids: The target's token id of each token of the draft vocabulary. None if both vocabularies are
+            the same.
         facts: The head's name, sizes and capabilities.
     """
 
@@ -70,7 +70,7 @@ class CachedHead(SelfDraftView["MlxModel"]):
         self._layout = PassLayout()
         self._interrupted = False
         self._clear(0)
-        # `close` stops the log. It is opened last, so that it does not stay open if anything before fails.
+        # Open the log last. If anything failed after this line, nothing would call `close` to stop the log.
         self.log: HiddenStateLog = target.log_hidden_states(states)
 
     def _clear(self, position: int) -> None:

@@ -37,22 +37,22 @@ class HeadNetwork(Protocol):
         """Number of KV caches."""
 
     def reduced(self, states: mx.array) -> mx.array:
-        """Convert the target's hidden states to those that the head reads [tokens, size]."""
+        """Convert the target's hidden states to the head's inputs [tokens, size]."""
 
     def __call__(self, embeddings: mx.array, states: mx.array, caches: Sequence[AttentionCache]) -> mx.array:
-        """Run the head, and return its hidden states [tokens, size].
+        """Run the head and return its hidden states [tokens, size].
 
         Args:
             embeddings: The embedding of each token [tokens, size].
-            states: The hidden state of the token before each token, from `reduced` or `fed_back`.
+            states: For each token, the hidden state of the preceding token, from `reduced` or `fed_back`.
             caches: The head's KV caches. The pass appends a row for each token.
         """
 
     def normalised(self, states: mx.array) -> mx.array:
-        """Convert the head's hidden states to those that the LM head reads."""
+        """Convert the head's hidden states to inputs of the LM head."""
 
     def fed_back(self, states: mx.array) -> mx.array:
-        """Convert the head's hidden states to those that it reads in the next draft step."""
+        """Convert the head's hidden states to its own inputs for the next draft step."""
 
 
 class EagleHead(CachedHead):
@@ -90,8 +90,8 @@ class EagleHead(CachedHead):
     def _end_round(self) -> None:
         super()._end_round()
         self._round = TreeBuilder()
-        # The head's own hidden states [nodes, size] of each pass over the current draft tree, converted to
-        # those that it reads in the next draft step.
+        # The head's hidden states [nodes, size] from each pass over the current draft tree, converted by
+        # `fed_back` to inputs for the next draft step.
         self._own_states: list[mx.array] = []
 
     @property

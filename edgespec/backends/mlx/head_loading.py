@@ -41,7 +41,7 @@ _DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16}
 def estimate_head(
     context_tokens: int, weight_bytes: int, kv_bytes_per_token: int, compute_elements: int
 ) -> MemoryEstimate:
-    """Return the memory estimate of a head, given the number of float32 values that its passes need."""
+    """Return the memory estimate of a head. Its passes need `compute_elements` float32 values."""
     return MemoryEstimate(
         context_tokens,
         "as the weights",
@@ -72,9 +72,10 @@ def loaded_bytes(tensor: StoredTensor) -> int:
 
 
 def weight_array(tensor: StoredTensor) -> mx.array:
-    """Load a weight as an evaluated array. Quantised weights, which are stored as integers, are not changed.
+    """Load a weight as an evaluated array. Quantised weights are stored as integers and stay as they are.
 
-    MLX can evaluate an array only in the thread that created it, and another thread may run the head.
+    The array must be evaluated here, because MLX can do that only in the thread that created it, and another
+    thread may run the head.
     """
     dtype = mx.float32 if runs_on_cpu() else _DTYPES.get(tensor.dtype, mx.float32)
     with translate_errors("the head could not be loaded"):

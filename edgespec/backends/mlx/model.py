@@ -84,7 +84,7 @@ class MlxModel(BaseModel):
         return self._runner.length
 
     def _check(self, more: int) -> None:
-        # Any thread can use the model, and each operation starts here.
+        # Every operation starts here, and any thread can call it. See `streams.py`.
         reuse_stream()
         super()._check(more)
 

@@ -1,4 +1,4 @@
-"""Load the layers for multi-token prediction (MTP) that some models contain, such as Qwen3-Next."""
+"""Load the multi-token prediction (MTP) layers of models that contain them, such as Qwen3-Next."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _Weights: TypeAlias = dict[str, mx.array]
 
 
 class _Shaped(Protocol):
-    """A loaded or stored tensor."""
+    """A tensor with a shape, either loaded or stored in a file."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -52,7 +52,7 @@ def estimate_mtp_head(folder: Path, context_tokens: int) -> MemoryEstimate:
     """Estimate the memory for a model's MTP layers, including the log of hidden states that they read.
 
     Raises:
-        ModelFileError: The folder contains no MTP layers, or damaged ones.
+        ModelFileError: The folder contains no MTP layers, or they are damaged.
     """
     modules = read_mtp(folder)
     config = language_config(read_json_object(folder / "config.json"))
@@ -66,12 +66,13 @@ def _weight_bytes(modules: Iterable[Mapping[str, StoredTensor]]) -> int:
 
 
 def _kv_bytes(modules: Iterable[Mapping[str, _Shaped]]) -> int:
-    """Return the size of the keys and values of a token in bytes, in float32, from the shapes of the weights.
+    """Return the bytes of one token's keys and values in float32, computed from the shapes of the weights.
 
-    Multi-head latent attention (arXiv 2405.04434), as in DeepSeek-V3, caches one latent vector for both.
+    Multi-head latent attention (arXiv 2405.04434), as in DeepSeek-V3, caches one latent vector for keys and
+    values.
 
     Raises:
-        ModelFileError: There is no attention that edgespec knows.
+        ModelFileError: The weights contain no attention that edgespec knows.
     """
     weights = [item for tensors in modules for item in tensors.items()]
     for name, arrays in (("k_proj", 2), ("kv_a_proj_with_mqa", 1)):
@@ -83,13 +84,13 @@ def _kv_bytes(modules: Iterable[Mapping[str, _Shaped]]) -> int:
 def load_mtp_head(target: MlxModel, net: Any, folder: Path) -> EagleHead:
     """Load the MTP layers in a target's folder. The target's cache must be empty.
 
-    Implementations disagree on whether the layers read hidden states before or after the final norm, and on
-    whether several layers run one after another or predict one token each. Some conversions of Qwen models
-    have already added 1 to the weights of norms. We therefore load the layers in every way, and choose one
-    with `load_most_accurate`.
+    Implementations differ in three ways: the layers read hidden states from before or after the final norm;
+    several layers run one after another or predict one token each; and some conversions of Qwen models have
+    already added 1 to the weights of norms. Files do not say which variant they need, so we try all of them
+    and keep the most accurate one (see `load_most_accurate`).
 
     Raises:
-        ModelFileError: The folder contains no MTP layers, or damaged ones.
+        ModelFileError: The folder contains no MTP layers, or they are damaged.
         MemoryBudgetError: The layers do not fit in memory.
     """
     stored = read_mtp(folder)
@@ -111,7 +112,7 @@ def load_mtp_head(target: MlxModel, net: Any, folder: Path) -> EagleHead:
 
 
 def _arrangements(modules: list[_Weights]) -> Iterator[list[_Weights]]:
-    """Yield the modules, and the modules that the layers of a single module could be."""
+    """Yield the possible lists of modules: as stored, and one module per layer of a single stored module."""
     yield modules
     if len(modules) == 1 and _layer_count(modules[0]) > 1:
         yield _one_layer_each(modules[0])
@@ -122,7 +123,7 @@ def _layer_count(weights: Iterable[str]) -> int:
 
 
 def _one_layer_each(weights: _Weights) -> list[_Weights]:
-    """Split a module with several layers into modules with one layer, which share all other weights."""
+    """Split a module with several layers into modules with one layer each. They share all other weights."""
     shared = {name: one for name, one in weights.items() if not name.startswith("layers.")}
     return [
         shared
@@ -158,7 +159,7 @@ def _converted(net: Any, weights: _Weights) -> _Weights:
 
 
 def _stack_experts(weights: _Weights, prefix: str) -> None:
-    """Replace the weights of each expert by one array per matrix."""
+    """Stack the weights of all experts into one array per matrix."""
     for name, part in product(("gate_proj", "up_proj", "down_proj"), ("weight", "scales", "biases")):
         experts: list[mx.array] = []
         while (key := f"{prefix}.experts.{len(experts)}.{name}.{part}") in weights:
@@ -194,7 +195,7 @@ def _head(target: MlxModel, net: Any, modules: Sequence[_Weights], state: int, f
 
 
 def _module(target: MlxModel, net: Any, weights: _Weights, post_norm: bool, folder: Path) -> MtpModule:
-    """Create the network of an MTP module. Raise ModelFileError if its weights do not fit the target."""
+    """Create the network of an MTP module. Raises ModelFileError if its weights do not fit the target."""
     arguments, layers = Body(net).arguments, LayerList(net).layers
     # Use the type of the last layer, because in some models the first layers have no experts, unlike the MTP
     # layers.

@@ -1,4 +1,4 @@
-"""Draft with a chain of multi-token prediction (MTP) modules."""
+"""Draft tokens with a chain of multi-token prediction (MTP) modules."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["ChainedMtpHead"]
 
 
 class ChainedMtpHead(EagleHead):
-    """Several MTP modules, each of which was trained to predict one token further than the module before it.
+    """A chain of MTP modules. Each was trained to predict one token further ahead than the preceding module.
 
-    The first module predicts the root's children in the draft tree, the second module predicts their
-    children, and so on. The last module also predicts all deeper nodes. Modules cannot share keys and values,
-    so every module runs all tokens.
+    The first module predicts the root's children in the draft tree, the second one predicts their children,
+    and so on. The last module also predicts all deeper nodes. Modules cannot share keys and values, so every
+    module runs all tokens.
     """
 
     _network: MtpChain
@@ -37,7 +37,7 @@ class ChainedMtpHead(EagleHead):
         return super()._run_tree(tree, first)
 
     def _run_again(self, tree: TokenTree, count: int) -> None:
-        """Run the tree's first `count` nodes with a module that has not run them, to fill its cache."""
+        """Run the first `count` nodes of the tree with the selected module, to fill its cache."""
         known = self._known_nodes
         self._set_layout(0, count)
         states = [self._target_states(self._length, known)]
@@ -46,6 +46,6 @@ class ChainedMtpHead(EagleHead):
         self._run(tree.tokens[:count], mx.concatenate(states))
 
     def commit(self, path: tuple[int, ...]) -> None:
-        """Remove the cache rows of all nodes. The next prefill runs the accepted tokens with every module."""
+        """Remove the cache rows of all nodes. The next prefill runs the accepted tokens in all modules."""
         self._known_nodes = 0
         super().commit(path)

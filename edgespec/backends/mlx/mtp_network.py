@@ -1,4 +1,4 @@
-"""The networks of the layers for multi-token prediction (MTP) of a model (arXiv 2412.19437)."""
+"""The networks of multi-token prediction (MTP) modules (arXiv 2412.19437)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from edgespec.backends.mlx.attention_cache import AttentionCache
 
 __all__ = ["MtpChain", "MtpModule", "quantize_like"]
 
-# Formats whose quantised weights have no biases, by bits per weight and group size.
+# Quantisation formats without biases, by bits per weight and group size.
 _MODES = {(4, 32): "mxfp4", (8, 32): "mxfp8", (4, 16): "nvfp4"}
 
 
 class MtpModule(Module):
-    """An MTP module, which predicts the next token from a token and the hidden state before it.
+    """An MTP module, which predicts the next token from a token and the preceding hidden state.
 
     Args:
         layers: Layers with the architecture of the target's full-attention layers, without weights. They run
@@ -58,7 +58,8 @@ class MtpModule(Module):
         pair = [self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(states)]
         outputs: mx.array = self.fc(mx.concatenate(pair, axis=-1))[None]
         for layer, cache in zip(self.layers, caches, strict=True):
-            # Multi-head latent attention cannot use mlx-lm's short form of a causal mask, a string.
+            # Pass the mask as an array, because multi-head latent attention does not accept the string
+            # "causal".
             mask = cache.make_mask(outputs.shape[1], return_array=True)
             outputs = layer(outputs, mask, cache)
         return outputs[0]
@@ -73,9 +74,9 @@ class MtpModule(Module):
 
 
 class MtpChain(Module):
-    """Several MTP modules, each of which was trained to predict one token further than the module before it.
+    """A chain of MTP modules. Each was trained to predict one token further ahead than the preceding module.
 
-    One of the modules, each of which has one layer, is selected at a time.
+    Each module has one layer. Only the selected module runs.
     """
 
     def __init__(self, modules: Sequence[MtpModule]) -> None:
@@ -120,13 +121,13 @@ class MtpChain(Module):
 
 
 def quantize_like(network: Module, weights: Mapping[str, mx.array]) -> None:
-    """Quantise those layers of a network whose stored weights are quantised.
+    """Quantise the layers of a network whose stored weights are quantised.
 
-    The shapes of the weights determine the bits per weight and the group size, which files may describe in
-    different ways.
+    The bits per weight and the group size are computed from the shapes of the weights, because files describe
+    them in different ways.
 
     Raises:
-        KeyError: A weight is missing, or quantised in an unknown way.
+        KeyError: A weight is missing, or its quantisation is unknown.
     """
 
     def settings(path: str, layer: Any) -> bool | dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Reuse the CPU streams of threads that have ended, because MLX never frees the system thread of a stream.
+"""Reuse the CPU streams of threads that have ended.
 
-By default, MLX creates a CPU stream with a system thread for each thread that computes anything. A server
-that loads and unloads models for days would accumulate thousands of them.
+By default, MLX creates a CPU stream for each thread that computes anything. Every CPU stream has its own
+system thread, which MLX never ends. A server that loads and unloads models for days would accumulate
+thousands of them.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ _free: list[mx.Stream] = []
 
 
 class _Lease:
-    """A stream that only one thread uses. It becomes free when the thread ends."""
+    """A stream that only one thread uses. When that thread ends, another one can use the stream."""
 
     def __init__(self) -> None:
         try:
             self.stream = _free.pop()
         except IndexError:
-            # Streams of other kinds can be used only by the thread that created them.
+            # Only this kind of stream can later be used by another thread.
             self.stream = mx.new_thread_unsafe_stream(mx.cpu)
 
     def __del__(self) -> None:
@@ -39,9 +40,9 @@ _leases = _Leases()
 
 
 def reuse_stream() -> None:
-    """Make the calling thread compute on a CPU stream that no other thread uses, if MLX computes on the CPU.
+    """Assign a free CPU stream to the calling thread, if MLX computes on the CPU.
 
-    Call this in every thread before its first MLX operation. Further calls return immediately.
+    Every thread must call this before its first MLX operation. Further calls return immediately.
     """
     if _leases.lease is None and runs_on_cpu() and threading.current_thread() is not threading.main_thread():
         _lease_stream()

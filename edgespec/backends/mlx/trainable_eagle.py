@@ -106,7 +106,8 @@ class TrainableEagle(TrainableHead):
     @classmethod
     def read(cls, teacher: MlxTeacher, config: Mapping[str, Any], arrays: Arrays) -> Self:
         """See `TrainableHead`."""
-        # Heads that draft every token can lack `d2t`, and can borrow the target's output matrix.
+        # A head with the target's whole vocabulary may lack `d2t`. A head without an output matrix uses the
+        # target's.
         offsets = np.array(arrays.pop("d2t", mx.zeros(config["vocab_size"])), np.int64)
         draft_tokens = offsets + np.arange(len(offsets))
         stored = arrays.pop("lm_head.weight", None)

@@ -22,7 +22,7 @@ _RENAMED = {
 
 
 def _require(neutral: int, value: Any, name: str | None) -> Any:
-    """Raise OptionError unless an option has the value that changes nothing."""
+    """Raise OptionError unless an option has its neutral value, which has no effect."""
     if value is not None and value != neutral:
         raise OptionError(f"{name} {value!r} is not supported", f"leave {name} out, or set it to {neutral}")
     return value
@@ -35,9 +35,10 @@ _One = Annotated[Ignored, AfterValidator(lambda value, info: _require(1, value, 
 class OllamaOptions(ReplyFields):
     """The field `options`, which accepts Ollama's and edgespec's option names.
 
-    Most of the ignored options only choose how a model is loaded, which `edgespec serve` has already decided.
-    A prompt that does not fit in the model's context is an error, so `num_ctx` cannot shorten it unnoticed.
-    The others belong to features that edgespec does not have, and are ignored only while they are off.
+    Some options are ignored. Most of these control how a model is loaded, which `edgespec serve` has already
+    decided. Ignoring `num_ctx` is safe, because a prompt that exceeds the model's context is an error. The
+    other options control features that edgespec does not have. They are ignored only if they turn the feature
+    off.
     """
 
     num_predict: Annotated[int, Field(ge=-2)] | None = Field(

@@ -14,20 +14,37 @@ from textual.widgets import Static
 from edgespec.tui.commands import COMMANDS
 from edgespec.tui.widgets.pairs import Pairs
 
-__all__ = ["HelpScreen"]
+__all__ = ["MOST_USED", "OTHER_KEYS", "HelpScreen", "sections"]
+
+MOST_USED, OTHER_KEYS = Binding.Group("Most used"), Binding.Group("Other keys")
+"""The sections of the help page that list key bindings. A binding without a group is not listed."""
 
 _LABEL_WIDTH = 21
-_MAIN = (
+_MOST_USED = (
     ("Enter", "send"),
     ("Ctrl+J, Shift+Enter", "new line"),
     ("@", "attach a file, a folder or a pattern"),
 )
-_OTHER = (
+_OTHER_KEYS = (
     ("Up, Down", "browse sent messages"),
     ("Shift+Up, Shift+Tab", "select a message to edit, re-run, copy, delete or fork"),
     ("Tab", "complete a command or a path"),
     ("Page Up, Page Down", "scroll the chat"),
 )
+
+
+def sections(bindings: Sequence[BindingType]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Return the sections of the help page: a heading, and keys or commands with what they do.
+
+    Args:
+        bindings: The key bindings of the chat screen.
+    """
+    commands = [(f"/{each.name} {each.arguments}".rstrip(), each.help) for each in COMMANDS]
+    return [
+        ("Most used", [*_MOST_USED, *_described(bindings, MOST_USED)]),
+        ("Commands", commands),
+        ("Other keys", [*_OTHER_KEYS, *_described(bindings, OTHER_KEYS)]),
+    ]
 
 
 class HelpScreen(ModalScreen[None]):
@@ -37,18 +54,16 @@ class HelpScreen(ModalScreen[None]):
         Binding("escape,f1,q,question_mark,enter", "dismiss", "Close", show=False),
     ]
 
-    def __init__(self, main: Sequence[Binding], other: Sequence[Binding]) -> None:
+    def __init__(self, bindings: Sequence[BindingType]) -> None:
         super().__init__()
-        self._main, self._other = main, other
+        self._bindings_of_chat = bindings
 
     def compose(self) -> ComposeResult:
-        commands = [(f"/{each.name} {each.arguments}".rstrip(), each.help) for each in COMMANDS]
         with VerticalScroll(classes="dialog -large") as dialog:
             dialog.border_title = "Keys and commands"
             dialog.border_subtitle = "Esc closes"
-            yield from _section("Most used", [*_MAIN, *_described(self._main)])
-            yield from _section("Commands", commands)
-            yield from _section("Other keys", [*_OTHER, *_described(self._other)])
+            for heading, pairs in sections(self._bindings_of_chat):
+                yield from _section(heading, pairs)
             yield Static(
                 "To send a message that begins with a slash, type a space before it.", classes="help-end"
             )
@@ -57,8 +72,9 @@ class HelpScreen(ModalScreen[None]):
         self.query_one(VerticalScroll).focus()
 
 
-def _described(keys: Sequence[Binding]) -> list[tuple[str, str]]:
-    """Return the names of the keys and what they do."""
+def _described(bindings: Sequence[BindingType], group: Binding.Group) -> list[tuple[str, str]]:
+    """Return the names of the keys in a group and what they do."""
+    keys = [key for key in bindings if isinstance(key, Binding) and key.group is group]
     return [(key.key.title().replace("Escape", "Esc").replace(",", ", "), key.description) for key in keys]
 
 

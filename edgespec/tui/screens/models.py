@@ -64,7 +64,7 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
         self._shown: dict[str, AvailableModel] = {}
         self._message = ""
         self._left = Event()
-        self._filter = Input(placeholder="Type to filter the list and to search Hugging Face", compact=True)
+        self._filter = Input(placeholder="Filter, or search on Hugging Face", compact=True)
         self._list = OptionList(compact=True)
         self._details = Static(classes="hint")
 

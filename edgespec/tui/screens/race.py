@@ -19,7 +19,7 @@ from textual.widgets import Static
 from edgespec.bench.race import Lane, Race
 from edgespec.errors import CancelledError
 from edgespec.tui.numbers import bar, count, rate
-from edgespec.tui.texts import error_text
+from edgespec.tui.texts import error_text, plain_words
 
 __all__ = ["RaceProgress", "RaceScreen"]
 
@@ -125,7 +125,7 @@ class RaceScreen(ModalScreen[None]):
         legend = (("■ ", "$success"), "guessed correctly   ", ("■ ", "$warning"), "from the model itself")
         self._result.update(
             Content.assemble(
-                (race.headline(), "bold" if race.is_faster else "bold $warning"),
+                (plain_words(race.headline()), "bold" if race.is_faster else "bold $warning"),
                 *(f"\n{remark}" for remark in remarks),
                 "\n",
                 *legend,
@@ -152,7 +152,7 @@ class _LaneColumn(Vertical):
         finished = seconds >= lane.seconds
         seconds = min(seconds, lane.seconds)
         tokens = lane.tokens_at(seconds)
-        name = "plain decoding" if lane.method == "none" else lane.method
+        name = "plain decoding (no speed-up)" if lane.method == "none" else f"{lane.method} (speed-up on)"
         speed = rate(tokens / seconds if seconds else None)
         self._heading.update(
             Content.assemble(

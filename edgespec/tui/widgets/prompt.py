@@ -11,7 +11,7 @@ from textual.message import Message as Event
 from textual.strip import Strip
 from textual.widgets import TextArea
 
-from edgespec.tui.commands import completion
+from edgespec.tui.commands import completion, typed_path
 from edgespec.tui.files.references import ending_reference, open_reference, reference
 from edgespec.tui.history import History
 from edgespec.tui.vi_keys import ViKeys
@@ -71,7 +71,7 @@ class PromptInput(TextArea):
 
     def follow_references(self) -> None:
         """Update the list of paths and the chips after the text or the cursor position has changed."""
-        found = open_reference(self._line_before_cursor) if self.selection.is_empty else None
+        found = self._open_path if self.selection.is_empty else None
         typed = found[0] if found else None
         self._paths.follow(typed)
         self._chips.follow(self.text, typed)
@@ -81,15 +81,24 @@ class PromptInput(TextArea):
         row, column = self.cursor_location
         return self.document.get_line(row)[:column]
 
+    @property
+    def _open_path(self) -> tuple[str, int] | None:
+        """The path at the cursor, as a reference or as the argument of a command, and its first column."""
+        line = self._line_before_cursor
+        return typed_path(line if line == self.text else "") or open_reference(line)
+
     def choose_path(self, path: str) -> None:
-        """Replace the reference at the cursor with a reference to `path`."""
-        found = open_reference(self._line_before_cursor)
+        """Replace the path at the cursor with `path`."""
+        found = self._open_path
         if found is None:
             return
-        # Leave out the closing quote after a folder, so that completion can continue inside the folder.
-        written = reference(path)
-        text = written.removesuffix('"') if path.endswith("/") else f"{written} "
         row, column = self.cursor_location
+        if typed_path(self.text):
+            text = path
+        else:
+            # Leave out the closing quote after a folder, so that completion can continue inside the folder.
+            written = reference(path)
+            text = written.removesuffix('"') if path.endswith("/") else f"{written} "
         self.replace(text, (row, found[1]), (row, column))
 
     def _remove_reference(self) -> bool:

@@ -1,4 +1,4 @@
-"""Several and quantised MTP layers, as in the files that MTPLX publishes beside MLX models."""
+"""Models with several MTP layers or quantised ones, as in the files that MTPLX publishes with MLX models."""
 
 from __future__ import annotations
 

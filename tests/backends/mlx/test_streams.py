@@ -1,4 +1,4 @@
-"""Threads that compute with MLX leave no system threads behind."""
+"""Threads that have computed with MLX leave no system threads behind when they end."""
 
 from __future__ import annotations
 
