@@ -31,6 +31,7 @@ from edgespec.chat.message import Message
 from edgespec.chat.message_tree import MessageTree
 from edgespec.chat.store import ChatStore, SavedChat
 from edgespec.tui.app import ChatApp
+from edgespec.tui.saved_chats import resume
 
 _REPLY = "Use `ls`:\n\n```sh\nls -lS\n```\n\n- `-S` sorts by size\n- `-l` shows details\n\nThis is reply {}."
 # Number of other chats in the list. The search reads them too.
@@ -70,7 +71,7 @@ async def _measure(store: ChatStore, presses: int) -> None:
         while app.chat is None or not app.chat.idle:
             await pilot.pause(0.1)
         began, cpu = perf_counter(), process_time()
-        await app.chat.resume("long")
+        await resume(app.chat, "long")
         await pilot.pause()
         print(
             f"opening the chat   {1000 * (perf_counter() - began):6.0f} ms,"
