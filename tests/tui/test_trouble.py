@@ -19,6 +19,7 @@ from edgespec.errors import BackendError, CancelledError, ChatFileError, ModelFi
 from edgespec.tui.app import ChatApp, run_chat
 from edgespec.tui.chat_view import ChatView
 from edgespec.tui.screens.loading import LoadingScreen
+from edgespec.tui.widgets.message_widget import MessageWidget
 from edgespec.tui.widgets.messages import Panel, ReplyMessage
 from edgespec.tui.widgets.status import StatusLine
 from tests.tui.driving import driving, until
@@ -295,13 +296,34 @@ async def test_hundreds_of_messages_open_quickly_and_page_upwards(tmp_path: Path
         await d.say("/load long")
         assert time.monotonic() - began < 30
         assert "message 599" in d.transcript()
-        assert "560 older messages" in d.transcript()
+        older = 600 - len(d.chat.transcript.query("UserMessage, ReplyMessage"))
+        assert 550 < older < 599
+        assert f"{older} older messages" in d.transcript()
         d.chat.transcript.scroll_home(animate=False)
         await d.pilot.pause(0.1)
         await d.press("ctrl+home")
-        await d.said("520 older messages")
+        await until(d.pilot, lambda: f"{older} older messages" not in d.transcript(), "older messages")
         await d.say("more")
         assert d.chat.current_chat.entries[-2].content == "more"
+
+
+async def test_paging_upwards_skips_no_message(tmp_path: Path) -> None:
+    store = ChatStore(tmp_path / "chats")
+    now = datetime.now(UTC)
+    messages = tuple(Message("user" if n % 2 == 0 else "assistant", f"message {n}.") for n in range(80))
+    store.save(SavedChat(store.new_id(), MessageTree.linear(messages), now, now, title="long"))
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.say("/load long")
+        transcript, seen = d.chat.transcript, set()
+        for _ in range(60):
+            view = transcript.scrollable_content_region
+            shown = transcript.query("UserMessage, ReplyMessage").results(MessageWidget)
+            seen |= {each.place for each in shown if each.region.overlaps(view)}
+            if 0 in seen:
+                break
+            await d.press("pageup")
+            await d.pilot.pause(0.1)
+        assert seen == set(range(80))
 
 
 async def test_text_the_model_writes_is_never_markup(tmp_path: Path) -> None:

@@ -148,11 +148,13 @@ class ReplyMessage(MessageWidget):
         self._calls_tools = calls_tools
         self._stream: MarkdownStream | None = None
         self._drawn = limited_markdown(text)
+        # Most replies have no reasoning and are shown as Markdown, so these are mounted when they are needed.
+        self._coloured_text = Static(classes="reply-origin")
 
     def compose(self) -> ComposeResult:
-        yield self.thoughts
+        if self.reasoning:
+            yield self.thoughts
         yield ReplyMarkdown(self._drawn, parser_factory=_markdown_parser, classes="reply-markdown")
-        yield Static(classes="reply-origin")
         yield Static(classes="reply-end")
 
     def on_mount(self) -> None:
@@ -195,6 +197,7 @@ class ReplyMessage(MessageWidget):
             self._show_end(_LEGEND if self.coloured else Content(self._hidden_note()))
         if self.coloured:
             self._refresh_views()
+        await self._mount_thoughts()
         if thoughts or (fragment and fragment == self.text):
             self._refresh_thoughts()
         await self._stream.write(added)
@@ -203,6 +206,7 @@ class ReplyMessage(MessageWidget):
         """Mark the reply as finished and show its final text."""
         self.reply, self.reasoning, self._versions = reply, reasoning, _versions_line(versions)
         self._calls_tools = reply is not None and bool(reply.tool_calls)
+        await self._mount_thoughts()
         if self._stream is not None:
             await self._stream.stop()
             self._stream = None
@@ -225,7 +229,13 @@ class ReplyMessage(MessageWidget):
     def _end(self) -> Static:
         return self.query_one(".reply-end", Static)
 
+    async def _mount_thoughts(self) -> None:
+        if self.reasoning and not self.thoughts.is_attached:
+            await self.mount(self.thoughts, before=self._markdown)
+
     def _refresh_thoughts(self) -> None:
+        if not self.thoughts.is_attached:
+            return
         chunks = [chunk for chunk in self.chunks if chunk.reasoning]
         # Chunks are missing if the reply was continued or comes from a saved chat.
         complete = "".join(chunk.text for chunk in chunks) == self.reasoning
@@ -245,7 +255,9 @@ class ReplyMessage(MessageWidget):
 
     def _refresh_views(self) -> None:
         coloured = self.coloured
-        view = self.query_one(".reply-origin", Static)
+        view = self._coloured_text
+        if coloured and not view.is_attached:
+            self.mount(view, before=self._end)
         self._markdown.display = not coloured
         view.display = coloured
         if coloured:

@@ -12,17 +12,27 @@ from edgespec.tui.numbers import count
 from edgespec.tui.open_chat import OpenChat, version_label
 from edgespec.tui.widgets.long_texts import drawing_seconds
 from edgespec.tui.widgets.message_widget import MessageWidget
-from edgespec.tui.widgets.messages import Panel, ReplyMessage, SystemMessage, UserMessage
+from edgespec.tui.widgets.messages import Panel, ReplyMessage, SystemMessage, UserMessage, Welcome
 from edgespec.tui.widgets.tool_call import ToolCallMessage
 
 __all__ = ["Transcript"]
 
-# Number of messages shown when a chat is opened, and added each time the user asks for older ones.
+# Maximum number of messages that are added at once. Each costs several milliseconds.
 _PAGE_MESSAGES = 40
-# Maximum time in seconds for drawing the messages that are shown at once.
+# Maximum time in seconds for drawing the messages that are added at once.
 _PAGE_SECONDS = 10.0
-# Maximum number of messages shown as widgets. Hundreds of Markdown widgets slow the screen down.
-_MAX_MESSAGES = 120
+# Rows of the line that tells how many older messages there are. It is in the way when the user scrolls up.
+_MORE_ROWS = 2
+# Number of layouts until the blocks of added replies have their final height.
+_LAYOUTS = 3
+# Number of messages that are added when the selection leaves the shown ones.
+_SELECTED_MESSAGES = 2
+# Number of pages shown as widgets: one in view, and one above and below it. The more widgets there are, the
+# longer each change of the layout takes.
+_MAX_PAGES = 3
+# Rows of a message besides those of its text: the space above it and its padding. Chosen low, because a page
+# with too many messages is better than one that does not fill the view.
+_OTHER_ROWS = 1
 
 
 class Transcript(VerticalScroll):
@@ -36,6 +46,9 @@ class Transcript(VerticalScroll):
         # Messages `_first` (inclusive) to `_end` (exclusive) of the open path are shown as widgets.
         self._first = self._end = 0
         self._dropped = 0
+        self._extending = False
+        # The message that stays at a row of the screen until the added messages are laid out.
+        self._held: tuple[MessageWidget, int] | None = None
         self._origin = False
 
     def compose(self) -> ComposeResult:
@@ -60,34 +73,39 @@ class Transcript(VerticalScroll):
         with self.app.batch_update():
             await self.keep(index)
             await self.show_later()
+        if (changed := self.message_at(index - 1)) is not None:
+            self.call_after_refresh(self.scroll_to_widget, changed, animate=False)
 
-    async def show_earlier(self) -> None:
-        """Show up to 40 older messages. Hide the newest ones if there are too many widgets."""
-        old_first = self.message_at(self._first)
-        start = self._page(self._first, -1)
+    async def show_earlier(self, most: int = _PAGE_MESSAGES) -> None:
+        """Show up to `most` older messages, at most a page. Remove the newest widgets if too many."""
+        start = self._page(self._first, -1, most)
+        if start == self._first:
+            return
+        self.release_anchor()
         widgets = self._widgets(start, self._first)
+        held = self.message_at(self._first)
+        row = 0 if held is None else held.region.y
         self._first = start
-        if widgets:
-            self.release_anchor()
+        # Without the batch, the screen computes its layout again after each widget.
+        with self.app.batch_update():
             await self._column.mount_all(widgets, after=self._earlier)
-            await self._column.remove_children(self._messages[_MAX_MESSAGES:])
-            self._end = min(self._end, self._first + _MAX_MESSAGES)
-            if old_first is not None:
-                self.call_after_refresh(self.scroll_to_widget, old_first, animate=False)
-        self._refresh_more()
+            end = min(self._end, self._pages(start, 1))
+            await self._column.remove_children(self._messages[end - start :])
+            self._end = end
+            self._refresh_more()
+        self._hold(held, row)
 
-    async def show_later(self) -> None:
-        """Show up to 40 newer messages. Hide the oldest ones if there are too many widgets."""
-        old_last = self.message_at(self._end - 1)
-        end = self._page(self._end, 1)
+    async def show_later(self, most: int = _PAGE_MESSAGES) -> None:
+        """Show up to `most` newer messages, at most a page. Remove the oldest widgets if too many."""
+        held = self.message_at(self._end - 1)
+        row = 0 if held is None else held.region.y
+        end = self._page(self._end, 1, most)
         widgets = self._widgets(self._end, end)
         self._end = end
-        if widgets:
+        with self.app.batch_update():
             await self._column.mount_all(widgets, before=self._later)
             await self.prune()
-            if old_last is not None:
-                self.call_after_refresh(self.scroll_to_widget, old_last, animate=False)
-        self._refresh_more()
+        self._hold(held, row)
 
     async def _show_last_page(self) -> None:
         """Show only the newest messages."""
@@ -106,13 +124,47 @@ class Transcript(VerticalScroll):
         self.anchor()
 
     async def page(self, pages: int) -> None:
-        """Scroll by `pages` pages, up if negative. At either end of the shown messages, show more."""
-        if pages < 0 and self.scroll_y == 0:
-            await self.show_earlier()
-        elif pages > 0 and self.scroll_y >= self.max_scroll_y and self._later.display:
-            await self.show_later()
+        """Scroll by `pages` pages, up if negative. Show more messages if fewer are left."""
+        await self._extend(pages)
+        if self._held is not None:
+            message, row = self._held
+            self._held = message, row - pages * (self.scrollable_content_region.height - _MORE_ROWS)
+            return
         scroll = self.scroll_page_up if pages < 0 else self.scroll_page_down
         self.call_after_refresh(scroll, animate=False)
+
+    def on_mouse_scroll_up(self) -> None:
+        self.run_worker(self._extend(-1))
+
+    def on_mouse_scroll_down(self) -> None:
+        self.run_worker(self._extend(1))
+
+    async def _extend(self, step: int) -> None:
+        """Show more messages above or below if less than a page is left in that direction."""
+        left = self.scroll_y if step < 0 else self.max_scroll_y - self.scroll_y
+        more = self._earlier if step < 0 else self._later
+        if self._extending or not more.display or left >= self.size.height:
+            return
+        self._extending = True
+        try:
+            await (self.show_earlier() if step < 0 else self.show_later())
+        finally:
+            self._extending = False
+
+    def _hold(self, message: MessageWidget | None, row: int) -> None:
+        """Keep a message at this row of the screen while the messages added above it are laid out."""
+        self._held = None if message is None else (message, row)
+        self.call_after_refresh(self._return_to_held, _LAYOUTS)
+
+    def _return_to_held(self, times: int) -> None:
+        if self._held is None or not self._held[0].is_attached:
+            return
+        message, row = self._held
+        self.scroll_to(y=self.scroll_y + message.region.y - row, animate=False, immediate=True)
+        if times > 1:
+            self.call_after_refresh(self._return_to_held, times - 1)
+        else:
+            self._held = None
 
     def message_at(self, index: int) -> MessageWidget | None:
         """Return the widget of the `index`-th message of the chat, or None if it is not shown."""
@@ -132,9 +184,9 @@ class Transcript(VerticalScroll):
             return self._messages[-1] if self._messages else None
         index = messages.index(message) + self._first + step
         if index < self._first:
-            await self.show_earlier()
+            await self.show_earlier(_SELECTED_MESSAGES)
         elif index >= self._end and index < len(self._chat.tree.path):
-            await self.show_later()
+            await self.show_later(_SELECTED_MESSAGES)
         return self.message_at(max(index, 0))
 
     async def add(self, widget: Widget) -> None:
@@ -187,7 +239,7 @@ class Transcript(VerticalScroll):
 
     async def prune(self) -> None:
         """Hide the oldest messages if there are too many widgets."""
-        surplus = max(0, len(self._messages) - _MAX_MESSAGES)
+        surplus = max(0, self._pages(self._end, -1) - self._first)
         await self._column.remove_children(self._messages[:surplus])
         self._first += surplus
         self._refresh_more()
@@ -226,15 +278,23 @@ class Transcript(VerticalScroll):
     def _messages(self) -> list[MessageWidget]:
         return [child for child in self._column.children if isinstance(child, MessageWidget)]
 
-    def _page(self, start: int, step: int) -> int:
-        """Return the end of a page of messages that starts at `start` and is quick enough to draw."""
-        entries, place, seconds = self._chat.entries, start, 0.0
-        while 0 <= (following := place + step) <= len(entries) and abs(place - start) < _PAGE_MESSAGES:
-            seconds += drawing_seconds(entries[min(place, following)].content)
-            if seconds > _PAGE_SECONDS and place != start:
+    def _page(self, start: int, step: int, most: int = _PAGE_MESSAGES) -> int:
+        """Return the other end of a page: messages from `start` on that fill the view."""
+        entries, place, seconds, rows = self._chat.entries, start, 0.0, 0
+        while 0 <= (following := place + step) <= len(entries) and abs(place - start) < most:
+            content = entries[min(place, following)].content
+            seconds += drawing_seconds(content)
+            if place != start and (seconds > _PAGE_SECONDS or rows >= self.app.size.height):
                 break
+            rows += _OTHER_ROWS + sum(1 for line in content.splitlines() if line.strip())
             place = following
         return place
+
+    def _pages(self, start: int, step: int) -> int:
+        """Return the other end of all messages that can be shown as widgets, beginning at `start`."""
+        for _ in range(_MAX_PAGES):
+            start = self._page(start, step)
+        return start
 
     def _widgets(self, start: int, end: int) -> list[MessageWidget]:
         """Create the widgets for the messages `start` (inclusive) to `end` (exclusive) of the open path."""
@@ -269,6 +329,7 @@ class Transcript(VerticalScroll):
         earlier, later = self._first, len(self._chat.tree.path) - self._end
         older, newer = count(earlier, "older message"), count(later, "newer message")
         self._earlier.display, self._later.display = earlier > 0, later > 0
+        self.query(Welcome).set(display=not earlier)
         self._earlier.update(f"[@click=screen.show_earlier]↑ {older}: click, or press Ctrl+Home[/]")
         self._later.update(f"[@click=screen.to_end]↓ {newer}: click, or press Ctrl+End[/]")
         self.set_dropped(self._dropped)
