@@ -124,9 +124,9 @@ def test_hostile_files_are_refused_in_one_sentence(make: Callable[[], object], r
 
 
 def test_a_pdf_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgespec.attachments.pdf._MAX_SECONDS", 1.0)
+    monkeypatch.setattr("edgespec.attachments.pdf._MAX_SECONDS", 0.2)
     Path("file").write_bytes(pdfs.slow_pdf())
-    with pytest.raises(AttachmentError, match="extracting its text takes more than 1 seconds"):
+    with pytest.raises(AttachmentError, match="extracting its text takes more than"):
         read_files("file")
 
 

@@ -74,7 +74,7 @@ def test_commands_work_line_by_line(start: Start, tmp_path: Path) -> None:
     for text in (
         "temperature is now 0.",
         "temperature: 0",
-        "There is no reply yet",
+        "No reply was generated since this chat was opened.",
         "System prompt: Be brief.",
     ):
         assert text in out

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from textual.widgets.markdown import MarkdownFence
 
-from tests.tui.driving import Driver, driving
+from tests.tui.driving import Driver, driving, until
 from tests.tui.scripted import Script, ScriptedRuntime, loading
 
 THREE = "First:\n\n```sh\nls -l\n```\n\nThen:\n\n```py\nprint(1)\nprint(2)\n```\n\n    indented\n"
@@ -54,7 +54,7 @@ async def test_a_click_copies_a_block(tmp_path: Path) -> None:
         mark = d.chat.transcript.query(".copy-mark")[1]
         assert not mark.display
         await d.pilot.hover(d.chat.transcript.query(MarkdownFence)[1])
-        await d.sees("copy")
+        await until(d.pilot, lambda: mark.region.width > 0, "the copy mark")
         await d.pilot.click(mark)
         await _copied(d, "print(1)\nprint(2)", "Copied the code block.")
 

@@ -27,6 +27,14 @@ class _CodeBlock(MarkdownFence):
         yield from super().compose()
         yield _CopyMark(" copy ", classes="copy-mark", markup=False)
 
+    # The CSS pseudo-class `:hover` is off for a moment when the mouse moves within the block. The mark would
+    # disappear under the mouse, which loses clicks.
+    def on_enter(self) -> None:
+        self.set_class(True, "-pointed")
+
+    def on_leave(self) -> None:
+        self.set_class(self.is_mouse_over, "-pointed")
+
 
 class ReplyMarkdown(Markdown):
     """Markdown whose code blocks can be copied with the mouse."""
