@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import os
+import select
 import signal
 import sys
 import threading
@@ -40,6 +41,8 @@ _WAIT_SECONDS = 0.05
 # Maximum time in seconds between two presses of Ctrl-C that quit the chat.
 _TWICE_SECONDS = 2.0
 _QUIT_SECONDS = 5.0
+# Maximum time in seconds until the chat reacts to a signal while it waits for input.
+_SIGNAL_SECONDS = 0.2
 # Minimum number of characters to write at once. Screen readers pause between pieces, so short ones are hard
 # to follow.
 _PIECE_CHARACTERS = 60
@@ -84,6 +87,7 @@ class PlainChat:
         self._interrupted_at = -_TWICE_SECONDS
         self._is_reading = False
         self._is_interactive = sys.stdin.isatty()
+        self._input = _InputLines()
 
     def run(self, resume: str | None) -> None:
         """Read messages and commands until the input ends or the user quits."""
@@ -168,7 +172,7 @@ class PlainChat:
                 _write(sys.stderr, "... " if lines else "> ")
             try:
                 self._is_reading = True
-                line = sys.stdin.readline()
+                line = self._input.read_line()
             except KeyboardInterrupt:
                 lines.clear()
                 if self.leaving:
@@ -276,6 +280,32 @@ class _Pieces:
 def _write(stream: TextIO, text: str) -> None:
     stream.write(without_controls(text))
     stream.flush()
+
+
+class _InputLines:
+    """Reads stdin line by line.
+
+    Python runs a signal handler only after the current system call. A signal that arrives just before
+    `sys.stdin.readline()` blocks would wait for the next line. So on POSIX, this waits in short steps.
+    """
+
+    def __init__(self) -> None:
+        self._unread = b""
+
+    def read_line(self) -> str:
+        """Return the next line, or an empty string at the end of the input."""
+        if sys.platform == "win32":
+            return sys.stdin.readline()
+        number = sys.stdin.fileno()
+        while b"\n" not in self._unread:
+            if not select.select([number], [], [], _SIGNAL_SECONDS)[0]:
+                continue
+            new = os.read(number, 1 << 16)
+            self._unread += new
+            if not new:
+                break
+        line, newline, self._unread = self._unread.partition(b"\n")
+        return (line + newline).decode(sys.stdin.encoding, "replace")
 
 
 def run_plain_chat(

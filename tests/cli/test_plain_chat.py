@@ -138,6 +138,8 @@ def test_a_signal_ends_the_chat_and_keeps_the_reply(
     process.stdin.flush()
     assert process.stdout.read(5)
     process.send_signal(number)
+    # `communicate` closes stdin, which also ends the chat, so wait for the signal to end it first.
+    process.wait(timeout=20)
     _, err = process.communicate(timeout=20)
     assert process.returncode == 130
     assert b"Traceback" not in err
