@@ -84,10 +84,11 @@ def _kv_bytes(modules: Iterable[Mapping[str, _Shaped]]) -> int:
 def load_mtp_head(target: MlxModel, net: Any, folder: Path) -> EagleHead:
     """Load the MTP layers in a target's folder. The target's cache must be empty.
 
-    Implementations differ in three ways: the layers read hidden states from before or after the final norm;
-    several layers run one after another or predict one token each; and some conversions of Qwen models have
-    already added 1 to the weights of norms. Files do not say which variant they need, so we try all of them
-    and keep the most accurate one (see `load_most_accurate`).
+    Implementations differ in four ways: the layers read hidden states from before or after the final norm;
+    `fc` reads the embedding or the hidden state first; several layers run one after another or predict one
+    token each; and some conversions of Qwen models have already added 1 to the weights of norms. Files do not
+    say reliably which variant they need, so we try all of them and keep the most accurate one (see
+    `load_most_accurate`).
 
     Raises:
         ModelFileError: The folder contains no MTP layers, or they are damaged.
@@ -103,7 +104,8 @@ def load_mtp_head(target: MlxModel, net: Any, folder: Path) -> EagleHead:
     if target.facts.architecture in QWEN_MODELS:
         variants.insert(0, [_with_norms_raised(weights) for weights in modules])
     choices = (
-        _head(target, net, arrangement, state, folder)
+        _head(target, net, arrangement, state, hidden_first, folder)
+        for hidden_first in (False, True)
         for state in (POST_NORM, target.layer_count)
         for variant in variants
         for arrangement in _arrangements(variant)
@@ -173,9 +175,13 @@ def _stack_experts(weights: _Weights, prefix: str) -> None:
         weights[f"{prefix}.switch_mlp.down_proj.weight"] = weights.pop(f"{prefix}.experts.down_proj")
 
 
-def _head(target: MlxModel, net: Any, modules: Sequence[_Weights], state: int, folder: Path) -> EagleHead:
-    """Create a head that reads the target's hidden state `state`."""
-    networks = [_module(target, net, weights, state == POST_NORM, folder) for weights in modules]
+def _head(
+    target: MlxModel, net: Any, modules: Sequence[_Weights], state: int, hidden_first: bool, folder: Path
+) -> EagleHead:
+    """Create a head that reads the target's hidden state `state`, before or after the embedding."""
+    networks = [
+        _module(target, net, weights, state == POST_NORM, hidden_first, folder) for weights in modules
+    ]
     arrays = {id(one): one for weights in modules for one in weights.values()}
     facts = head_facts(
         target,
@@ -194,7 +200,9 @@ def _head(target: MlxModel, net: Any, modules: Sequence[_Weights], state: int, f
     return ChainedMtpHead(target, [state], MtpChain(networks), embed, lm_head, None, facts)
 
 
-def _module(target: MlxModel, net: Any, weights: _Weights, post_norm: bool, folder: Path) -> MtpModule:
+def _module(
+    target: MlxModel, net: Any, weights: _Weights, post_norm: bool, hidden_first: bool, folder: Path
+) -> MtpModule:
     """Create the network of an MTP module. Raises ModelFileError if its weights do not fit the target."""
     arguments, layers = Body(net).arguments, LayerList(net).layers
     # Use the type of the last layer, because in some models the first layers have no experts, unlike the MTP
@@ -204,7 +212,7 @@ def _module(target: MlxModel, net: Any, weights: _Weights, post_norm: bool, fold
     numbered = {"layer_idx": index} if "layer_idx" in inspect.signature(kind).parameters else {}
     try:
         own = [kind(arguments, **numbered) for _ in range(_layer_count(weights))]
-        network = MtpModule(own, target.state_size, arguments.rms_norm_eps, post_norm)
+        network = MtpModule(own, target.state_size, arguments.rms_norm_eps, post_norm, hidden_first)
         quantize_like(network, weights)
         network.load_weights(list(weights.items()), strict=True)
         evaluate_constants(layer.self_attn.rope for layer in own)

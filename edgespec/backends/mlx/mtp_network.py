@@ -28,11 +28,14 @@ class MtpModule(Module):
         size: Size of hidden states.
         norm_eps: Epsilon of the norms.
         post_norm: Whether the module's hidden state is normalised before it is fed back, like the target's.
+        hidden_first: Whether `fc` reads the hidden state before the embedding.
     """
 
-    def __init__(self, layers: Sequence[Any], size: int, norm_eps: float, post_norm: bool) -> None:
+    def __init__(
+        self, layers: Sequence[Any], size: int, norm_eps: float, post_norm: bool, hidden_first: bool
+    ) -> None:
         super().__init__()
-        self._post_norm = post_norm
+        self._post_norm, self._hidden_first = post_norm, hidden_first
         self.pre_fc_norm_embedding = RMSNorm(size, norm_eps)
         self.pre_fc_norm_hidden = RMSNorm(size, norm_eps)
         self.fc = Linear(2 * size, size, bias=False)
@@ -56,6 +59,8 @@ class MtpModule(Module):
     def __call__(self, embeddings: mx.array, states: mx.array, caches: Sequence[AttentionCache]) -> mx.array:
         """See `HeadNetwork.__call__`."""
         pair = [self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(states)]
+        if self._hidden_first:
+            pair.reverse()
         outputs: mx.array = self.fc(mx.concatenate(pair, axis=-1))[None]
         for layer, cache in zip(self.layers, caches, strict=True):
             # Pass the mask as an array, because multi-head latent attention does not accept the string

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import edgespec
 from edgespec.assembly.loading import always_draft
@@ -151,6 +151,27 @@ def test_a_layer_of_another_family_is_loaded_as_the_target_loads_its_layers(numb
     if "mimo" in read_mlx_info(numbered).architecture:
         first, second = second, first
     np.testing.assert_array_equal(np.concatenate([first, second], axis=1), matrix)
+    target.close()
+
+
+@pytest.mark.parametrize("hidden_first", [False, True])
+def test_the_order_of_the_inputs_is_found_by_a_trial(tmp_path: Path, hidden_first: bool) -> None:
+    # The layers of this target add nothing, so its next token depends on the last token alone. The MTP layer
+    # predicts it only if the embedding reaches the half of the matrix that is not zero.
+    folder = write_numbered_mtp_layer(tmp_path / "model", "mimo")
+    for file in (folder / "model.safetensors", folder / "mtp.safetensors"):
+        tensors = load_file(file)
+        for name, tensor in tensors.items():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                tensors[name] = np.zeros_like(tensor)
+            elif name.endswith("input_proj.weight"):
+                halves = [np.zeros((64, 64), np.float32), np.eye(64, dtype=np.float32)]
+                # Files of MiMo models store the half for the hidden state first.
+                tensors[name] = np.concatenate(halves[::-1] if hidden_first else halves, axis=1)
+        save_file(tensors, file)
+    target = load(folder)
+    network: Any = head_of(target)._network
+    assert network._hidden_first is hidden_first
     target.close()
 
 
