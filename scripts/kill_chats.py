@@ -36,11 +36,12 @@ from filelock import FileLock, Timeout
 import edgespec
 import edgespec.assembly.loading
 import edgespec.backends.llamacpp  # Import once, before any fork.
+from edgespec.chat.message_tree import MessageTree
 from edgespec.chat.store import ChatStore
 from edgespec.errors import ChatFileError
 from edgespec.reply import Reply
 from edgespec.tui.archive import Archive
-from edgespec.tui.open_chat import OpenChat
+from edgespec.tui.open_chat import ChatEntry, OpenChat
 
 QUESTIONS = (
     "How do I list files by size?",
@@ -168,7 +169,7 @@ def _chat(target: str, seed: int, loaded: int, log: Path) -> None:
                 if choices.random() < 0.3:
                     reply_seed = choices.randint(0, 99)
                     reply = _finish(chat.regenerate(seed=reply_seed, max_tokens=12))
-                saved_chat.follow(chat.messages)
+                saved_chat.change_messages(MessageTree.linear(map(ChatEntry, chat.messages)))
                 asyncio.run(archive.save(saved_chat, target))
                 contents = [message.content for message in saved_chat.messages]
                 _append(log, [saved_chat.id, contents, list(prompts[-1]), reply_seed, list(reply.tokens)])

@@ -24,7 +24,6 @@ from edgespec.catalog import (
     draft_options,
     find_installed,
     load_catalogue,
-    mlx_installed,
     resolve,
 )
 from edgespec.catalog.hub_cache import cached_model
@@ -32,7 +31,7 @@ from edgespec.catalog.hub_search import search_hub
 from edgespec.catalog.installed import InstalledModels
 from edgespec.catalog.suggestion import needed_bytes, short_name
 from edgespec.costs.machine_speed import MachineSpeed, measure_machine, saved_machine_speed
-from edgespec.errors import EdgespecError, MemoryBudgetError
+from edgespec.errors import BackendMissingError, EdgespecError, MemoryBudgetError
 from edgespec.files import format_bytes
 from edgespec.memory import available_bytes
 from edgespec.options import check_load_arguments
@@ -112,7 +111,9 @@ def list_models(memory: str | int | None = None) -> list[AvailableModel]:
     here: list[AvailableModel] = []
     listed: list[AvailableModel] = []
     for form in map(format_of, ("gguf", "mlx")):
-        if form.name == "mlx" and not mlx_installed():
+        try:
+            backend_of(form.name).require("this model")
+        except BackendMissingError:
             continue
         machine = saved_machine_speed(form)
         here += installed_models(form, installed, machine, budget_bytes)

@@ -34,7 +34,7 @@ __all__ = ["command"]
         'edgespec generate --file notes.pdf --file "src/**/*.py" "What is missing?"',
         'git diff | edgespec generate --system "Write a commit message" -',
         'edgespec generate --target 8b-q4 --temperature 0 -n 200 "What does tar do?"',
-        "edgespec generate --preset reviewer - < change.diff",
+        "git diff | edgespec generate --preset reviewer -",
         'edgespec generate --json --seed 1 --method none "Hello"',
     ),
 )

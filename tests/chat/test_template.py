@@ -273,7 +273,7 @@ class TestProcess:
         threading.Timer(0.2, template.close).start()
         with pytest.raises(ClosedError):
             template.render([USER, USER])
-        assert not child.is_running()
+        assert not psutil.wait_procs([child], timeout=10)[1]
         with pytest.raises(ClosedError):
             template.render([USER])
         template.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 import pytest
@@ -16,6 +17,7 @@ from edgespec.cli.options import METHOD_NAMES, METHODS, MODEL_NAMES, PREFIX_CACH
 from edgespec.cli.program import program
 from edgespec.method_names import DRAFTER_NAMES
 from edgespec.options import LOAD_OPTIONS, MODEL_OPTIONS
+from edgespec.presets import Preset, write_preset
 from tests.cli.conftest import Run, one_line_error
 
 
@@ -47,7 +49,9 @@ def defaults_of(path: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(("path", "example"), EXAMPLES)
-def test_examples_parse(path: str, example: str) -> None:
+def test_examples_parse(path: str, example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGESPEC_CONFIG_DIR", str(tmp_path))
+    write_preset(Preset("reviewer", {"system": "You review code."}))
     words = shlex.split(example.rpartition("|")[2])
     assert words[0] == "edgespec"
     assert " ".join(words[1:]).startswith(path)

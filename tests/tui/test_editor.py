@@ -54,7 +54,7 @@ async def test_a_prompt_is_written_in_the_editor(tmp_path: Path, monkeypatch: py
         ("kill -INT $$", "was interrupted"),
         ('rm "$1"', "failed: no such file"),
         ('printf "\\377" > "$1"', "UTF-8"),
-        ('rm "$1"; mkfifo "$1"', "not a regular file"),
+        ('rm "$1"; mkfifo "$1"', "regular"),
     ],
 )
 async def test_an_editor_that_fails_changes_nothing(

@@ -32,7 +32,8 @@ def test_models_that_are_loaded_again_and_again_leave_no_threads() -> None:
     before = psutil.Process().num_threads()
     for _ in range(3):
         in_thread(load_and_close)
-    assert psutil.Process().num_threads() <= before
+    # Each load used to leave about five threads behind. Another thread may start meanwhile.
+    assert psutil.Process().num_threads() <= before + 2
 
 
 def test_running_threads_have_different_streams() -> None:
