@@ -10,7 +10,7 @@ import click
 
 from edgespec.cli.help import HelpfulGroup
 from edgespec.cli.interrupt import Stop, interruptible
-from edgespec.cli.options import OutputPath, json_option, model_reference
+from edgespec.cli.options import Decorator, OutputPath, json_option, model_reference
 from edgespec.cli.screen import ProgressLine, note, print_json, print_table, printable
 from edgespec.errors import OptionError
 from edgespec.files import format_bytes
@@ -122,6 +122,17 @@ def lowbit(reference: str, type_name: str | None, to: Path | None, as_json: bool
     )
 
 
+def _output_option(thing: str) -> Decorator:
+    """Return the decorator of the required option `--to`."""
+    return click.option(
+        "--to",
+        metavar="FILE",
+        required=True,
+        type=OutputPath(path_type=Path, dir_okay=False),
+        help=f"GGUF file in which to save the {thing}.",
+    )
+
+
 @command.command(
     "head",
     short_help="Convert an EAGLE-3, DFlash or DSpark head to GGUF.",
@@ -129,13 +140,7 @@ def lowbit(reference: str, type_name: str | None, to: Path | None, as_json: bool
 )
 @click.argument("head", type=click.Path(path_type=Path, file_okay=False))
 @model_reference("reference")
-@click.option(
-    "--to",
-    metavar="FILE",
-    required=True,
-    type=OutputPath(path_type=Path, dir_okay=False),
-    help="GGUF file in which to save the head.",
-)
+@_output_option("head")
 @json_option
 def head(head: Path, reference: str, to: Path, as_json: bool) -> None:
     """Convert an EAGLE-3, DFlash or DSpark head to GGUF. HEAD is its folder, as published on Hugging Face.
@@ -154,13 +159,7 @@ def head(head: Path, reference: str, to: Path, as_json: bool) -> None:
 )
 @click.argument("draft", type=click.Path(path_type=Path, file_okay=False))
 @model_reference("reference")
-@click.option(
-    "--to",
-    metavar="FILE",
-    required=True,
-    type=OutputPath(path_type=Path, dir_okay=False),
-    help="GGUF file in which to save the draft model.",
-)
+@_output_option("draft model")
 @json_option
 def draft(draft: Path, reference: str, to: Path, as_json: bool) -> None:
     """Convert a draft model to GGUF, such as one trained with `edgespec train draft`.

@@ -50,7 +50,7 @@ class CodeCopier:
             raise OptionError("The last reply has no code block", "Type /copy to copy all of it")
         if not (number.isdecimal() and 1 <= int(number) <= len(blocks)):
             raise OptionError(
-                f"The last reply has {count(len(blocks), 'code block')}, but no number {number}",
+                f"There is no code block {number}. The last reply has {count(len(blocks), 'code block')}",
                 "Type /copy code for the last one, or a number, such as /copy code 1",
             )
         await _copy(screen, blocks, int(number) - 1)

@@ -317,7 +317,7 @@ def run_plain_chat(
     resume: str | None = None,
     store: ChatStore | None = None,
 ) -> ChatEnd:
-    """Run the plain chat until the user quits or the input ends. Takes the arguments of `ChatApp`.
+    """Run the plain chat until the user quits or the input ends. See `ChatApp` for the arguments.
 
     Raises:
         CancelledError: Loading was cancelled.

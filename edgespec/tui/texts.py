@@ -73,7 +73,7 @@ def reason_text(method: MethodReport) -> str:
 
 
 def plain_words(text: str) -> str:
-    """Call drafts guesses, and replace the names of drafters by descriptions, as everywhere in the chat."""
+    """Replace "draft" with "guess", and the names of drafters with descriptions."""
     described = _DRAFTERS_IN_REASON.sub(lambda found: sources_text(found[0]), text)
     return _DRAFT.sub(lambda found: _GUESS[found[1]], described)
 

@@ -45,7 +45,7 @@ async def test_the_command_copies_a_block_by_its_number(tmp_path: Path) -> None:
         for number in ("0", "4", "two"):
             d.chat.prompt.clear()
             await d.say(f"/copy code {number}")
-            await d.said(f"The last reply has 3 code blocks, but no number {number}.")
+            await d.said(f"There is no code block {number}. The last reply has 3 code blocks.")
 
 
 async def test_a_click_copies_a_block(tmp_path: Path) -> None:

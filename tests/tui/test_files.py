@@ -28,7 +28,7 @@ CODE = "def area(width, height):\n    return width * height\n"
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "work"
+    folder = tmp_path / "project"
     (folder / "src" / "deep").mkdir(parents=True)
     (folder / "src" / "main.py").write_text(CODE)
     (folder / "src" / "deep" / "shapes.py").write_text("PI = 3\n")
@@ -99,12 +99,12 @@ class TestPathSearch:
         assert search.find("zzz") == search.find("*.py") == []
 
     def test_elsewhere(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("HOME", str(tmp_path / "work"))
+        monkeypatch.setenv("HOME", str(tmp_path / "project"))
         search = PathSearch()
         assert search.find("~/sr") == ["~/src/"]
         assert search.find("~") == ["~/"]
-        assert search.find("../wo") == ["../work/"]
-        assert search.find(f"{tmp_path}/work/src/ma") == [f"{tmp_path}/work/src/main.py"]
+        assert search.find("../pro") == ["../project/"]
+        assert search.find(f"{tmp_path}/project/src/ma") == [f"{tmp_path}/project/src/main.py"]
         assert search.find("/missing/") == []
 
 
@@ -165,7 +165,7 @@ async def test_keys_of_the_list_of_paths(tmp_path: Path, demo: Load) -> None:
 
 
 async def test_the_path_after_a_command_is_completed(tmp_path: Path, demo: Load) -> None:
-    (tmp_path / "work" / "my chats.json").write_text("[]")
+    (tmp_path / "project" / "my chats.json").write_text("[]")
     async with driving(demo, tmp_path) as d:
         await d.write("/import ch")
         await until(d.pilot, lambda: d.chat.paths.chosen == "my chats.json", "the path")
