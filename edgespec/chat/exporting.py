@@ -9,7 +9,7 @@ from collections.abc import Callable
 from markdown_it import MarkdownIt
 
 from edgespec.chat.message import Message
-from edgespec.chat.store import SavedChat, title_of
+from edgespec.chat.saved_chat import SavedChat, title_of
 
 __all__ = ["FORMATS", "as_html", "as_json", "as_markdown", "messages_as_markdown"]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from edgespec.chat.message import Message, Role
 from edgespec.chat.message_tree import MessageTree
-from edgespec.chat.store import SavedChat, chat_from_json
+from edgespec.chat.saved_chat import SavedChat, chat_from_json
 from edgespec.errors import ChatFileError
 from edgespec.files import error_reason, regular_file_bytes
 

@@ -9,7 +9,8 @@ from dataclasses import replace
 from threading import Lock, Thread
 from time import monotonic, time
 
-from edgespec.chat.store import ChatStore, SavedChat, StoredChat, title_of
+from edgespec.chat.saved_chat import SavedChat, title_of
+from edgespec.chat.store import ChatStore, StoredChat
 from edgespec.errors import ChatFileError, EdgespecError
 from edgespec.tui.open_chat import OpenChat, RunningTurn
 

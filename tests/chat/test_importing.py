@@ -18,7 +18,7 @@ from edgespec.chat.exporting import FORMATS, as_html, as_json, as_markdown
 from edgespec.chat.importing import Import, read_export
 from edgespec.chat.message import Message
 from edgespec.chat.message_tree import MessageTree
-from edgespec.chat.store import SavedChat
+from edgespec.chat.saved_chat import SavedChat
 from edgespec.errors import ChatFileError
 
 NOON = datetime(2025, 3, 1, 12, 0, tzinfo=UTC)

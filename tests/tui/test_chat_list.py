@@ -10,7 +10,8 @@ import pytest
 import edgespec
 from edgespec.chat.message import Message
 from edgespec.chat.message_tree import MessageTree
-from edgespec.chat.store import ChatStore, SavedChat
+from edgespec.chat.saved_chat import SavedChat
+from edgespec.chat.store import ChatStore
 from edgespec.errors import ChatFileError
 from edgespec.tui import archive
 from edgespec.tui.archive import Archive
