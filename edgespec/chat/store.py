@@ -92,6 +92,12 @@ class ChatStore:
             ) from error
         return path
 
+    def add(self, chat: SavedChat) -> SavedChat:
+        """Save an imported chat under a new ID, and return it with this ID. Raises ChatFileError."""
+        added = replace(chat, id=self.new_id())
+        self.save(added)
+        return added
+
     def save_after(self, chat: SavedChat, known: datetime | None) -> SavedChat:
         """Save a chat. If another program has changed its file, save it under a new ID.
 

@@ -11,6 +11,7 @@ __all__ = ["COMMANDS", "MISSING_COMMANDS", "OLLAMA_COMMANDS", "load_command"]
 # The names of all commands, in the order of the help text.
 COMMANDS = (
     "chat",
+    "chats",
     "generate",
     "serve",
     "launch",
