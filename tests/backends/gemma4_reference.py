@@ -73,7 +73,8 @@ class _File:
         gate, up = (inputs @ self.tensors[f"{block}ffn_{part}.weight"].T for part in ("gate", "up"))
         gate = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
         down = (gate * up) @ self.tensors[f"{block}ffn_down.weight"].T
-        return values + self.normed(down, f"{block}post_ffw_norm")
+        result: Array = values + self.normed(down, f"{block}post_ffw_norm")
+        return result
 
     def _attention(
         self, queries: Array, positions: Sequence[int], keys: Array, cached: Array, window: int
@@ -85,11 +86,13 @@ class _File:
         scores[:, (distance < 0) | (distance >= window)] = -np.inf
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)
-        return np.einsum("hqk,khd->qhd", weights, cached).reshape(len(queries), -1)
+        attended: Array = np.einsum("hqk,khd->qhd", weights, cached)
+        return attended.reshape(len(queries), -1)
 
 
 def _normed(values: Array) -> Array:
-    return values / np.sqrt((values**2).mean(axis=-1, keepdims=True) + 1e-6)
+    squares: Array = (values**2).mean(axis=-1, keepdims=True)
+    return values / np.sqrt(squares + 1e-6)
 
 
 class GemmaReference:
@@ -113,7 +116,7 @@ class GemmaReference:
 
     def _embedded(self, tokens: Sequence[int]) -> Array:
         rows: Array = self._target.tensors["token_embd.weight"][list(tokens)]
-        return rows * np.sqrt(rows.shape[-1])
+        return rows * float(np.sqrt(rows.shape[-1]))
 
     def draft_step(self, token: int, state: Array) -> tuple[Array, Array]:
         """Return the head's logits after a token, and its hidden state for the next step."""

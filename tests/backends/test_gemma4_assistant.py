@@ -166,7 +166,12 @@ def test_the_target_frees_its_cells_after_the_head(plain: Files, monkeypatch: py
     (reader,) = target.context.kv_readers
     freed: list[Any] = []
     free = reader._lib.llama_free
-    monkeypatch.setattr(reader._lib, "llama_free", lambda context: (freed.append(context), free(context)))
+
+    def record(context: Any) -> None:
+        freed.append(context)
+        free(context)
+
+    monkeypatch.setattr(reader._lib, "llama_free", record)
     for _ in range(2):
         contexts = [reader.handle, target.context.handle]
         target.resize(256 if target.facts.context_tokens == CONTEXT else CONTEXT)
@@ -224,8 +229,8 @@ def test_a_head_for_another_target_is_one_clear_error(
 
 
 def test_the_targets_last_layers_must_be_of_both_kinds(plain: Files, tmp_path: Path) -> None:
-    windowed = [False, True, False, True]
-    path = write_gemma4(tmp_path / "t.gguf", **{"attention.sliding_window_pattern": windowed})
+    changes: dict[str, Any] = {"attention.sliding_window_pattern": [False, True, False, True]}
+    path = write_gemma4(tmp_path / "t.gguf", **changes)
     with pytest.raises(CapabilityError, match="a sliding window in the second to last layer"):
         check_assistant(plain.head, path, "target")
 
@@ -250,6 +255,7 @@ def test_a_target_of_another_architecture_is_refused(plain: Files, tmp_path: Pat
         ({"attention.head_count_kv": [2, 2, 0]}, "has 2 heads, but 0 KV heads"),
         ({"attention.value_length": 16}, "has keys of size 32 but values of size 16"),
         ({"rope.dimension_count": 34}, "applies RoPE to 34 of 32 dimensions"),
+        ({"rope.dimension_count": 0}, "applies RoPE to 0 of 32 dimensions"),
         ({"rope.dimension_count_swa": 7}, "applies RoPE to 7 of 16 dimensions"),
     ],
 )

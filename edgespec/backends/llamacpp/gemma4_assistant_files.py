@@ -129,9 +129,9 @@ def _suffix(is_windowed: bool) -> str:
 
 def _rotated(header: GgufHeader, is_windowed: bool) -> int:
     """Return the number of dimensions of each head that a layer rotates, with llama.cpp's defaults."""
-    number = header.architecture_number
-    full = number("rope.dimension_count") or number("attention.key_length")
-    return (number("rope.dimension_count_swa") or full) if is_windowed else full
+    keys = ("rope.dimension_count_swa", "rope.dimension_count", "attention.key_length")
+    present = (key for key in keys[not is_windowed :] if header.architecture_value(key) is not None)
+    return header.architecture_number(next(present, ""))
 
 
 def _windowed(header: GgufHeader) -> list[bool]:
