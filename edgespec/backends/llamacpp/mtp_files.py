@@ -57,7 +57,6 @@ class MtpGraph(NamedTuple):
 
 
 # Architectures whose MTP layers llama.cpp can run. For others, llama.cpp would end the process.
-# `gemma4-assistant` is missing because such a head has no KV cache of its own, but reads its target's.
 MTP_GRAPHS = {
     "bailingmoe3": MtpGraph(),
     "cohere2moe": MtpGraph(),
@@ -172,7 +171,7 @@ def unloaded_bytes(path: Path) -> int:
 
 
 def _check_streams(path: Path, header: GgufHeader, layers: range, graph: MtpGraph) -> None:
-    """Raise CapabilityError for MTP layers that read other hidden states than llama.cpp gives them.
+    """Raise CapabilityError for MTP layers that llama.cpp cannot run beside several residual streams.
 
     llama.cpp would end the process, or read memory out of bounds.
     """
@@ -180,10 +179,12 @@ def _check_streams(path: Path, header: GgufHeader, layers: range, graph: MtpGrap
     ratios = header.architecture_value("attention.compress_ratios")
     attends = isinstance(ratios, np.ndarray) and any(ratios[layer] for layer in layers if layer < len(ratios))
     hashed = _count(header, "hash_layer_count") > layers[0]
-    if output_size not in (0, size * graph.streams) or (graph.streams > 1 and (attends or hashed)):
+    key, indexed = (_count(header, f"attention.{part}key_length") for part in ("", "indexer."))
+    other_attention = graph.streams > 1 and (attends or hashed or key == indexed)
+    if output_size not in (0, size * graph.streams) or other_attention:
         raise CapabilityError(
-            f"llama.cpp cannot draft with the MTP layers of {path.name}, because they compress keys, choose"
-            " experts by token, or read hidden states of another size",
+            f"llama.cpp cannot draft with the MTP layers of {path.name}, because of their kind of attention"
+            " or experts, or because they read hidden states of another size",
             "choose another method",
         )
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.hidden_state_log import POST_NORM
+from edgespec.backends.llamacpp.gemma4_assistant_files import ASSISTANT_TARGET
 from edgespec.backends.llamacpp.hidden_state_hook import HiddenStateHook, layer_output
 from edgespec.backends.llamacpp.layer_taps import LayerTaps, copied_rows
 from edgespec.backends.llamacpp.metadata import metadata
@@ -41,9 +42,8 @@ class StateTaps:
         self._architecture = metadata(model, "general.architecture")
         self._has_layer_taps = layer_input_api() is not None and self._architecture in TAPPED_ARCHITECTURES
         self._layers, self._size = LayerTaps(size), size
-        graph = None if nextn_api() is None else MTP_GRAPHS.get(self._architecture or "")
         # The numbers of the final hidden states that llama.cpp itself can copy.
-        self._final = () if graph is None else graph.states_read(self._layer_count)
+        self._final = _final_states(self._architecture or "", self._layer_count) if nextn_api() else ()
         self.hook = HiddenStateHook((), size)
         self._select(())
 
@@ -58,7 +58,7 @@ class StateTaps:
         self.hook.set_names(list(self._hooked.values()))
 
     def set(self, context: Any, states: Sequence[int]) -> None:
-        """Choose the hidden states to copy from the next pass on.
+        """Choose the hidden states to copy from the next pass on. `context` is None if it was freed.
 
         Raises:
             CapabilityError: One of the hidden states does not exist in the model or cannot be read.
@@ -90,7 +90,7 @@ class StateTaps:
 
     def _copy_final(self, context: Any) -> None:
         """Switch llama.cpp's own copying of the final hidden state on or off, as chosen."""
-        if self._final and (api := nextn_api()):
+        if context and self._final and (api := nextn_api()):
             api.switch(context, self._copies_final, False)
 
     def rows(self, context: Any, count: int) -> NDArray[np.float32]:
@@ -105,6 +105,14 @@ class StateTaps:
             rows = copied_rows(api.address(context), count, len(self._final) * self._size)
             found |= zip(self._final, np.split(rows, len(self._final), axis=1), strict=True)
         return np.stack([found[state] for state in self._states], axis=1)
+
+
+def _final_states(architecture: str, layer_count: int) -> tuple[int, ...]:
+    """Return the numbers of the final hidden states that MTP heads read. Empty if there are no such heads."""
+    if architecture == ASSISTANT_TARGET:
+        return (POST_NORM,)
+    graph = MTP_GRAPHS.get(architecture)
+    return graph.states_read(layer_count) if graph else ()
 
 
 def _tensor(state: int) -> str:
