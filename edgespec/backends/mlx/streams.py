@@ -22,9 +22,14 @@ class _Lease:
     Python deletes the lease while the thread can still run Python code. MLX would free the thread's compiled
     functions and streams only after the thread has left Python. For that it needs the interpreter, and it
     aborts the process if the interpreter is exiting by then.
+
+    Attributes:
+        is_used: Whether the thread may have used MLX since `release_streams`. If not, there is nothing to
+            free, and calling MLX in a thread that ends while Python exits could abort the process.
     """
 
     def __init__(self) -> None:
+        self.is_used = True
         self._thread = threading.get_ident()
         try:
             self.stream = _free.pop()
@@ -34,7 +39,7 @@ class _Lease:
 
     def __del__(self) -> None:
         # When Python exits, the main thread deletes the leases of threads that still run.
-        if threading.get_ident() == self._thread:
+        if self.is_used and threading.get_ident() == self._thread:
             mx.synchronize()
             mx.clear_streams()
         _free.append(self.stream)
@@ -52,7 +57,9 @@ def reuse_stream() -> None:
 
     Every thread must call this before its first MLX operation. Further calls return immediately.
     """
-    if _leases.lease is None and threading.current_thread() is not threading.main_thread():
+    if (lease := _leases.lease) is not None:
+        lease.is_used = True
+    elif threading.current_thread() is not threading.main_thread():
         _lease_stream()
 
 
@@ -60,11 +67,12 @@ def release_streams() -> None:
     """Free the streams that MLX created for the calling thread. The thread can still use MLX."""
     mx.synchronize()
     mx.clear_streams()
-    _lease_stream()
+    _lease_stream().is_used = False
     if mx.is_available(mx.gpu):
         mx.set_default_stream(mx.new_stream(mx.gpu))
 
 
-def _lease_stream() -> None:
-    _leases.lease = _leases.lease or _Lease()
-    mx.set_default_stream(_leases.lease.stream)
+def _lease_stream() -> _Lease:
+    lease = _leases.lease = _leases.lease or _Lease()
+    mx.set_default_stream(lease.stream)
+    return lease
