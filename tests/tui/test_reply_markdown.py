@@ -137,7 +137,7 @@ async def test_every_row_fills_the_width(width: int) -> None:
         assert {reply.render_line(y).cell_length for y in range(reply.size.height)} == {reply.size.width}
 
 
-@pytest.mark.parametrize("width", [1, 2, 7])
+@pytest.mark.parametrize("width", [3, 4, 7])
 async def test_text_is_drawn_at_every_width(width: int) -> None:
     async with showing(TEXT, width) as (reply, _):
         assert "H" in rows(reply)[0]
