@@ -284,12 +284,15 @@ class Transcript(VerticalScroll):
     def _page(self, start: int, step: int, most: int = _PAGE_MESSAGES) -> int:
         """Return the other end of a page: messages from `start` on that fill the view."""
         entries, place, seconds, rows = self._chat.entries, start, 0.0, 0
+        width = max(1, self.size.width)
         while 0 <= (following := place + step) <= len(entries) and abs(place - start) < most:
             content = entries[min(place, following)].content
             seconds += drawing_seconds(content)
             if place != start and (seconds > _PAGE_SECONDS or rows >= self.app.size.height):
                 break
-            rows += _OTHER_ROWS + sum(1 for line in content.splitlines() if line.strip())
+            rows += _OTHER_ROWS + sum(
+                1 + len(line) // (2 * width) for line in content.splitlines() if line.strip()
+            )
             place = following
         return place
 
