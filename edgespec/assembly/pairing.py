@@ -390,8 +390,8 @@ def _check_trainable(
 
 def _load_models(found: Resolved, options: LoadOptions, progress: Progress | None) -> Sequence[LanguageModel]:
     form, arguments = found.file_format, (str(found.path), found.name, options, progress)
-    if options.parallel > 1 and form.load_places:
-        return form.load_places(*arguments)
+    if options.parallel > 1 and form.load_slots:
+        return form.load_slots(*arguments)
     return [form.load(*arguments)]
 
 

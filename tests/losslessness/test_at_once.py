@@ -14,8 +14,8 @@ import edgespec
 from edgespec import Runtime
 from edgespec.assembly.loading import always_draft
 from edgespec.backends.base import LanguageModel, LoadOptions
-from edgespec.backends.llamacpp.place_model import load_places
-from edgespec.backends.llamacpp.shared_context import ContextPlace
+from edgespec.backends.llamacpp.shared_context import ContextSlot
+from edgespec.backends.llamacpp.slot_model import load_slots
 from edgespec.backends.llamacpp.thread_count import ThreadCount
 from edgespec.errors import CancelledError, OptionError
 from edgespec.losslessness import Report, read_prompts, verify
@@ -99,19 +99,19 @@ class TestFaults:
 
 def share_cells(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """Make each sequence read `count` KV cells of the next sequence."""
-    run = ContextPlace._run
+    run = ContextSlot._run
 
-    def faulty(self: ContextPlace, *args: Any, **options: Any) -> Any:
+    def faulty(self: ContextSlot, *args: Any, **options: Any) -> Any:
         part = run(self, *args, **options)
-        places = self.shared.places
-        other = places[(places.index(self) + 1) % len(places)]
+        slots = self.shared.slots
+        other = slots[(slots.index(self) + 1) % len(slots)]
         with self._lock:
             # llama.cpp fails if a sequence has cells after its own last position.
             end = self._lib.llama_memory_seq_pos_max(self._memory, self._first)
             self._lib.llama_memory_seq_cp(self._memory, other._first, self._first, 1, min(1 + count, end))
         return part
 
-    monkeypatch.setattr(ContextPlace, "_run", faulty)
+    monkeypatch.setattr(ContextSlot, "_run", faulty)
 
 
 class TestErrors:
@@ -123,7 +123,7 @@ class TestErrors:
     @pytest.fixture
     def models(self, tmp_path: Path) -> Iterator[Sequence[LanguageModel]]:
         path = write_llama(tmp_path / "tiny.gguf", layers=2)
-        models = load_places(str(path), "tiny", LoadOptions(context_tokens=256, parallel=3))
+        models = load_slots(str(path), "tiny", LoadOptions(context_tokens=256, parallel=3))
         yield models
         for model in models:
             model.close()

@@ -54,7 +54,7 @@ class ContextPlan:
         kv_bytes: The total size of KV cells and recurrent states in bytes.
         token_bytes: The size of one KV cell in bytes, for all layers together.
         rows: The maximum number of tokens whose logits a forward pass can compute.
-        places: The number of replies that share the context. Each has an equal share of the KV cells and of
+        slots: The number of replies that share the context. Each has an equal share of the KV cells and of
             the sequences.
     """
 
@@ -66,7 +66,7 @@ class ContextPlan:
     kv_bytes: int = 0
     token_bytes: int = 0
     rows: int = MAX_WIDTH
-    places: int = 1
+    slots: int = 1
 
     def with_tokens(self, tokens: int) -> ContextPlan:
         """Return a copy of this plan with a different number of KV cells."""
@@ -75,13 +75,13 @@ class ContextPlan:
 
     @property
     def share(self) -> ContextPlan:
-        """The part of this plan that belongs to one of the places."""
+        """The part of this plan that belongs to one of the slots."""
         return replace(
             self,
-            tokens=self.tokens // self.places,
-            sequences=self.sequences // self.places,
-            kv_bytes=self.kv_bytes // self.places,
-            places=1,
+            tokens=self.tokens // self.slots,
+            sequences=self.sequences // self.slots,
+            kv_bytes=self.kv_bytes // self.slots,
+            slots=1,
         )
 
 

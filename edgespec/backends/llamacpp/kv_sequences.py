@@ -19,7 +19,7 @@ _BYTES = ctypes.POINTER(ctypes.c_uint8)
 
 
 class KvSequences:
-    """The sequences of one text in a llama_context: the base class of `LlamaContext` and `ContextPlace`.
+    """The sequences of one text in a llama_context: the base class of `LlamaContext` and `ContextSlot`.
 
     Sequence 0 holds the committed tokens. The last sequence is scratch space for copying KV cells, and the
     others hold checkpoints or branches of the draft tree.
