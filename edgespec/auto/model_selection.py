@@ -70,7 +70,7 @@ class ModelSelector:
         self._allowance_seconds, self._exploration_seconds = allowance_seconds, exploration_seconds
         self._clock = clock
         self._estimate = self._other_estimate = RoundEstimate()
-        # A drafter that runs instead of a better one, and for how many more rounds.
+        # The drafter that is tried instead of the best one, if any, and the number of rounds left for it.
         self._challenger: DrafterStats | None = None
         self._challenge_rounds = 0
 
@@ -94,8 +94,8 @@ class ModelSelector:
         is_waiting = False
         for stats in self._ranked(levels):
             gain = self._expected_gain(stats, levels[stats])
-            # While a better drafter waits until there is time for its prefill, run this one only if it is
-            # likely to gain that time.
+            # A better drafter is waiting until the loss limit allows its prefill. Run this drafter meanwhile
+            # only if it is likely to save enough time for that prefill.
             if is_waiting and gain < _MIN_INTERIM_GAIN:
                 return None
             is_challenger = stats is self._challenger

@@ -92,7 +92,7 @@ class SavedChat:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The messages on the open path: one version of each."""
+        """The messages on the current branch, with one version of each."""
         return self.tree.open_messages
 
     def to_json(self) -> dict[str, object]:

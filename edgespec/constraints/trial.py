@@ -39,8 +39,8 @@ class ConstraintTrial:
         The result does not say whether the constraint is valid, because checking that needs no child process.
 
         Args:
-            option: The option of the constraint.
-            text: The text from `text_of`.
+            option: Name of the option that sets the constraint: `schema`, `regex`, `grammar` or `choice`.
+            text: The constraint as text, from `text_of`.
 
         Returns:
             The approximate memory of the compiled constraint in bytes, or the reason why compiling it failed.

@@ -35,7 +35,7 @@ class _Layout:
 
     Attributes:
         prefix: Regular expression for the start of all names. Its group matches the number of the MTP module,
-            or an empty text if modules are not numbered.
+            or an empty string if modules are not numbered.
         marker: Name of a tensor that only MTP modules have. It is needed because DeepSeek numbers MTP modules
             like ordinary layers.
         names: Qwen3-Next's names for the tensors outside the decoder layers, by their names without

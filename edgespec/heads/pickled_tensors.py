@@ -221,8 +221,8 @@ class _Interpreter:
                 storage, offset, shape, strides, *_ = arguments
                 return self._tensor(storage, offset, tuple(shape), tuple(strides))
             case _Global(name):
-                raise self._refused(f"a call of {shorten(name.replace(' ', '.'))}")
-        raise self._refused("a call of an object")
+                raise self._refused(f"a call to {shorten(name.replace(' ', '.'))}")
+        raise self._refused("a call to an object")
 
     def _tensor(
         self, storage: Any, offset: Any, shape: tuple[Any, ...], strides: tuple[Any, ...]
@@ -257,6 +257,6 @@ class _Interpreter:
 
     def _refused(self, what: str) -> ModelFileError:
         return ModelFileError(
-            f"{self._path} contains more than tensors: {what}. edgespec does not execute files that it loads",
+            f"{self._path} contains more than tensors, namely {what}, and edgespec never runs code from model files",
             "use a version in safetensors format",
         )

@@ -15,7 +15,7 @@ from edgespec.server.errors import ApiError
 from edgespec.server.ollama import OLLAMA
 from edgespec.server.openai import OPENAI
 from edgespec.server.openapi import describe
-from edgespec.server.protocol import Operation, Protocol
+from edgespec.server.protocol import Endpoint, Protocol
 from edgespec.server.security import Guard
 from edgespec.server.service import Service
 from edgespec.server.system import SYSTEM
@@ -31,12 +31,12 @@ PROTOCOLS = (SYSTEM, OPENAI, ANTHROPIC, OLLAMA)
 def create_app(service: Service) -> ASGIApp:
     """Return the application that serves all protocols."""
     routes = [
-        Route(path, PathEndpoint(service, protocol, operations))
+        Route(path, PathEndpoint(service, protocol, endpoints))
         for protocol in PROTOCOLS
-        for path, operations in _by_path(protocol).items()
+        for path, endpoints in _by_path(protocol).items()
     ]
     routes.append(Route("/openapi.json", PathEndpoint(service, SYSTEM, {"GET": describe(PROTOCOLS)})))
-    public = {each.path for protocol in PROTOCOLS for each in protocol.operations if each.public}
+    public = {each.path for protocol in PROTOCOLS for each in protocol.endpoints if each.public}
     router = Router(routes, redirect_slashes=False, default=_unknown_path)
     app: ASGIApp = Guard(router, service.settings, _protocol_of, frozenset(public))
     if service.settings.allowed_origins:
@@ -47,10 +47,10 @@ def create_app(service: Service) -> ASGIApp:
     return app
 
 
-def _by_path(protocol: Protocol) -> Mapping[str, Mapping[str, Operation]]:
-    paths: dict[str, dict[str, Operation]] = {}
-    for operation in protocol.operations:
-        paths.setdefault(operation.path, {})[operation.method] = operation
+def _by_path(protocol: Protocol) -> Mapping[str, Mapping[str, Endpoint]]:
+    paths: dict[str, dict[str, Endpoint]] = {}
+    for endpoint in protocol.endpoints:
+        paths.setdefault(endpoint.path, {})[endpoint.method] = endpoint
     return paths
 
 

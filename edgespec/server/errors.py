@@ -62,12 +62,12 @@ def invalid_request(message: str, param: str | None = None, code: str | None = N
     return ApiError(400, message, code=code, param=param)
 
 
-def unsupported_content(place: str, kind: str) -> ApiError:
+def unsupported_content(kind: str, *, param: str) -> ApiError:
     """Return the error for a part of a message that is not text, such as an image."""
     return invalid_request(
-        f"{place} has the type {kind[:40]!r}, but edgespec's models read only text;"
+        f"{param} has the type {kind[:40]!r}, but edgespec's models read only text;"
         " remove it, or describe it in words",
-        place,
+        param,
         "unsupported_content",
     )
 
@@ -124,11 +124,11 @@ def validation_error(
 
     Args:
         error: The exception.
-        known: Names of the fields that the operation supports, to suggest one for a misspelt name.
-        advice: Advice for fields that only other operations support, by field name.
+        known: Names of the fields that the endpoint supports, to suggest one for a misspelt name.
+        advice: Advice for fields that only other endpoints support, by field name.
     """
     problems = error.errors(include_url=False)
-    # A field of another operation explains why the right field is missing, so report it first.
+    # A field of another endpoint explains why the right field is missing, so report it first.
     elsewhere = (each for each in problems if _place(each["loc"]) in advice)
     first = _place(next(elsewhere, problems[0])["loc"])
     # If a field allows several types, pydantic reports a problem for each. The client probably meant the type

@@ -33,7 +33,7 @@ class RequestFields(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     advice: ClassVar[Mapping[str, str]] = {}
-    """What to do instead of setting fields that other operations support, by the name of the field."""
+    """What to do instead of setting fields that other endpoints support, by the name of the field."""
 
     prompt_field: ClassVar[str] = "messages"
     """Name of the field that contains the prompt. Error messages about the prompt's length mention it."""

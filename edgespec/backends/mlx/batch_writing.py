@@ -39,7 +39,7 @@ def write_texts(
         failure: What failed, for the message of a BackendError.
     """
     mx.random.seed(seed)
-    # mlx-lm draws the tokens of all prompts that share a sampler at once.
+    # mlx-lm samples in one batch for all prompts that share a sampler.
     samplers = {each: _sampler(each) for each in set(temperatures)}
     ends = [[token] for token in range(vocabulary.size) if vocabulary.is_end(token)]
     texts: dict[int, list[int]] = {}

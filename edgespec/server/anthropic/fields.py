@@ -1,4 +1,4 @@
-"""The request bodies of Anthropic's operations."""
+"""The request bodies of Anthropic's endpoints."""
 
 from __future__ import annotations
 

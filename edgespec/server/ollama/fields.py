@@ -1,4 +1,4 @@
-"""Fields that Ollama's operations share."""
+"""Fields that Ollama's endpoints share."""
 
 from __future__ import annotations
 

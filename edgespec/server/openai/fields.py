@@ -1,4 +1,4 @@
-"""Fields that OpenAI's operations share."""
+"""Fields that OpenAI's endpoints share."""
 
 from __future__ import annotations
 

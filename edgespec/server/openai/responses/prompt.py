@@ -105,7 +105,7 @@ def _text(place: str, content: str | Sequence[InputPart] | None) -> str:
     for number, part in enumerate(content):
         name = "refusal" if part.type == "refusal" else "text"
         if name == "text" and part.type not in _TEXTS:
-            raise unsupported_content(f"{place}.{number}", part.type)
+            raise unsupported_content(part.type, param=f"{place}.{number}")
         require_fields(f"{place}.{number}", part, (name,))
         texts.append(getattr(part, name))
     return "\n".join(texts)
