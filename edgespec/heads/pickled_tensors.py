@@ -257,6 +257,7 @@ class _Interpreter:
 
     def _refused(self, what: str) -> ModelFileError:
         return ModelFileError(
-            f"{self._path} contains more than tensors, namely {what}, and edgespec never runs code from model files",
+            f"{self._path} contains more than tensors, namely {what}, and edgespec never runs code from model"
+            " files",
             "use a version in safetensors format",
         )

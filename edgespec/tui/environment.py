@@ -27,8 +27,8 @@ def check_textual_variables() -> None:
     colours = ("auto", *COLOR_SYSTEMS)
     if constants.COLOR_SYSTEM not in colours:
         raise ConfigurationError(
-            f"the environment variable TEXTUAL_COLOR_SYSTEM is {constants.COLOR_SYSTEM!r}, which is not a colour"
-            " system that Textual knows",
+            f"the environment variable TEXTUAL_COLOR_SYSTEM is {constants.COLOR_SYSTEM!r}, which is not a"
+            " colour system that Textual knows",
             f"unset it, or use one of {', '.join(colours)}",
         )
     if constants.DRIVER is not None and not _is_driver(constants.DRIVER):

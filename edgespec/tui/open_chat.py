@@ -153,7 +153,7 @@ class OpenChat:
         return next((entry for entry in reversed(self.entries) if entry.role == "assistant"), None)
 
     def last_place(self, *roles: Role) -> int | None:
-        """Return the index in `tree` of the last message on the current branch that has one of these roles."""
+        """Return the index of the last message on the current branch that has one of these roles."""
         path = reversed(self.tree.path)
         return next((place for place in path if self.tree.messages[place].role in roles), None)
 

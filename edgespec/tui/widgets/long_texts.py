@@ -34,7 +34,7 @@ _MAX_SECONDS = 8.0
 
 
 def limited_text(text: str, advice: str = "") -> str:
-    """Return the start of some plain text. If it is cut, append a note with advice on how to read the rest."""
+    """Return the start of plain text. If the rest is cut, append a note with advice on how to read it."""
     if (hidden := len(text) - _MAX_CHARACTERS) <= 0:
         return text
     return f"{text[:_MAX_CHARACTERS]}…\n{hidden_note(hidden, advice)}"

@@ -297,7 +297,7 @@ class Transcript(VerticalScroll):
         return start
 
     def _widgets(self, start: int, end: int) -> list[MessageWidget]:
-        """Create the widgets for the messages `start` (inclusive) to `end` (exclusive) of the current branch."""
+        """Create the widgets for messages `start` (inclusive) to `end` (exclusive) of the current branch."""
         return [self._widget(place) for place in self._chat.tree.path[start:end]]
 
     def _widget(self, place: int) -> MessageWidget:
