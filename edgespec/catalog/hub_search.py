@@ -16,7 +16,7 @@ _TIMEOUT_SECONDS = 10.0
 
 
 def search_hub(text: str, limit: int = 20) -> list[ModelEntry]:
-    """Return catalogue entries for the GGUF models on Hugging Face that match a text.
+    """Return catalogue entries for the GGUF models on Hugging Face that match a search text.
 
     Args:
         text: Words that the repository's name contains, such as `qwen coder`.

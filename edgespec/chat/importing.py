@@ -90,7 +90,7 @@ def _content(path: Path) -> bytes:
                 raise OSError(f"{_CHATS_IN_ZIP} is larger than {_MAX_FILE_BYTES >> 30} GiB")
             return archive.read(entry)
     except KeyError:
-        raise OSError(f"it has no {_CHATS_IN_ZIP}") from None
+        raise OSError(f"the ZIP file contains no {_CHATS_IN_ZIP}") from None
     except OSError:
         raise
     except Exception as error:

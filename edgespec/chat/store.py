@@ -405,7 +405,9 @@ def chat_from_json(data: Mapping[str, object]) -> SavedChat:
     """
     version = _typed(data.get("version"), int, "`version`")
     if not 1 <= version <= VERSION:
-        raise ValueError(f"the chat has format version {version}")
+        raise ValueError(
+            f"the chat has format version {version}, but only versions 1 to {VERSION} are supported"
+        )
     return replace(_from_json(data, version), id="")
 
 

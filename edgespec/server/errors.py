@@ -1,4 +1,4 @@
-"""Errors that the server reports to clients, independent of the protocol."""
+"""Errors that the server reports to clients, independent of the API."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _TYPE = re.compile(r"\[|-|^(?:str|int|float|bool|dict|[A-Z]\w*)$")
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """An error to report to the client. Each protocol formats it in its own way.
+    """An error to report to the client. Each API formats it in its own way.
 
     Attributes:
         status: The HTTP status.

@@ -92,7 +92,7 @@ def test_a_folder_that_is_no_head_is_not_converted(target_path: Path, tmp_path: 
     with pytest.raises(EdgespecError):
         prepare_head(folder, target_path, output)
     save_file({"fc.weight": np.zeros((2, 2), np.float32)}, folder / "model.safetensors")
-    with pytest.raises(ModelFileError, match="it lacks"):
+    with pytest.raises(ModelFileError, match="is missing"):
         prepare_head(folder, target_path, output)
     (folder / "config.json").write_text("{}")
     with pytest.raises(ModelFileError):
@@ -139,12 +139,12 @@ def test_what_llama_cpp_does_not_support_is_not_converted(target_path: Path, tmp
             ({"norm_output": True}, "norm_output"),
             ({"eagle_aux_hidden_state_layer_ids": [7, 8, 9]}, "layers"),
             ({"rope_scaling": {"type": "linear"}}, "factor"),
-            ({"rope_scaling": {"type": "linear", "factor": 0}}, "its factor is 0, but must be a positive"),
-            ({"rope_scaling": {"type": "yarn", "factor": float("nan")}}, "its factor is nan"),
-            ({"rope_scaling": llama3 | {"factor": 0.0}}, "its factor is 0.0"),
+            ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor is 0, but must be a positive"),
+            ({"rope_scaling": {"type": "yarn", "factor": float("nan")}}, "factor is nan"),
+            ({"rope_scaling": llama3 | {"factor": 0.0}}, "factor is 0.0"),
             ({"rope_scaling": llama3 | {"low_freq_factor": 4.0}}, "must differ"),
             ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "must both be given"),
-            ({"rope_theta": -1.0}, "its rope_theta is -1.0"),
+            ({"rope_theta": -1.0}, "rope_theta is -1.0"),
         ]
     ):
         folder = write_published(tmp_path / str(number), **changes)  # type: ignore[arg-type]

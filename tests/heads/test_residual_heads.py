@@ -117,7 +117,7 @@ PREFIX = Layout("hydra", grounded=True, prefix=True, dropouts=True)
     ("layout", "name", "change", "message"),
     [
         (MEDUSA, "0.0.linear.weight", None, "contains no heads"),
-        (MEDUSA, "1.1.weight", None, "only some heads have output matrices"),
+        (MEDUSA, "1.1.weight", None, "only one of head 0 and head 1 has an output"),
         (MEDUSA, "1.2.weight", (VOCAB, SIZE), "head 1 has 2 output matrices"),
         (MEDUSA, "0.0.linear.bias", (SIZE + 1,), "shape"),
         (MEDUSA, "0.1.weight", (VOCAB,), "shape"),

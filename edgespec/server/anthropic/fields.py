@@ -140,5 +140,5 @@ class AnthropicMessageRequest(AnthropicCountRequest, ReplyFields):
     service_tier: Ignored
 
     def ignored_fields(self) -> list[str]:
-        """Return the names of the fields that are ignored, and the places of the tools that are skipped."""
+        """Return the names of the ignored fields and the positions of the skipped tools."""
         return [*super().ignored_fields(), *(["thread"] if self.thread else [])]

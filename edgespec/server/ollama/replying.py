@@ -1,4 +1,4 @@
-"""Generate a reply and send it as JSON or as a stream of JSON lines. Chat and generate share this."""
+"""Generate a reply and send it as JSON or as a stream of JSON lines, for chat and generate requests."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class EmbeddingItem(TypedDict):
 
 
 class EmbeddingUsage(TypedDict):
-    """Numbers of tokens of a request for embeddings."""
+    """Token counts of a request for embeddings."""
 
     prompt_tokens: int
     total_tokens: int

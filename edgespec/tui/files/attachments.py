@@ -21,7 +21,7 @@ __all__ = ["Attachment", "AttachmentReader"]
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """The files that one reference in a message stands for: a file, a folder or a pattern.
+    """The files that a reference in a message refers to: a file, a folder or a pattern.
 
     Attributes:
         path: The path of the reference.

@@ -1,4 +1,7 @@
-"""`POST /v1/responses`. Requests contain the whole conversation, or refer to items of earlier responses."""
+"""Handle `POST /v1/responses`.
+
+A request contains the whole conversation, or refers to items of earlier responses.
+"""
 
 from __future__ import annotations
 
