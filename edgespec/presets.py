@@ -107,7 +107,7 @@ def write_preset(preset: Preset) -> Path:
 
 
 def _literal(value: Any) -> str:
-    """Return a value as a TOML literal. Strings with line breaks become multi-line literals for easy editing."""
+    """Return a value as a TOML literal. Strings with line breaks become multi-line literals."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int | float):

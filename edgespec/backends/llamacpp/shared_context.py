@@ -212,7 +212,7 @@ class ContextSlot(KvSequences):
         return self.shared.scheduler.run(part)
 
     def interrupt(self, enabled: bool) -> None:
-        """End the current and all later passes of this slot with CancelledError, or allow them if not `enabled`."""
+        """End current and later passes of this slot with CancelledError, or allow them if not `enabled`."""
         self.shared.scheduler.cancel(self._slot, enabled)
 
     def protect(self, start: int, end: int) -> None:
