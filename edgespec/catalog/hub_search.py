@@ -52,7 +52,9 @@ def search_hub(text: str, limit: int = 20) -> list[ModelEntry]:
     except OfflineModeIsEnabled as error:
         raise _failed("offline mode is on", "unset HF_HUB_OFFLINE") from error
     except httpx2.HTTPStatusError as error:
-        raise _failed(f"it answered with status {error.response.status_code}", "try again later") from error
+        raise _failed(
+            f"{constants.ENDPOINT} answered with status {error.response.status_code}", "try again later"
+        ) from error
     except httpx2.HTTPError as error:
         raise _failed(f"{constants.ENDPOINT} cannot be reached", "check the network and try again") from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:

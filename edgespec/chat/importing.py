@@ -101,7 +101,7 @@ def _content(path: Path) -> bytes:
 def _chat(item: Any, left_out: Counter[str]) -> SavedChat:
     """Convert a chat in any known format. Raises ValueError or ChatFileError if the format is unknown."""
     if not isinstance(item, dict):
-        raise ValueError("a chat must be an object")
+        raise ValueError("a chat in the file is not a JSON object")
     if "version" in item and "created" in item:
         return chat_from_json(item)
     if isinstance(item.get("mapping"), dict):

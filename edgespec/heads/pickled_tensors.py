@@ -174,7 +174,7 @@ class _Interpreter:
                     # Drop the attributes of a state dictionary, such as module versions. They are not needed.
                     self._stack.pop()
                 case _:
-                    raise self._refused(f"the instruction {opcode.name}")
+                    raise self._refused(f"the pickle uses the instruction {opcode.name}")
         (value,) = self._stack
         return value
 
@@ -204,9 +204,9 @@ class _Interpreter:
     def _storage(self, identity: Any) -> _Storage:
         kind, storage, key, _, count = identity
         if kind != "storage" or not isinstance(storage, _Global) or not isinstance(key, str):
-            raise self._refused("a reference to something other than the data of a tensor")
+            raise self._refused("the pickle refers to something other than the data of a tensor")
         if storage.name not in _STORAGES:
-            raise self._refused(f"the type {shorten(storage.name.replace(' ', '.'))}")
+            raise self._refused(f"the pickle refers to the type {shorten(storage.name.replace(' ', '.'))}")
         dtype, entry = _STORAGES[storage.name], f"{self._root}data/{key}"
         if self._sizes[entry] != count * ITEM_BYTES[dtype]:
             raise ValueError(
@@ -226,8 +226,8 @@ class _Interpreter:
                 storage, offset, shape, strides, *_ = arguments
                 return self._tensor(storage, offset, tuple(shape), tuple(strides))
             case _Global(name):
-                raise self._refused(f"a call to {shorten(name.replace(' ', '.'))}")
-        raise self._refused("a call to an object")
+                raise self._refused(f"the pickle calls {shorten(name.replace(' ', '.'))}")
+        raise self._refused("the pickle calls an object")
 
     def _tensor(
         self, storage: Any, offset: Any, shape: tuple[Any, ...], strides: tuple[Any, ...]
@@ -262,7 +262,6 @@ class _Interpreter:
 
     def _refused(self, what: str) -> ModelFileError:
         return ModelFileError(
-            f"{self._path} contains more than tensors, namely {what}, and edgespec never runs code from model"
-            " files",
-            "use a version in safetensors format",
+            f"{self._path} contains more than tensors: {what}",
+            "use a version in safetensors format, because edgespec never runs code from model files",
         )

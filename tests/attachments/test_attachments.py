@@ -109,8 +109,8 @@ def _pdf(data: bytes) -> Callable[[], object]:
         (lambda: Path("file").symlink_to("file"), "too many levels of symbolic links"),
         (lambda: Path("file").symlink_to("/dev/zero"), "the path is not a regular file"),
         (lambda: Path("file").mkdir(), "file contains no files"),
-        (_pdf(b"%PDF-1.7\nrubbish"), "file cannot be attached: it is damaged"),
-        (_pdf(pdfs.text_pdf(" ")), "it contains no text, perhaps because its pages are scanned images"),
+        (_pdf(b"%PDF-1.7\nrubbish"), "file cannot be attached: the file is damaged"),
+        (_pdf(pdfs.text_pdf(" ")), "the file contains no text, perhaps because the pages are scanned images"),
         (_pdf(pdfs.circular_pdf()), "file cannot be attached"),
         (_pdf(pdfs.expanding_pdf()), "file cannot be attached"),
     ],
@@ -126,7 +126,7 @@ def test_hostile_files_are_refused_in_one_sentence(make: Callable[[], object], r
 def test_a_pdf_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edgespec.attachments.pdf._MAX_SECONDS", 0.2)
     Path("file").write_bytes(pdfs.slow_pdf())
-    with pytest.raises(AttachmentError, match="extracting its text takes more than"):
+    with pytest.raises(AttachmentError, match="extracting the text takes more than"):
         read_files("file")
 
 

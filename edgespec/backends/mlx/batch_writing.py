@@ -60,7 +60,7 @@ def write_texts(
             while finished < len(prompts):
                 longest = max(map(len, texts.values()))
                 if not progress("writing", max(finished / len(prompts), longest / max(max_tokens))):
-                    raise CancelledError("writing was cancelled")
+                    raise CancelledError("writing text was cancelled")
                 for response in generator.next_generated():
                     texts[response.uid].append(response.token)
                     finished += response.finish_reason is not None

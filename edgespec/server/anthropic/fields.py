@@ -132,7 +132,7 @@ class AnthropicMessageRequest(AnthropicCountRequest, ReplyFields):
     stream: bool | None = Field(default=None, description="Send the reply as it is generated.")
     stop_sequences: list[str] | None = Field(default=None, description="Like stop.")
     thread: Thread | None = Field(
-        default=None, description="create is ignored, because the server keeps no conversations."
+        default=None, description="create is ignored, because the server stores no conversations."
     )
     diagnostics: Ignored
     inference_geo: Ignored
