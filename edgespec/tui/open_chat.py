@@ -12,7 +12,7 @@ from markdown_it import MarkdownIt
 
 from edgespec.chat.message import Message, Role, reply_message
 from edgespec.chat.message_tree import MessageTree
-from edgespec.chat.store import SavedChat, Setting, title_of
+from edgespec.chat.saved_chat import SavedChat, Setting, title_of
 
 if TYPE_CHECKING:
     from edgespec import Reply, TextChunk
