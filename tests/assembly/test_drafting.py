@@ -188,7 +188,7 @@ class TestMlx:
             edgespec.load(model, "none", context=256, method=name)
 
     def test_learn_needs_an_mlx_draft(self) -> None:
-        with pytest.raises(OptionError, match="demo-draft cannot be trained: only MLX draft models"):
+        with pytest.raises(OptionError, match="demo-draft cannot be trained: --learn works only"):
             edgespec.load("demo", "demo-draft", context=256, learn=True)
         with pytest.raises(OptionError, match="--learn trains the draft model"):
             edgespec.load("demo", "none", context=256, learn=True)

@@ -143,7 +143,7 @@ def test_what_llama_cpp_does_not_support_is_not_converted(target_path: Path, tmp
             ({"rope_scaling": {"type": "yarn", "factor": float("nan")}}, "factor is nan"),
             ({"rope_scaling": llama3 | {"factor": 0.0}}, "factor is 0.0"),
             ({"rope_scaling": llama3 | {"low_freq_factor": 4.0}}, "must differ"),
-            ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "must both be given"),
+            ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "must both be set"),
             ({"rope_theta": -1.0}, "rope_theta is -1.0"),
         ]
     ):
@@ -159,7 +159,7 @@ def test_weights_that_float16_cannot_hold_are_not_converted(
 ) -> None:
     matrix = np.full((32, 64), value, np.float32)
     folder = write_published(tmp_path / "published", changes={"layer.mlp.down_proj.weight": matrix})
-    with pytest.raises(ModelFileError, match="not finite numbers, or too large for float16") as caught:
+    with pytest.raises(ModelFileError, match="not finite or exceed the range of float16") as caught:
         prepare_head(folder, target_path, tmp_path / "head.gguf")
     assert str(folder) in caught.value.what
     assert [path.name for path in tmp_path.iterdir()] == ["published"]
