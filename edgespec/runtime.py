@@ -171,8 +171,8 @@ class Runtime(ReplyMethods):
         """Return a vector for each text that represents its meaning, for example to search in documents.
 
         Models that were trained for embeddings, such as Qwen3-Embedding, give good vectors. Those of other
-        models are the mean over all tokens, and are less useful. Only GGUF models can embed texts. While it
-        runs, its session cannot generate a reply.
+        models are the mean over all tokens, and are less useful. Only GGUF models can embed texts. The work
+        occupies a session, as a reply does.
 
         Args:
             texts: The texts, each as a string or as token ids.

@@ -1,4 +1,4 @@
-"""Delete data that edgespec saves between runs: replies, learned data and cached prefixes."""
+"""Delete data that edgespec saves between runs: replies, learned data, cached prefixes and chats."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Literal
 
 from edgespec.chat.prompt_history import delete_prompt_history
+from edgespec.chat.store import ChatStore
 from edgespec.corpus import delete_saved_replies
-from edgespec.errors import EdgespecError
+from edgespec.errors import ChatFileError, EdgespecError
 from edgespec.files import data_folder, error_reason, write_advice
 from edgespec.memory.prefix_cache import delete_cached_prefixes
 from edgespec.saved_arrays import delete_saved_arrays
 
-__all__ = ["KINDS", "delete_data"]
+__all__ = ["KINDS", "delete_chat", "delete_data"]
 
 KINDS = ("replies", "learned", "prefix-cache", "history")
 _DELETE: dict[str, Callable[[], int]] = {
@@ -51,3 +52,27 @@ def delete_data(kind: Literal["all", "replies", "learned", "prefix-cache", "hist
                 write_advice(error, Path(error.filename).parent if error.filename else data_folder()),
             ) from error
     return freed_bytes
+
+
+def delete_chat(store: ChatStore, chat_id: str) -> None:
+    """Delete a saved chat, and the saved replies, cached prefixes and history of prompts of all chats.
+
+    These do not record which chat their text comes from, so all of them are deleted.
+
+    Args:
+        store: The saved chats.
+        chat_id: The ID of the chat, which may be hidden. See `ChatStore.hide`.
+
+    Raises:
+        ChatFileError: The chat or the cached data could not be deleted.
+    """
+    store.delete(chat_id)
+    try:
+        delete_data("replies")
+        delete_data("prefix-cache")
+        delete_data("history")
+    except EdgespecError as error:
+        raise ChatFileError(
+            f"the chat was deleted, but cached data containing its text was not: {error.what}",
+            error.next_step,
+        ) from error

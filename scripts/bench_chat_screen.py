@@ -29,7 +29,8 @@ import edgespec
 from edgespec.catalog import Progress
 from edgespec.chat.message import Message
 from edgespec.chat.message_tree import MessageTree
-from edgespec.chat.store import ChatStore, SavedChat
+from edgespec.chat.saved_chat import SavedChat
+from edgespec.chat.store import ChatStore
 from edgespec.tui.app import ChatApp
 from edgespec.tui.saved_chats import resume
 

@@ -29,7 +29,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from edgespec.chat.store import ChatStore, SavedChat
+from edgespec.chat.saved_chat import SavedChat
+from edgespec.chat.store import ChatStore
 
 WAYS = ("SIGKILL", "SIGTERM", "SIGHUP", "SIGINT", "closed terminal")
 # Sample almost uniformly, so that a reply hardly ever ends before its maximum length.

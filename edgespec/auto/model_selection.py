@@ -32,9 +32,9 @@ class ModelSelector:
     """Chooses in each round which of the drafters that run a model should draft, and prefills its model.
 
     At most one of them runs in a round, because two models mostly draft the same tokens, but cost the sum of
-    their times. It is the one with the highest expected gain, if its recent acceptance rate justifies its
-    cost. Others are run instead for a small share of the time, to measure them and to notice when they become
-    better.
+    their times. It is the drafter with the highest expected gain, if its recent acceptance rate justifies
+    its cost. Others are run instead for a small share of the time, to measure them and to notice when they
+    become better.
 
     Args:
         models: The drafters that run a model, by name.
@@ -188,7 +188,8 @@ class ModelSelector:
         token_seconds = stats.prefill_token_seconds(self._target_step_seconds.value)
         if allowance == inf or not all_pending:
             return all_pending
-        # Infinite if a prefill costs almost nothing, so compare it before converting it to an integer.
+        # This can be infinite if a prefill costs almost nothing, so compare it before converting it to an
+        # integer.
         affordable = _PREFILL_SHARE * allowance / token_seconds if token_seconds > 0.0 else 0.0
         if affordable >= all_pending:
             return all_pending

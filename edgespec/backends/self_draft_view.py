@@ -133,5 +133,5 @@ class SelfDraftView(ABC, Generic[M]):
 
     def _check(self) -> None:
         if self._closed:
-            raise ClosedError(f"{self.facts.name} is closed")
+            raise ClosedError(f"the model {self.facts.name} is closed", "load the model again")
         self._target.check_open()

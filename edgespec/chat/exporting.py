@@ -1,17 +1,22 @@
-"""Export chats as Markdown, JSON and HTML."""
+"""Export chats as Markdown, JSON and HTML files."""
 
 from __future__ import annotations
 
 import html
 import json
+import os
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 from markdown_it import MarkdownIt
 
 from edgespec.chat.message import Message
-from edgespec.chat.store import SavedChat, title_of
+from edgespec.chat.saved_chat import SavedChat, title_of
+from edgespec.errors import OptionError
+from edgespec.files import error_reason
 
-__all__ = ["FORMATS", "as_html", "as_json", "as_markdown", "messages_as_markdown"]
+__all__ = ["FORMATS", "as_html", "as_json", "as_markdown", "messages_as_markdown", "write_export"]
 
 _NAMES = {"user": "You", "assistant": "Model", "system": "System", "tool": "Tool"}
 # A page must not tell other servers that it was opened, so pictures in replies are not loaded.
@@ -60,6 +65,38 @@ def as_json(chat: SavedChat) -> str:
 
 FORMATS: dict[str, Callable[[SavedChat], str]] = {".md": as_markdown, ".json": as_json, ".html": as_html}
 """Functions that export a chat, by file extension."""
+
+
+def write_export(chat: SavedChat, file: str) -> Path:
+    """Write a chat to a new file. The file extension selects the format.
+
+    Args:
+        chat: The chat.
+        file: The path of the file, or an empty text for a Markdown file in the current folder that is named
+            after the chat.
+
+    Returns:
+        The absolute path of the file.
+
+    Raises:
+        OptionError: The format is unknown, or the file exists or cannot be written.
+    """
+    name = re.sub(r"[^\w -]", "", _title(chat)).strip() or "chat"
+    path = Path(os.path.expanduser(file or f"{name}.md"))
+    export = FORMATS.get(path.suffix.lower())
+    if export is None:
+        raise OptionError(
+            f"unknown format of {path.name!r}", f"end the file name with {', '.join(FORMATS)}, as in chat.md"
+        )
+    try:
+        with path.open("xb") as opened:
+            opened.write(export(chat).encode("utf-8", "replace"))
+    except FileExistsError:
+        raise OptionError(f"the file {path} exists already", "choose another file name") from None
+    except (OSError, ValueError) as error:
+        # Names with null characters raise ValueError.
+        raise OptionError(f"cannot write {path}: {error_reason(error)}", "choose another file") from None
+    return path.resolve()
 
 
 def _title(chat: SavedChat) -> str:

@@ -2,41 +2,35 @@
 
 from __future__ import annotations
 
-import json
+import io
+import shutil
+import tempfile
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from edgespec.chat.json_items import ItemTooLargeError, json_items
 from edgespec.chat.message import Message, Role
 from edgespec.chat.message_tree import MessageTree
-from edgespec.chat.store import SavedChat, chat_from_json
+from edgespec.chat.saved_chat import SavedChat, chat_from_json
 from edgespec.errors import ChatFileError
 from edgespec.files import error_reason, regular_file_bytes
 
-__all__ = ["Import", "read_export"]
+__all__ = ["ExportedChats"]
 
 # Maximum size of a file in bytes. Larger files are rejected without being read.
 _MAX_FILE_BYTES = 1 << 30
+# Maximum length of one chat in a file, in characters. It limits the memory for reading a file to about 1 GiB,
+# even if the file is hostile.
+_MAX_CHAT_CHARACTERS = 1 << 25
 # Name of the file that contains the chats in the ZIP files from ChatGPT and Claude.
 _CHATS_IN_ZIP = "conversations.json"
 _ROLES: dict[str, Role] = {"user": "user", "human": "user", "assistant": "assistant", "system": "system"}
-
-
-@dataclass(slots=True)
-class Import:
-    """The chats in an exported file.
-
-    Attributes:
-        chats: The chats, with empty IDs.
-        left_out: The number of items that could not be imported, by kind, such as `attached files`.
-    """
-
-    chats: list[SavedChat] = field(default_factory=list)
-    left_out: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,50 +41,88 @@ class _Node:
     message: Message | None
 
 
-def read_export(path: Path) -> Import:
-    """Read the chats in an exported file: a JSON file, or a ZIP file that contains `conversations.json`.
+class ExportedChats:
+    """The chats in an exported file: a JSON file, or a ZIP file that contains `conversations.json`.
 
-    Raises:
-        ChatFileError: The file is unreadable, or contains no chats in a known format.
+    Iterating reads the file and yields the chats, with empty IDs, one at a time. Therefore, a large file does
+    not need much memory. Iterating raises ChatFileError if the file is unreadable, or contains no chats in a
+    known format.
+
+    Args:
+        path: The file.
+
+    Attributes:
+        read_count: The number of chats read so far.
+        left_out: The number of items that could not be imported so far, by kind, such as `attached files`.
     """
-    try:
-        value = json.loads(_content(path).decode("utf-8-sig"))
-    except OSError as error:
-        raise ChatFileError(
-            f"cannot read {path}: {error_reason(error)}", "check the path and the permissions of the file"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise ChatFileError(
-            f"{path.name} is not a file of exported chats: it is not valid JSON",
-            "choose the JSON or ZIP file that ChatGPT, Claude, Open WebUI or edgespec exported",
-        ) from error
-    imported = Import()
-    for item in value if isinstance(value, list) else [value]:
+
+    def __init__(self, path: Path) -> None:
+        self.read_count = 0
+        self.left_out: Counter[str] = Counter()
+        self._path = path
+
+    def __iter__(self) -> Iterator[SavedChat]:
+        for item in self._items():
+            try:
+                chat = _chat(item, self.left_out)
+            except (ValueError, ChatFileError, OverflowError):
+                self.left_out["chats that are damaged or in an unknown format"] += 1
+            else:
+                self.read_count += 1
+                yield chat
+        if not self.read_count:
+            raise ChatFileError(
+                f"{self._path.name} contains no chats in a known format",
+                "choose a file that ChatGPT, Claude, Open WebUI or edgespec exported",
+            )
+
+    def _items(self) -> Iterator[Any]:
+        path = self._path
         try:
-            imported.chats.append(_chat(item, imported.left_out))
-        except (ValueError, ChatFileError, OverflowError):
-            imported.left_out["chats that are damaged or in an unknown format"] += 1
-    if not imported.chats:
-        raise ChatFileError(
-            f"{path.name} contains no chats in a known format",
-            "choose a file that ChatGPT, Claude, Open WebUI or edgespec exported",
-        )
-    return imported
+            with _opened(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig") as text:
+                yield from json_items(text, _MAX_CHAT_CHARACTERS)
+        except OSError as error:
+            raise ChatFileError(
+                f"cannot read {path}: {error_reason(error)}", "check the path and the permissions of the file"
+            ) from error
+        except ItemTooLargeError as error:
+            raise ChatFileError(
+                f"cannot read {path}: a chat in it has more than {_MAX_CHAT_CHARACTERS:,} characters",
+                "remove this chat from the file",
+            ) from error
+        except (ValueError, RecursionError) as error:
+            raise ChatFileError(
+                f"{path.name} is not a file of exported chats: it is not valid JSON",
+                "choose the JSON or ZIP file that ChatGPT, Claude, Open WebUI or edgespec exported",
+            ) from error
 
 
-def _content(path: Path) -> bytes:
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """Open the JSON text in an exported file. Raises OSError."""
     if regular_file_bytes(path) > _MAX_FILE_BYTES:
         raise OSError(f"the file is larger than {_MAX_FILE_BYTES >> 30} GiB")
     if not zipfile.is_zipfile(path):
-        return path.read_bytes()
+        with path.open("rb") as file:
+            yield file
+        return
+    # A temporary file, because errors in a compressed file appear only when it is read.
+    with tempfile.TemporaryFile() as unpacked:
+        _unpack(path, unpacked)
+        unpacked.seek(0)
+        yield unpacked
+
+
+def _unpack(path: Path, unpacked: BinaryIO) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             entry = archive.getinfo(_CHATS_IN_ZIP)
             if entry.file_size > _MAX_FILE_BYTES:
                 raise OSError(f"{_CHATS_IN_ZIP} is larger than {_MAX_FILE_BYTES >> 30} GiB")
-            return archive.read(entry)
+            with archive.open(entry) as packed:
+                shutil.copyfileobj(packed, unpacked)
     except KeyError:
-        raise OSError(f"it has no {_CHATS_IN_ZIP}") from None
+        raise OSError(f"the ZIP file contains no {_CHATS_IN_ZIP}") from None
     except OSError:
         raise
     except Exception as error:
@@ -101,7 +133,7 @@ def _content(path: Path) -> bytes:
 def _chat(item: Any, left_out: Counter[str]) -> SavedChat:
     """Convert a chat in any known format. Raises ValueError or ChatFileError if the format is unknown."""
     if not isinstance(item, dict):
-        raise ValueError("a chat must be an object")
+        raise ValueError("a chat in the file is not a JSON object")
     if "version" in item and "created" in item:
         return chat_from_json(item)
     if isinstance(item.get("mapping"), dict):

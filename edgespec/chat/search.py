@@ -1,4 +1,4 @@
-"""Search the titles and messages of saved chats."""
+"""Search and find saved chats by their titles, messages and IDs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from edgespec.chat.store import StoredChat
 
-__all__ = ["FoundChat", "search"]
+__all__ = ["FoundChat", "find_chat", "search"]
 
 
 class FoundChat(NamedTuple):
@@ -23,7 +23,10 @@ class FoundChat(NamedTuple):
 
 
 def search(chats: Sequence[StoredChat], query: str) -> list[FoundChat]:
-    """Return the chats whose title or messages contain all words of `query`, ignoring case."""
+    """Return the chats whose title or messages contain all words of `query`, ignoring case.
+
+    Pinned chats come first. Otherwise, the chats stay in their order. An empty query finds all chats.
+    """
     words = query.casefold().split()
     found = []
     for chat in chats:
@@ -33,7 +36,24 @@ def search(chats: Sequence[StoredChat], query: str) -> list[FoundChat]:
             found.append(FoundChat(chat))
         elif all(word in chat.folded_text for word in missing):
             found.append(FoundChat(chat, _best_line(chat.text, missing)))
-    return found
+    return sorted(found, key=lambda each: not each.chat.pinned)
+
+
+def find_chat(chats: Sequence[StoredChat], wanted: str) -> StoredChat | None:
+    """Return the chat with the ID `wanted`, or else the first one whose title contains this text.
+
+    Args:
+        chats: The chats, newest first.
+        wanted: An ID, a part of a title, or `last` for the newest chat that can be read.
+
+    Returns:
+        The chat, or None if there is no such chat.
+    """
+    if wanted == "last":
+        return next((chat for chat in chats if not chat.problem), None)
+    words = wanted.casefold()
+    same_id = next((chat for chat in chats if chat.id == wanted), None)
+    return same_id or next((chat for chat in chats if words in chat.title.casefold()), None)
 
 
 def _best_line(text: str, words: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Saved chats. Each is a versioned JSON file that is written atomically and validated when read.
+"""The folder of saved chats. Each is a JSON file that is written atomically and validated when read.
 
 A file that cannot be read is reported and left unchanged.
 """
@@ -6,111 +6,30 @@ A file that cannot be read is reported and left unchanged.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TypeVar
 
-from edgespec.chat.message import Message, as_message
-from edgespec.chat.message_tree import MessageTree
-from edgespec.errors import ChatFileError, OptionError
+from edgespec.chat.saved_chat import SavedChat, read_chat
+from edgespec.errors import ChatFileError
 from edgespec.files import (
     data_folder,
     delete_stale_temporaries,
     error_reason,
-    regular_file_bytes,
     write_advice,
     write_private_file,
 )
 
-__all__ = ["ChatStore", "SavedChat", "Setting", "StoredChat", "chat_from_json", "title_of"]
+__all__ = ["ChatStore", "StoredChat"]
 
-Setting = str | int | float | bool | list[str]
-"""Type of the value of one setting in a chat file."""
-
-# The version of the file format. Files of version 1, which had no versions of messages, can still be read.
-VERSION = 2
-# Maximum length, in characters, of a title taken from the first message.
-_MAX_TITLE = 60
 # Maximum time in seconds to wait while another program is saving a chat.
 _LOCK_SECONDS = 5.0
-# Files above this size are rejected without being read. No real chat gets this long.
-_MAX_FILE_BYTES = 64 * 1024 * 1024
 _ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}")
-_TEXTS = ("id", "created", "updated", "title", "target")
-_KINDS: dict[type, str] = {
-    dict: "an object", list: "a list", str: "text", int: "an integer", bool: "true or false",
-    type(None): "missing",
-}  # fmt: skip
-_T = TypeVar("_T")
-
-
-def title_of(messages: Sequence[Message]) -> str:
-    """Return a short title taken from the first user message."""
-    first = next((m.content for m in messages if m.role == "user"), "")
-    line = " ".join(first.split())
-    if len(line) <= _MAX_TITLE:
-        return line or "New chat"
-    head, _, _ = line[: _MAX_TITLE - 1].rpartition(" ")
-    return (head or line[: _MAX_TITLE - 1]) + "…"
-
-
-@dataclass(frozen=True, slots=True)
-class SavedChat:
-    """A chat as saved to a file.
-
-    Attributes:
-        id: Identifier of the chat, which is also its file name.
-        tree: All messages, including earlier versions of edited messages and earlier replies.
-        created: Time of creation, in UTC.
-        updated: Time of the last change, in UTC.
-        title: The title. If empty, it is taken from the first message.
-        target: Name of the model.
-        system: The system prompt.
-        sampling: Settings that differ from their defaults.
-        unfinished: Whether the last message has no reply or an incomplete one, because the program ended
-            early.
-        pinned: Whether the chat stays at the top of the list of chats.
-    """
-
-    id: str
-    tree: MessageTree[Message]
-    created: datetime
-    updated: datetime
-    title: str = ""
-    target: str = ""
-    system: str | None = None
-    sampling: Mapping[str, Setting] = field(default_factory=dict)
-    unfinished: bool = False
-    pinned: bool = False
-
-    @property
-    def messages(self) -> tuple[Message, ...]:
-        """The messages on the current branch, with one version of each."""
-        return self.tree.open_messages
-
-    def to_json(self) -> dict[str, object]:
-        """Return the chat as a JSON object of the current format version."""
-        return {
-            "version": VERSION,
-            "id": self.id,
-            "title": self.title or title_of(self.messages),
-            "created": self.created.isoformat(),
-            "updated": self.updated.isoformat(),
-            "target": self.target,
-            "system": self.system,
-            "messages": _tree_json(self.tree),
-            "open": self.tree.tip,
-            "sampling": dict(self.sampling),
-            **({"unfinished": True} if self.unfinished else {}),
-            **({"pinned": True} if self.pinned else {}),
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +91,12 @@ class ChatStore:
                 write_advice(error, self.folder, "EDGESPEC_DATA_DIR"),
             ) from error
         return path
+
+    def add(self, chat: SavedChat) -> SavedChat:
+        """Save an imported chat under a new ID, and return it with this ID. Raises ChatFileError."""
+        added = replace(chat, id=self.new_id())
+        self.save(added)
+        return added
 
     def save_after(self, chat: SavedChat, known: datetime | None) -> SavedChat:
         """Save a chat. If another program has changed its file, save it under a new ID.
@@ -311,31 +236,6 @@ class ChatStore:
         return self.folder / f"{chat_id}.json"
 
 
-def _message_json(message: Message) -> dict[str, object]:
-    data: dict[str, object] = {"role": message.role, "content": message.content}
-    if message.reasoning:
-        data["reasoning"] = message.reasoning
-    if any(message.markers):
-        data["markers"] = list(message.markers)
-    if message.files:
-        data["files"] = [file.to_json() for file in message.files]
-    if message.tool_calls:
-        data["tool_calls"] = [call.to_json() for call in message.tool_calls]
-    if message.role == "tool":
-        data |= {"tool_call_id": message.tool_call_id, "name": message.name}
-    return data
-
-
-def _tree_json(tree: MessageTree[Message]) -> list[dict[str, object]]:
-    """Return all messages. `parent` is the index of a message's parent, omitted if it is the previous one."""
-    previous: int | None = None
-    items = []
-    for place, (message, parent) in enumerate(zip(tree.messages, tree.parents, strict=True)):
-        items.append(_message_json(message) | ({} if parent == previous else {"parent": parent}))
-        previous = place
-    return items
-
-
 def _entry(path: Path) -> StoredChat:
     try:
         chat = read_chat(path, path.stem)
@@ -351,120 +251,3 @@ def _entry(path: Path) -> StoredChat:
         text=text,
         folded_text=text.casefold(),
     )
-
-
-def read_chat(path: Path, chat_id: str) -> SavedChat:
-    """Read and validate the file of the chat with this ID. Raises ChatFileError."""
-    try:
-        size_bytes = regular_file_bytes(path)
-        if size_bytes > _MAX_FILE_BYTES:
-            raise ValueError(f"the file has {size_bytes:,} bytes, which is too large for a chat")
-        return _checked(path, chat_id, json.loads(path.read_bytes().decode("utf-8")))
-    except FileNotFoundError:
-        raise ChatFileError(f"there is no saved chat at {path}", "choose from the list of chats") from None
-    except OSError as error:
-        raise ChatFileError(
-            f"cannot read {path.name}: {error_reason(error)}", f"check the permissions of {path}"
-        ) from error
-    except UnicodeDecodeError as error:
-        reason = f"the file is not UTF-8 text (byte {error.start})"
-    except json.JSONDecodeError as error:
-        reason = f"the file is not complete JSON ({error.msg} at line {error.lineno}, column {error.colno})"
-    except RecursionError:
-        reason = "its JSON is nested too deeply"
-    except OptionError as error:
-        reason = error.what
-    except ValueError as error:
-        reason = str(error)
-    raise ChatFileError(
-        f"{path.name} is not a valid chat file: {reason}",
-        f"repair or move {path}; other chats are not affected",
-    )
-
-
-def _checked(path: Path, chat_id: str, json_value: object) -> SavedChat:
-    data = _typed(json_value, dict, "the file")
-    version = _typed(data.get("version"), int, "`version`")
-    if not 1 <= version <= VERSION:
-        raise ChatFileError(
-            f"{path.name} has format version {version}, but this version of edgespec reads only versions 1"
-            f" to {VERSION}",
-            "upgrade edgespec, or open the chat with the version that wrote it",
-        )
-    chat = _from_json(data, version)
-    if chat.id != chat_id:
-        raise ValueError(f"the chat ID {chat.id[:80]!r} does not match the file name")
-    return chat
-
-
-def chat_from_json(data: Mapping[str, object]) -> SavedChat:
-    """Return the chat, without an ID, from a JSON object created by `SavedChat.to_json`.
-
-    Raises:
-        ValueError: The object is invalid.
-    """
-    version = _typed(data.get("version"), int, "`version`")
-    if not 1 <= version <= VERSION:
-        raise ValueError(f"the chat has format version {version}")
-    return replace(_from_json(data, version), id="")
-
-
-def _from_json(data: Mapping[str, object], version: int) -> SavedChat:
-    texts = {name: _typed(data.get(name), str, f"`{name}`") for name in _TEXTS}
-    items = _typed(data.get("messages"), list, "`messages`")
-    tree = MessageTree.linear(as_message(number, item) for number, item in enumerate(items, 1))
-    if version > 1:
-        parents = tuple(_parent(place, item) for place, item in enumerate(items))
-        tip = _place("`open`", data.get("open"), len(items))
-        tree = MessageTree(tree.messages, parents, tree.tip if tip is None else tip)
-    system = data.get("system")
-    sampling = _typed(data.get("sampling"), dict, "`sampling`")
-    return SavedChat(
-        id=texts["id"],
-        tree=tree,
-        created=_time("created", texts["created"]),
-        updated=_time("updated", texts["updated"]),
-        title=" ".join(texts["title"].split()) or title_of(tree.open_messages),
-        target=texts["target"],
-        system=None if system is None else _typed(system, str, "`system`"),
-        sampling={name: _setting(name, value) for name, value in sampling.items()},
-        unfinished=_typed(data.get("unfinished", False), bool, "`unfinished`"),
-        pinned=_typed(data.get("pinned", False), bool, "`pinned`"),
-    )
-
-
-def _parent(place: int, item: Mapping[str, object]) -> int | None:
-    """Return the index of a message's parent. Raises ValueError unless the parent precedes the message."""
-    previous = place - 1 if place else None
-    return _place(f"`parent` of message {place + 1}", item.get("parent", previous), place)
-
-
-def _place(name: str, value: object, end: int) -> int | None:
-    if value is None:
-        return None
-    place = _typed(value, int, name)
-    if not 0 <= place < end:
-        raise ValueError(f"{name} must be at least 0 and less than {end}, not {place}")
-    return place
-
-
-def _typed(value: object, kind: type[_T], name: str) -> _T:
-    if type(value) is not kind:
-        raise ValueError(f"{name} must be {_KINDS[kind]}, not {_KINDS.get(type(value), 'a number')}")
-    return value
-
-
-def _time(name: str, text: str) -> datetime:
-    try:
-        moment = datetime.fromisoformat(text)
-        return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
-    except (ValueError, OverflowError):
-        raise ValueError(f"`{name}` must be an ISO 8601 time, not {text[:40]!r}") from None
-
-
-def _setting(name: str, value: object) -> Setting:
-    if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        return value
-    if isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value)):
-        return value
-    raise ValueError(f"the setting {name[:40]!r} must not be {_KINDS.get(type(value), value)}")

@@ -24,6 +24,7 @@ COMMANDS = (
     "train",
     "doctor",
     "models",
+    "chats",
     "config",
     "delete-data",
     "completion",

@@ -27,7 +27,7 @@ __all__ = ["ConstraintCompiler"]
 
 # Maximum length of a constraint, in characters.
 _MAX_CHARACTERS = 1 << 18
-# Maximum number of characters of a quotation in an error message.
+# Maximum number of characters to quote in an error message.
 _MAX_SHOWN_CHARACTERS = 300
 # Match the reason in llguidance's error messages about regular expressions and JSON schemas.
 _REGEX_ERROR = re.compile(r"^error: (.+)$", re.MULTILINE)

@@ -15,7 +15,7 @@ __all__ = ["ConstraintTrial", "borrowed_trial"]
 
 # Maximum CPU time in seconds for compiling a constraint. A schema of 250,000 characters takes about 1 second.
 _CPU_SECONDS = 5.0
-# Seconds after which to give up if the child process gets little CPU time.
+# Maximum time in seconds to wait for the child process, which may get little CPU time.
 _MAX_SECONDS = 30.0
 # Seconds that a crashed process can take to exit.
 _EXIT_SECONDS = 5.0
@@ -25,7 +25,7 @@ _MAX_TRIALS = 2
 
 
 class ConstraintTrial:
-    """A child process that compiles constraints on trial. It starts with the first constraint.
+    """A child process that tries to compile constraints. It starts with the first constraint.
 
     Use it from one thread at a time. The process ends with this object, and with the process that owns it.
     """

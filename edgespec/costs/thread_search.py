@@ -62,8 +62,8 @@ def use_fastest_threads(
 ) -> Mapping[int, float]:
     """Make a model use the number of CPU threads that is fastest on this machine.
 
-    The numbers are compared once for each model and machine, in an empty context. If other programs are busy,
-    the result is not used, and the comparison is repeated when the model is next loaded.
+    Thread counts are compared once for each model and machine, in an empty context. If other programs are
+    busy, the result is not used, and the comparison is repeated when the model is next loaded.
 
     Args:
         model: The loaded model. Its cache is cleared.

@@ -1,4 +1,4 @@
-"""The ASGI application. It checks who may use the server, then routes requests to the protocols."""
+"""The ASGI application. It checks who may use the server, then routes requests to the endpoints."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PROTOCOLS = (SYSTEM, OPENAI, ANTHROPIC, OLLAMA)
 
 
 def create_app(service: Service) -> ASGIApp:
-    """Return the application that serves all protocols."""
+    """Return the application that serves all APIs."""
     routes = [
         Route(path, PathEndpoint(service, protocol, endpoints))
         for protocol in PROTOCOLS
@@ -55,7 +55,7 @@ def _by_path(protocol: Protocol) -> Mapping[str, Mapping[str, Endpoint]]:
 
 
 def _protocol_of(path: str) -> Protocol:
-    """Return the protocol with the longest prefix of the path."""
+    """Return the API that the path belongs to, which is the one with the longest matching prefix."""
     prefixes = {prefix: protocol for protocol in PROTOCOLS for prefix in protocol.prefixes}
     return prefixes[max((prefix for prefix in prefixes if path.startswith(prefix)), key=len, default="/")]
 

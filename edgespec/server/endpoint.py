@@ -146,7 +146,7 @@ class PathEndpoint:
 
 
 def error_response(protocol: Protocol, error: ApiError) -> Response:
-    """Return an error response in the format of the protocol."""
+    """Return an error response in the format of the API."""
     return json_response(protocol.error_body(error), error.status, error.headers)
 
 

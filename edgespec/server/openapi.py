@@ -1,4 +1,4 @@
-"""The OpenAPI description of the server, generated from the definitions of its protocols."""
+"""The OpenAPI description of the server, generated from the definitions of its endpoints."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ERRORS = {
 
 
 def describe(protocols: Sequence[Protocol]) -> Endpoint:
-    """Return the endpoint that serves the OpenAPI description of all protocols."""
+    """Return the endpoint that serves the OpenAPI description of all APIs."""
     document = _document(protocols)
 
     async def openapi(_call: Call[None]) -> Response:

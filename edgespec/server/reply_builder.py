@@ -1,4 +1,4 @@
-"""Generate a reply for a protocol whose streams consist of named events that build up the whole response."""
+"""Generate a reply for an API whose streams consist of named events that build up the whole response."""
 
 from __future__ import annotations
 

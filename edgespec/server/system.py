@@ -1,4 +1,4 @@
-"""Operations that report the server's health and metrics."""
+"""Endpoints that report the server's health and metrics."""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from edgespec.auto.text_kind import text_kind
 from edgespec.chat.message import Message
-from edgespec.chat.store import ChatStore, read_chat
+from edgespec.chat.saved_chat import read_chat
+from edgespec.chat.store import ChatStore
 from edgespec.errors import ChatFileError, OptionError
 from edgespec.losslessness import read_prompts
 

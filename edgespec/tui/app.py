@@ -15,7 +15,8 @@ from textual.app import App
 from textual.filter import LineFilter
 
 from edgespec.chat.prompt_history import PromptHistory
-from edgespec.chat.store import ChatStore, Setting
+from edgespec.chat.saved_chat import Setting
+from edgespec.chat.store import ChatStore
 from edgespec.errors import CancelledError, ConfigurationError, EdgespecError, OptionError
 from edgespec.tui.archive import Archive
 from edgespec.tui.chat_end import ChatEnd, resume_value

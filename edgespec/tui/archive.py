@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from threading import Lock, Thread
 from time import monotonic, time
 
-from edgespec.chat.store import ChatStore, SavedChat, StoredChat, title_of
-from edgespec.errors import ChatFileError, EdgespecError
+from edgespec.chat.saved_chat import SavedChat, title_of
+from edgespec.chat.search import find_chat
+from edgespec.chat.store import ChatStore, StoredChat
+from edgespec.errors import ChatFileError
 from edgespec.tui.open_chat import OpenChat, RunningTurn
 
 __all__ = ["UNDO_SECONDS", "Archive"]
@@ -135,11 +136,7 @@ class Archive:
 
     def find_now(self, wanted: str) -> StoredChat | None:
         """Do the same as `find`, but block until the files have been read."""
-        chats = self.list_now()
-        if wanted == "last":
-            return next((chat for chat in chats if not chat.problem), None)
-        words = wanted.casefold()
-        return next((chat for chat in chats if wanted == chat.id or words in chat.title.casefold()), None)
+        return find_chat(self.list_now(), wanted)
 
     async def find_unfinished(self) -> StoredChat | None:
         """Return the newest chat whose last message has no complete reply, or None."""
@@ -154,15 +151,16 @@ class Archive:
         with self._lock:
             return self._store.load(chat_id)
 
-    async def add(self, chats: Sequence[SavedChat]) -> None:
+    async def add(self, chats: Iterable[SavedChat]) -> None:
         """Save imported chats under new IDs."""
-        await asyncio.to_thread(self._add, chats)
+        await asyncio.to_thread(self.add_now, chats)
 
-    def _add(self, chats: Sequence[SavedChat]) -> None:
+    def add_now(self, chats: Iterable[SavedChat]) -> None:
+        """Do the same as `add`, but block until all chats are saved."""
         for chat in chats:
             # Let replies be saved between the chats of a large import.
             with self._lock:
-                self._store.save(replace(chat, id=self._store.new_id()))
+                self._store.add(chat)
 
     async def hide(self, chat_id: str) -> None:
         """Remove a chat from the list. Its file is kept until `finish_deletion`."""
@@ -203,24 +201,13 @@ class Archive:
         self.hidden.clear()
 
     async def delete(self, chat_id: str) -> None:
-        """Delete a chat, all saved replies, the prefix cache and the history of prompts.
-
-        These do not record which chat they belong to, so all of them are deleted.
-        """
+        """Delete a chat and the cached data of all chats. See `edgespec.saved_data.delete_chat`."""
         await asyncio.to_thread(self._delete, chat_id)
 
     def _delete(self, chat_id: str) -> None:
-        import edgespec
+        # Imported only when used, because this import would delay the first screen.
+        from edgespec.saved_data import delete_chat
 
         with self._lock:
-            self._store.delete(chat_id)
             self._forget_failure(chat_id)
-        try:
-            edgespec.delete_data("replies")
-            edgespec.delete_data("prefix-cache")
-            edgespec.delete_data("history")
-        except EdgespecError as error:
-            raise ChatFileError(
-                f"the chat was deleted, but cached data containing its text was not: {error.what}",
-                error.next_step,
-            ) from error
+            delete_chat(self._store, chat_id)

@@ -13,7 +13,7 @@ from edgespec.tui.settings import SCHEMA
 from edgespec.tui.texts import sentences
 
 if TYPE_CHECKING:
-    from edgespec.chat.store import Setting
+    from edgespec.chat.saved_chat import Setting
     from edgespec.tui.chat_screen import ChatScreen
 
 __all__ = ["edit_settings", "edit_system", "set_settings", "set_system"]

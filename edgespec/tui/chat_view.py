@@ -15,7 +15,7 @@ from textual.message import Message as Event
 from textual.screen import Screen
 from textual.widgets import Static
 
-from edgespec.chat.store import Setting
+from edgespec.chat.saved_chat import Setting
 from edgespec.errors import ChatFileError
 from edgespec.tui import commands, selection
 from edgespec.tui.archive import Archive

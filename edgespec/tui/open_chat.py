@@ -12,7 +12,7 @@ from markdown_it import MarkdownIt
 
 from edgespec.chat.message import Message, Role, reply_message
 from edgespec.chat.message_tree import MessageTree
-from edgespec.chat.store import SavedChat, Setting, title_of
+from edgespec.chat.saved_chat import SavedChat, Setting, title_of
 
 if TYPE_CHECKING:
     from edgespec import Reply, TextChunk
@@ -246,6 +246,6 @@ def version_label(tree: MessageTree[ChatEntry], place: int) -> str:
 
 
 def code_blocks(markdown: str) -> list[str]:
-    """Return the code blocks of a Markdown text, without their fences."""
+    """Return the code blocks in Markdown, without their fences."""
     tokens = MarkdownIt("gfm-like").parse(markdown)
     return [token.content for token in tokens if token.type in ("fence", "code_block")]

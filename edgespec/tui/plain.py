@@ -16,7 +16,8 @@ from time import monotonic
 from typing import TYPE_CHECKING, TextIO
 
 from edgespec.chat.message import Message
-from edgespec.chat.store import ChatStore, Setting
+from edgespec.chat.saved_chat import Setting
+from edgespec.chat.store import ChatStore
 from edgespec.errors import ChatFileError, EdgespecError
 from edgespec.tui import commands, plain_commands
 from edgespec.tui.archive import Archive

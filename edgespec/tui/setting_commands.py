@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from edgespec.chat.store import Setting
+from edgespec.chat.saved_chat import Setting
 from edgespec.tui.settings import SCHEMA, SETTINGS, default_text, parse, read_schema, setting_named, shown
 from edgespec.tui.texts import sentences
 

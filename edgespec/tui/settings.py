@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from edgespec.chat.store import Setting
+from edgespec.chat.saved_chat import Setting
 from edgespec.errors import OptionError
 from edgespec.reply_options import REPLY_OPTIONS
 from edgespec.spelling import FOREIGN_NAMES, nearest

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgespec.chat.exporting import FORMATS
-from edgespec.chat.importing import read_export
+from edgespec.chat.exporting import write_export
+from edgespec.chat.importing import ExportedChats
+from edgespec.chat.saved_chat import SavedChat
 from edgespec.errors import ChatFileError, OptionError
-from edgespec.files import error_reason
 from edgespec.tui.numbers import count
 
 if TYPE_CHECKING:
     from edgespec.tui.chat_screen import ChatScreen
+    from edgespec.tui.open_chat import OpenChat
 
-__all__ = ["export_chat", "import_chats"]
+__all__ = ["chat_to_export", "export_chat", "file_to_import", "import_chats", "imported_text"]
 
 
 async def export_chat(screen: ChatScreen, argument: str) -> None:
@@ -26,47 +26,43 @@ async def export_chat(screen: ChatScreen, argument: str) -> None:
     Raises:
         OptionError: The chat is empty, the format is unknown, or the file exists or cannot be written.
     """
-    chat = screen.current_chat
+    chat = chat_to_export(screen.current_chat, screen.runtime.target.name)
+    path = await asyncio.to_thread(write_export, chat, argument)
+    await screen.transcript.note(f"Exported this chat to {path}.")
+
+
+def chat_to_export(chat: OpenChat, target: str) -> SavedChat:
+    """Return the open chat with its title. Raises OptionError if it is empty."""
     if not chat.entries:
-        raise OptionError("There is nothing to export: the chat is empty", "Send a message first")
-    name = re.sub(r"[^\w -]", "", chat.shown_title).strip() or "chat"
-    path = Path(os.path.expanduser(argument or f"{name}.md"))
-    export = FORMATS.get(path.suffix.lower())
-    if export is None:
-        raise OptionError(
-            f"Unknown format of {path.name!r}", f"End the file name with {', '.join(FORMATS)}, as in chat.md"
-        )
-    text = export(chat.saved(screen.runtime.target.name)).encode("utf-8", "replace")
-    try:
-        await asyncio.to_thread(_write_new, path, text)
-    except FileExistsError:
-        raise OptionError(f"The file {path} exists already", "Type /export with another file name") from None
-    except (OSError, ValueError) as error:
-        # Names with null characters raise ValueError.
-        raise OptionError(f"Cannot write {path}: {error_reason(error)}", "Choose another file") from None
-    await screen.transcript.note(f"Exported this chat to {path.resolve()}.")
-
-
-def _write_new(path: Path, text: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(text)
+        raise OptionError("there is nothing to export: the chat is empty", "send a message first")
+    return chat.saved(target)
 
 
 async def import_chats(screen: ChatScreen, argument: str) -> None:
     """Save the chats in an exported file as new chats, and tell the user what could not be imported."""
-    if not argument:
-        raise OptionError(
-            "Type /import and the path of a file",
-            "It reads the chats that ChatGPT, Claude, Open WebUI or edgespec exported, as JSON or ZIP",
-        )
+    chats = ExportedChats(file_to_import(argument))
     try:
-        imported = await asyncio.to_thread(read_export, Path(os.path.expanduser(argument)))
-        await screen.archive.add(imported.chats)
+        await screen.archive.add(chats)
     except ChatFileError as error:
         await screen.show_error(error)
-        return
     await screen.refresh_sidebar()
-    text = f"Imported {count(len(imported.chats), 'chat')}. Press F2 for the list of chats."
-    if left_out := +imported.left_out:
+    if chats.read_count:
+        await screen.transcript.note(imported_text(chats, "Press F2 for the list of chats."))
+
+
+def file_to_import(argument: str) -> Path:
+    """Return the path that follows `/import`. Raises OptionError if it is missing."""
+    if not argument:
+        raise OptionError(
+            "type /import and the path of a file",
+            "it reads the chats that ChatGPT, Claude, Open WebUI or edgespec exported, as JSON or ZIP",
+        )
+    return Path(os.path.expanduser(argument))
+
+
+def imported_text(chats: ExportedChats, hint: str) -> str:
+    """Return a note that says how many chats were imported, and what was left out."""
+    text = f"Imported {count(chats.read_count, 'chat')}. {hint}"
+    if left_out := +chats.left_out:
         text += " Not imported: " + "; ".join(f"{number} × {what}" for what, number in left_out.items()) + "."
-    await screen.transcript.note(text)
+    return text

@@ -65,11 +65,13 @@ def _theme(name: str, path: Path, text: str) -> Theme:
     given = tomllib.loads(text)
     dark = given.pop("dark", True)
     if not isinstance(dark, bool):
-        raise error_at(path, text, ("dark",), f"'dark' is {dark!r}", "use true or false")
+        raise error_at(
+            path, text, ("dark",), f"'dark' must be true or false, not {dark!r}", "change this line"
+        )
     base = DARK if dark else LIGHT
     variables = given.pop("variables", {})
     if not isinstance(variables, dict):
-        raise error_at(path, text, ("variables",), "'variables' is not a table", "write it as [variables]")
+        raise error_at(path, text, ("variables",), "'variables' must be a table", "write it as [variables]")
     for key, value in given.items():
         if key not in _COLOURS:
             near = nearest(key, (*_COLOURS, "dark", "variables"))

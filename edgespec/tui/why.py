@@ -15,7 +15,7 @@ from edgespec.tui.widgets.messages import Panel
 
 if TYPE_CHECKING:
     from edgespec import MethodReport, Runtime, Stats
-    from edgespec.chat.store import Setting
+    from edgespec.chat.saved_chat import Setting
     from edgespec.tui.chat_screen import ChatScreen
 
 __all__ = ["show_why", "why", "why_text"]

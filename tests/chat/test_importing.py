@@ -15,19 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgespec.chat.exporting import FORMATS, as_html, as_json, as_markdown
-from edgespec.chat.importing import Import, read_export
+from edgespec.chat.importing import ExportedChats
 from edgespec.chat.message import Message
 from edgespec.chat.message_tree import MessageTree
-from edgespec.chat.store import SavedChat
+from edgespec.chat.saved_chat import SavedChat
 from edgespec.errors import ChatFileError
 
 NOON = datetime(2025, 3, 1, 12, 0, tzinfo=UTC)
 
 
-def imported(folder: Path, value: object) -> Import:
+def imported(folder: Path, value: object) -> ExportedChats:
     path = folder / "conversations.json"
     path.write_text(json.dumps(value), "utf-8")
-    return read_export(path)
+    return ExportedChats(path)
 
 
 def contents(chat: SavedChat) -> list[str]:
@@ -61,7 +61,7 @@ CHATGPT = {
 
 def test_chats_of_chatgpt_keep_their_versions(tmp_path: Path) -> None:
     result = imported(tmp_path, [CHATGPT])
-    (chat,) = result.chats
+    (chat,) = result
     assert contents(chat) == ["How?", "Use `ls -S`."]
     assert len(chat.tree.versions(chat.tree.path[1])) == 2
     assert chat.title == "Sorting files"
@@ -99,7 +99,7 @@ CLAUDE = {
 
 def test_chats_of_claude_keep_reasoning_and_pasted_texts(tmp_path: Path) -> None:
     result = imported(tmp_path, [CLAUDE])
-    (chat,) = result.chats
+    (chat,) = result
     assert contents(chat) == ["How tall?\n\nA tree.", "115 m."]
     assert chat.messages[1].reasoning == "Trees are tall."
     assert +result.left_out == {"tool calls, their results and reasoning": 1, "attached files": 1}
@@ -113,7 +113,7 @@ def test_versions_in_chats_of_claude_are_kept(tmp_path: Path) -> None:
         {"uuid": "b", "parent_message_uuid": "q", "sender": "assistant", "text": "B"},
     ]
     chat = CLAUDE | {"chat_messages": messages, "current_leaf_message_uuid": "a"}
-    (result,) = imported(tmp_path, [chat]).chats
+    (result,) = imported(tmp_path, [chat])
     assert contents(result) == ["Q", "A"]
     assert len(result.tree.versions(1)) == 2
 
@@ -125,7 +125,7 @@ def test_chats_of_open_webui_keep_their_versions(tmp_path: Path) -> None:
         "a": {"id": "a", "parentId": "q", "childrenIds": [], "role": "assistant", "content": "A"},
     }
     chat = {"title": "T", "history": {"messages": messages, "currentId": "a"}, "messages": []}
-    (result,) = imported(tmp_path, [{"id": "x", "title": "T", "chat": chat, "created_at": 1740830400}]).chats
+    (result,) = imported(tmp_path, [{"id": "x", "title": "T", "chat": chat, "created_at": 1740830400}])
     assert contents(result) == ["Q", "A"]
     assert len(result.tree.versions(result.tree.path[1])) == 2
 
@@ -136,23 +136,23 @@ def test_a_chat_exported_as_json_is_imported_unchanged(tmp_path: Path) -> None:
     chat = SavedChat("", tree, NOON, NOON, title="T", system="Be brief.", sampling={"seed": 3})
     path = tmp_path / "chat.json"
     path.write_text(as_json(chat), "utf-8")
-    assert read_export(path).chats == [chat]
+    assert list(ExportedChats(path)) == [chat]
 
 
 def test_a_zip_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "export.zip"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("conversations.json", json.dumps([CHATGPT, CLAUDE]))
-    assert [chat.title for chat in read_export(path).chats] == ["Sorting files", "Trees"]
+    assert [chat.title for chat in ExportedChats(path)] == ["Sorting files", "Trees"]
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("other.json", "[]")
-    with pytest.raises(ChatFileError, match=r"it has no conversations\.json"):
-        read_export(path)
+    with pytest.raises(ChatFileError, match=r"contains no conversations\.json"):
+        list(ExportedChats(path))
 
 
 def test_what_can_be_read_is_imported_from_a_file_with_damaged_chats(tmp_path: Path) -> None:
     result = imported(tmp_path, [{"title": "?"}, CHATGPT, 3])
-    assert [chat.title for chat in result.chats] == ["Sorting files"]
+    assert [chat.title for chat in result] == ["Sorting files"]
     assert result.left_out["chats that are damaged or in an unknown format"] == 2
 
 
@@ -164,10 +164,10 @@ def test_bad_files_are_reported(tmp_path: Path, text: str, message: str) -> None
     path = tmp_path / "bad.json"
     path.write_text(text)
     with pytest.raises(ChatFileError, match=message) as caught:
-        read_export(path)
+        list(ExportedChats(path))
     assert caught.value.next_step
     with pytest.raises(ChatFileError, match="cannot read"):
-        read_export(tmp_path / "missing.json")
+        list(ExportedChats(tmp_path / "missing.json"))
 
 
 @pytest.mark.parametrize("compression", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
@@ -179,7 +179,7 @@ def test_damaged_zip_files_are_reported(tmp_path: Path, compression: int) -> Non
     data[70:90] = b"\xff" * 20
     path.write_bytes(data)
     with pytest.raises(ChatFileError, match=r"cannot read .*(damaged|invalid data)"):
-        read_export(path)
+        list(ExportedChats(path))
 
 
 values = st.recursive(
@@ -204,7 +204,7 @@ def test_damage_never_raises_another_error(chat: dict[str, Any], pick: int, valu
     container, key = every[pick % len(every)]
     container[key] = value
     with tempfile.TemporaryDirectory() as folder, suppress(ChatFileError):
-        for read in imported(Path(folder), [damaged]).chats:
+        for read in imported(Path(folder), [damaged]):
             assert len(read.messages) <= len(read.tree.messages)
 
 

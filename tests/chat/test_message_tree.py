@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from edgespec.chat.message import Message
 from edgespec.chat.message_tree import MessageTree
-from edgespec.chat.store import ChatStore, SavedChat
+from edgespec.chat.saved_chat import SavedChat
+from edgespec.chat.store import ChatStore
 
 NOON = datetime(2025, 3, 1, 12, 0, tzinfo=UTC)
 OPERATIONS = ("send", "edit", "regenerate", "continue", "switch", "delete", "undo", "prune")

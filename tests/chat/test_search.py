@@ -9,8 +9,9 @@ import pytest
 
 from edgespec.chat.message import Message
 from edgespec.chat.message_tree import MessageTree
+from edgespec.chat.saved_chat import SavedChat
 from edgespec.chat.search import search
-from edgespec.chat.store import ChatStore, SavedChat
+from edgespec.chat.store import ChatStore
 
 NOON = datetime(2025, 3, 1, 12, 0, tzinfo=UTC)
 

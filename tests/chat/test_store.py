@@ -13,7 +13,8 @@ import pytest
 
 from edgespec.chat.message import Message
 from edgespec.chat.message_tree import MessageTree
-from edgespec.chat.store import ChatStore, SavedChat, title_of
+from edgespec.chat.saved_chat import SavedChat, title_of
+from edgespec.chat.store import ChatStore
 from edgespec.chat.tool_calls.calls import ToolCall
 from edgespec.errors import ChatFileError
 

@@ -11,7 +11,8 @@ import pytest
 
 from edgespec.chat.message import Message
 from edgespec.chat.message_tree import MessageTree
-from edgespec.chat.store import ChatStore, SavedChat
+from edgespec.chat.saved_chat import SavedChat
+from edgespec.chat.store import ChatStore
 from edgespec.errors import EdgespecError, OptionError
 from edgespec.train import TrainingPrompt, TrainingTarget, chat_prompts, file_prompts, load_target
 from edgespec.train.conversations import (

@@ -13,7 +13,8 @@ from textual.pilot import Pilot
 from textual.widgets import Static
 from textual.widgets.markdown import MarkdownBlock
 
-from edgespec.chat.store import ChatStore, Setting
+from edgespec.chat.saved_chat import Setting
+from edgespec.chat.store import ChatStore
 from edgespec.tui.app import ChatApp, LoadOther, load_named
 from edgespec.tui.chat_screen import ChatScreen
 from edgespec.tui.worker import Load

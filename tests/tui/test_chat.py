@@ -7,7 +7,8 @@ from pathlib import Path
 
 from textual.widgets import Input, TextArea
 
-from edgespec.chat.store import ChatStore, Setting
+from edgespec.chat.saved_chat import Setting
+from edgespec.chat.store import ChatStore
 from edgespec.tui.screens.dialogs import SystemScreen
 from edgespec.tui.screens.help import HelpScreen
 from edgespec.tui.screens.settings import SettingsScreen

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-import edgespec
+from edgespec import saved_data
 from edgespec.chat.message import Message
 from edgespec.chat.message_tree import MessageTree
-from edgespec.chat.store import ChatStore, SavedChat
+from edgespec.chat.saved_chat import SavedChat
+from edgespec.chat.store import ChatStore
 from edgespec.errors import ChatFileError
 from edgespec.tui import archive
 from edgespec.tui.archive import Archive
@@ -60,7 +61,7 @@ async def test_a_deletion_is_final_when_its_time_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deleted: list[str] = []
-    monkeypatch.setattr(edgespec, "delete_data", deleted.append)
+    monkeypatch.setattr(saved_data, "delete_data", deleted.append)
     monkeypatch.setattr("edgespec.tui.deletion.UNDO_SECONDS", 0.5)
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         await d.say("first")
@@ -74,7 +75,7 @@ def test_a_deletion_that_a_killed_program_did_not_finish_is_finished_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deleted: list[str] = []
-    monkeypatch.setattr(edgespec, "delete_data", deleted.append)
+    monkeypatch.setattr(saved_data, "delete_data", deleted.append)
     path = tmp_path / ".one.deleted"
     path.write_text("{}")
     Archive(ChatStore(tmp_path)).finish_all_deletions()
@@ -88,7 +89,7 @@ def test_a_deletion_that_a_killed_program_did_not_finish_is_finished_later(
 async def test_a_deleted_chat_that_another_program_continues_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(edgespec, "delete_data", lambda kind: 0)
+    monkeypatch.setattr(saved_data, "delete_data", lambda kind: 0)
     scripts = [Script(text="One."), Script(text="Two.")]
     async with driving(loading(ScriptedRuntime(scripts=scripts)), tmp_path) as one:
         await one.say("first")

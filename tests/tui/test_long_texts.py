@@ -12,7 +12,8 @@ from textual.widgets.markdown import MarkdownBlock
 from edgespec import TextChunk
 from edgespec.chat.message import Message
 from edgespec.chat.message_tree import MessageTree
-from edgespec.chat.store import ChatStore, SavedChat
+from edgespec.chat.saved_chat import SavedChat
+from edgespec.chat.store import ChatStore
 from edgespec.tui.chat_screen import ChatScreen
 from edgespec.tui.widgets import long_texts
 from edgespec.tui.widgets.long_texts import drawing_seconds, limited_chunks, limited_markdown, limited_text

@@ -20,7 +20,8 @@ from edgespec import Runtime
 from edgespec.catalog import Progress
 from edgespec.chat.message import Message
 from edgespec.chat.message_tree import MessageTree
-from edgespec.chat.store import ChatStore, SavedChat
+from edgespec.chat.saved_chat import SavedChat
+from edgespec.chat.store import ChatStore
 from edgespec.errors import ChatFileError, EdgespecError
 from edgespec.tui.app import ChatApp, run_chat
 from edgespec.tui.widgets.messages import Panel, ReplyMessage

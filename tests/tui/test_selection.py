@@ -9,7 +9,8 @@ import pytest
 
 from edgespec.chat.message import Message
 from edgespec.chat.message_tree import MessageTree
-from edgespec.chat.store import ChatStore, SavedChat
+from edgespec.chat.saved_chat import SavedChat
+from edgespec.chat.store import ChatStore
 from edgespec.tui import selection
 from edgespec.tui.worker import Load
 from tests.tui.driving import Driver, driving, until

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import edgespec
 from edgespec.catalog import Progress
-from edgespec.chat.store import Setting
+from edgespec.chat.saved_chat import Setting
 from edgespec.errors import BackendError, CancelledError
 from edgespec.tui.screens.loading import LoadingScreen
 from edgespec.tui.worker import Load

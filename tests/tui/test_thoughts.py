@@ -12,7 +12,8 @@ import pytest
 from edgespec.chat.exporting import messages_as_markdown
 from edgespec.chat.message import Message
 from edgespec.chat.message_tree import MessageTree
-from edgespec.chat.store import ChatStore, SavedChat
+from edgespec.chat.saved_chat import SavedChat
+from edgespec.chat.store import ChatStore
 from edgespec.chat.template import ChatTemplate
 from edgespec.tui.chat_screen import ChatScreen
 from edgespec.tui.open_chat import OpenChat

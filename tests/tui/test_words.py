@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from textual.content import Content
 
-from edgespec.chat.store import Setting
+from edgespec.chat.saved_chat import Setting
 from edgespec.errors import OptionError
 from edgespec.reply_options import REPLY_OPTIONS
 from edgespec.tui import commands, numbers

@@ -141,7 +141,7 @@ class LlamaContext(KvSequences):
         self._vocab_size = vocabulary_size(model)
         self._taps = StateTaps(model)
         self._hook, self._always_hooked = hook or self._taps.hook, hook is not None
-        # Number of calls of `allocate`, by which head contexts notice that this context was replaced.
+        # Counts the calls to `allocate`, so that the contexts of heads notice when this context is replaced.
         self._generation = 0
         # Settings of the current llama_context, which `is_stale` compares with those that are needed now.
         self._is_hooked, self._max_outputs, self._target_generation = False, 0, 0

@@ -38,7 +38,7 @@ class PassPart:
         tokens: The tokens to run.
         positions: The position of each token in its text.
         sequences: The ids of the llama.cpp sequences that each token belongs to.
-        outputs: Number of tokens, from the last one backwards, whose logits the pass computes.
+        outputs: Number of tokens at the end of `tokens` whose logits the pass computes.
         needs_states: Whether the pass returns the hidden states after the last layer instead of the logits.
             Other replies do not share such a pass.
         rows: The resulting logits as float32 [outputs, vocabulary size], or the hidden states.
@@ -97,7 +97,7 @@ class _Slot:
         caller: The thread that last requested a pass.
         is_cancelled: Whether the reply's passes are to be cancelled.
         returned_at: When the reply's last pass ended.
-        expected_by: Until when to wait for its next request.
+        expected_by: Time until which to wait for the next request.
         pause_seconds: Moving average of the time between two of its passes, or None if unknown.
     """
 
@@ -162,7 +162,8 @@ class PassScheduler:
             try:
                 _CHANGED.wait_for(lambda: part.is_done)
             except BaseException:
-                # A Ctrl-C must not leave the tokens behind for a later pass, nor return during the pass.
+                # After a Ctrl-C, withdraw the tokens so that no later pass runs them, and wait if a pass is
+                # already running them.
                 self._withdraw(part)
                 _CHANGED.wait_for(lambda: part.is_done)
                 raise
@@ -174,12 +175,12 @@ class PassScheduler:
 
     def _check(self, slot: _Slot) -> None:
         if self._closed:
-            raise ClosedError("the model is closed")
+            raise ClosedError("the model is closed", "load the model again")
         if slot.is_cancelled:
             raise CancelledError("the model's computation was cancelled")
 
     def _mean_pause(self, mean_seconds: float | None, returned_at: float) -> float | None:
-        """Return a mean pause after another one that began at `returned_at`, if it is not 0."""
+        """Return the mean pause, updated with a pause that began at `returned_at` unless that is 0."""
         if not returned_at:
             return mean_seconds
         pause = min(now() - returned_at, _MAX_PAUSE_PASSES * self._pass_seconds)
@@ -199,7 +200,7 @@ class PassScheduler:
             return bool(active - {slot})
 
     def cancel(self, slot: int, enabled: bool) -> None:
-        """End the current and all later passes of a slot with CancelledError, or allow passes again.
+        """End the current and all later passes of a slot with CancelledError, or allow them if not `enabled`.
 
         A pass that other replies share continues, and only this reply's tokens are discarded.
         """
@@ -249,7 +250,7 @@ class PassScheduler:
         return None
 
     def _next_parts(self) -> Sequence[PassPart]:
-        """Wait until a pass can start, and return its parts. Returns none after `close`."""
+        """Wait until a pass can start, and return its parts. Return no parts after `close`."""
         with _CHANGED:
             while not self._closed:
                 seconds = self._seconds_to_wait() if self._waiting else None
@@ -259,7 +260,7 @@ class PassScheduler:
                     return self._running
                 _CHANGED.wait(seconds)
             for part in self._waiting:
-                self._finish(part, ClosedError("the model is closed"))
+                self._finish(part, ClosedError("the model is closed", "load the model again"))
             self._waiting.clear()
             return ()
 
@@ -270,7 +271,7 @@ class PassScheduler:
         return max(map(self._expected_by, others), default=0.0) - now()
 
     def _expected_by(self, slot: _Slot) -> float:
-        """Return until when to wait for a reply's next request."""
+        """Return the time until which to wait for a reply's next request."""
         caller = slot.caller
         if caller.waiting_in is None:
             # After a pass of one model, a reply may continue with any other one.

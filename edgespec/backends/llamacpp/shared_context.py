@@ -32,7 +32,8 @@ def why_not_shared(weights: Any) -> str:
     if has_state(weights):
         return "it has recurrent layers"
     if longrope_switch_tokens(weights):
-        # llama.cpp chooses the factors by the size of the whole context instead of a reply's share.
+        # llama.cpp chooses the LongRoPE factors by the size of the whole context, not by a reply's share of
+        # it.
         return "it uses LongRoPE"
     return ""
 
@@ -42,7 +43,7 @@ def check_slots(plan: ContextPlan, options: LoadOptions) -> None:
     if plan.sequences > _MAX_SEQUENCES:
         most = _MAX_SEQUENCES * plan.slots // plan.sequences
         raise OptionError(
-            f"{plan.slots} replies at once with up to {options.max_branches} branches per draft need"
+            f"{plan.slots} concurrent replies with up to {options.max_branches} branches per draft need"
             f" {plan.sequences} llama.cpp sequences, but there are only {_MAX_SEQUENCES}",
             f"use --parallel {most} or less, or fewer --draft-branches",
         )
@@ -111,7 +112,7 @@ class SharedContext:
             if part.prompt_tokens:
                 end = part.positions[0] + part.prompt_tokens
                 self.slots[part.slot].protect(part.positions[0], end)
-            # The next pass, which may be one of other replies, overwrites the rows.
+            # Copy the rows, because the next pass overwrites them, and it may belong to other replies.
             part.rows, row = logits[row : row + part.outputs].copy(), row + part.outputs
 
     def set_max_threads(self, threads: int) -> None:
@@ -211,7 +212,7 @@ class ContextSlot(KvSequences):
         return self.shared.scheduler.run(part)
 
     def interrupt(self, enabled: bool) -> None:
-        """End the current and all later passes of this slot with CancelledError, or allow passes again."""
+        """End current and later passes of this slot with CancelledError, or allow them if not `enabled`."""
         self.shared.scheduler.cancel(self._slot, enabled)
 
     def protect(self, start: int, end: int) -> None:
@@ -248,7 +249,8 @@ class WindowSlot(ContextSlot):
                 self._lib.llama_memory_seq_rm(self._memory, self._protecting, start, end)
             dropped = super().drop(sequence, start, end)
             if sequence == 0:
-                # The cells that remain may include accepted tokens of a draft tree.
+                # The remaining cells may include accepted tokens of a draft tree, which are not protected
+                # yet.
                 self.protect(0, start)
             return dropped
 

@@ -1,4 +1,4 @@
-"""Load a GGUF model for several replies at once, which share its weights and its forward passes."""
+"""Load a GGUF model for concurrent replies, which share its weights and forward passes."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def load_slots(
 
 
 class SlotModel(BaseModel):
-    """A GGUF model as one of several concurrent replies sees it.
+    """One concurrent reply's view of a GGUF model.
 
     Each reply can use its model in its own thread. Passes of different replies run together, and a failed or
     cancelled one does not affect the others. The context cannot be resized.
@@ -247,8 +247,8 @@ class SlotModel(BaseModel):
         self._check_size(context_tokens)
         if context_tokens > self._slot.tokens:
             raise MemoryBudgetError(
-                f"a context that several replies share cannot grow beyond {self._slot.tokens:,} tokens for"
-                " each of them",
+                f"a context that several replies share cannot grow beyond {self._slot.tokens:,} tokens per"
+                " reply",
                 "load the model again with a larger --context",
             )
         self._cells.end_round()
@@ -262,9 +262,9 @@ class SlotModel(BaseModel):
 
     def set_adapter_scales(self, scales: Sequence[float]) -> None:  # noqa: ARG002
         raise CapabilityError(
-            f"the scales of adapters for {self.facts.name} are fixed while several replies share its passes"
+            f"the adapter scales of {self.facts.name} are fixed while several replies share its passes"
             " (--parallel)",
-            "omit --parallel, or load the model with other scales for --adapter",
+            "omit --parallel, or load the model with other scales in --adapter",
         )
 
     def interrupt(self, enabled: bool) -> None:

@@ -1,4 +1,4 @@
-"""Define Anthropic's protocol for the server."""
+"""The endpoints of Anthropic's API."""
 
 from __future__ import annotations
 

@@ -143,6 +143,6 @@ def refuse_images(images: list[str] | None, place: str) -> None:
         raise invalid_request(
             f"{place} has {len(images)} images, but edgespec's models read only text; remove them, or"
             " describe them in words",
-            place,
-            "unsupported_content",
+            param=place,
+            code="unsupported_content",
         )

@@ -1,4 +1,4 @@
-"""Define Ollama's protocol for the server."""
+"""The endpoints of Ollama's API."""
 
 from __future__ import annotations
 

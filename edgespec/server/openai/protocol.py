@@ -1,4 +1,4 @@
-"""Define OpenAI's protocol for the server."""
+"""The endpoints of OpenAI's API."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from textual.content import Content
 from textual.validation import ValidationResult, Validator
 from textual.widgets import Input, Static
 
-from edgespec.chat.store import Setting
+from edgespec.chat.saved_chat import Setting
 from edgespec.errors import OptionError
 from edgespec.tui.screens.dialogs import FormScreen
 from edgespec.tui.settings import SETTINGS, default_text, parse, shown

@@ -51,7 +51,7 @@ def limited_chunks(chunks: Sequence[TextChunk]) -> Sequence[TextChunk]:
 
 
 def limited_markdown(markdown: str) -> str:
-    """Return the start of a Markdown text that can be drawn in about eight seconds or less."""
+    """Return as much of the start of `markdown` as can be drawn in about eight seconds."""
     end, left_seconds = 0, _MAX_SECONDS
     for line, seconds in _line_costs(markdown):
         if seconds > left_seconds:

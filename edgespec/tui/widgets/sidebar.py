@@ -63,7 +63,7 @@ class Sidebar(OptionList):
         self._refresh_options(self.highlighted or 0)
 
     def _refresh_options(self, highlighted: int) -> None:
-        found = sorted(search(self._chats, self._query), key=lambda each: not each.chat.pinned)
+        found = search(self._chats, self._query)
         nothing = (
             f"No chat contains “{self._query}”."
             if self._chats

@@ -72,8 +72,8 @@ def _add(messages: list[dict[str, Any]], place: str, item: InputItem) -> None:
         raise invalid_request(
             f"{place} has the type {kind[:40]!r}, which edgespec does not support; use one of the types"
             f" {', '.join(_NEEDED)}, item_reference",
-            place,
-            "unsupported_content",
+            param=place,
+            code="unsupported_content",
         )
     require_fields(place, item, _NEEDED[kind])
     if kind == "function_call_output":
@@ -127,5 +127,6 @@ def _tool_choice(choice: str | Mapping[str, Any] | None) -> ToolChoice:
         case {"type": "function", "name": str(name)}:
             return {"type": "function", "function": {"name": name}}
     raise invalid_request(
-        'tool_choice must be "auto", "none", "required" or {"type": "function", "name": NAME}', "tool_choice"
+        'tool_choice must be "auto", "none", "required" or {"type": "function", "name": NAME}',
+        param="tool_choice",
     )
