@@ -50,7 +50,7 @@ def search_hub(text: str, limit: int = 20) -> list[ModelEntry]:
             _entry(each["id"], each.get("gguf") or {}, bool(each.get("gated"))) for each in response.json()
         ]
     except OfflineModeIsEnabled as error:
-        raise _failed("offline mode is on", "unset HF_HUB_OFFLINE") from error
+        raise _failed("Hugging Face's offline mode is on", "unset HF_HUB_OFFLINE") from error
     except httpx2.HTTPStatusError as error:
         raise _failed(
             f"{constants.ENDPOINT} answered with status {error.response.status_code}", "try again later"

@@ -145,7 +145,7 @@ def follow_aliases(typed: str) -> Reference:
         if text.lower() in seen:
             raise ModelNotFoundError(
                 f"the alias {typed} refers to itself ({' -> '.join([*seen, text])})",
-                f"correct it in {user_aliases_path()}",
+                f"correct the alias in {user_aliases_path()}",
             )
         seen.append(text.lower())
 

@@ -236,10 +236,10 @@ class _Interpreter:
         if not isinstance(storage, _Storage) or not all(type(number) is int for number in numbers):
             raise ValueError("a tensor has no data or shape")
         if len(shape) > _MAX_DIMENSIONS or min(numbers) < 0 or math.prod(shape) > storage.elements:
-            raise ValueError("a tensor is larger than its data")
+            raise ValueError("a tensor has more elements than its data")
         last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         if 0 not in shape and last >= storage.elements:
-            raise ValueError("a tensor is larger than its data")
+            raise ValueError("a tensor has more elements than its data")
         read = partial(self._read, storage, offset, shape, strides)
         return StoredTensor(storage.dtype, shape, read)
 

@@ -107,8 +107,8 @@ def _context_error(error: ContextFullError, prompt_field: str | None) -> ApiErro
     code, kind = "context_length_exceeded", "exceed_context_size_error"
     if error.prompt_tokens is None or error.context_tokens is None:
         return ApiError(400, str(error), kind, code, prompt_field)
-    # Programs such as opencode, and those that use LiteLLM, look for OpenAI's words about the maximum context
-    # length, to shorten the conversation.
+    # Use OpenAI's wording about the maximum context length, which programs such as opencode, and those that
+    # use LiteLLM, look for to know when to shorten the conversation.
     message = (
         f"{error.what}; this model's maximum context length is {error.context_tokens} tokens, so shorten it,"
         " or start the server with a larger --context"

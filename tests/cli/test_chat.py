@@ -136,7 +136,7 @@ def test_absurd_settings_are_refused_before_the_chat_opens(run: Run, opened: Ope
 
 def test_a_model_that_does_not_load_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def run_chat(*args: object, **options: object) -> None:
-        raise ModelFileError("the file is damaged", "get another")
+        raise ModelFileError("it is damaged", "get another")
 
     monkeypatch.setattr(chat, "is_terminal", lambda stream: True)
     monkeypatch.setenv("TERM", "xterm-256color")

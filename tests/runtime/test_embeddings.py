@@ -145,7 +145,7 @@ def test_fewer_dimensions(small: Runtime) -> None:
         ([""], "text 1 is empty"),
         (["One", []], "text 2 is empty"),
         ([[10**9]], "text 1 is not in the vocabulary"),
-        ([3], "no text"),
+        ([3], "must be a string or a list of token ids"),
     ],
 )
 def test_invalid_texts_are_refused(small: Runtime, texts: Any, message: str) -> None:
