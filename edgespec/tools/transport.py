@@ -40,7 +40,7 @@ logging.getLogger("mcp").propagate = False
 
 
 class FloodError(Exception):
-    """The server sent more data than the limit allows."""
+    """Raised when a server sends more data than the limit allows."""
 
 
 class Problems:
