@@ -90,7 +90,7 @@ def test_edgespecs_own_constraints(client: openai.OpenAI) -> None:
         ({"schema": {"type": 5}}, ""),
         ({"schema": {"$ref": "http://example.com/x.json"}}, ""),
         ({"schema": {}, "regex": "a"}, ""),
-        ({"top_logprobs": 3}, "top_logprobs needs logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs requires logprobs"),
     ],
 )
 def test_invalid_constraints(client: openai.OpenAI, change: dict[str, Any], message: str) -> None:
