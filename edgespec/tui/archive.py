@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
 from threading import Lock, Thread
 from time import monotonic, time
 
@@ -161,6 +163,28 @@ class Archive:
             # Let replies be saved between the chats of a large import.
             with self._lock:
                 self._store.add(chat)
+
+    async def change(self, chat_id: str, *, title: str | None = None, pinned: bool | None = None) -> None:
+        """Rename, pin or unpin a saved chat. It keeps its place in the list of chats.
+
+        Args:
+            chat_id: The chat, which must not be the open one.
+            title: The new title. None keeps the title.
+            pinned: Whether the chat stays at the top of the list. None keeps that.
+        """
+        await asyncio.to_thread(self._change, chat_id, title, pinned)
+
+    def _change(self, chat_id: str, title: str | None, pinned: bool | None) -> None:
+        with self._lock:
+            saved = self._store.load(chat_id)
+            changed = replace(
+                saved,
+                title=saved.title if title is None else title,
+                pinned=saved.pinned if pinned is None else pinned,
+                # The time tells other programs that the file has changed. The smallest step keeps the order.
+                updated=saved.updated + timedelta(microseconds=1),
+            )
+            self._store.save_after(changed, saved.updated)
 
     async def hide(self, chat_id: str) -> None:
         """Remove a chat from the list. Its file is kept until `finish_deletion`."""

@@ -32,7 +32,7 @@ from edgespec.tui.widgets.files import FileChips, PathList
 from edgespec.tui.widgets.message_widget import MessageWidget
 from edgespec.tui.widgets.messages import Panel, Welcome
 from edgespec.tui.widgets.prompt import PromptInput
-from edgespec.tui.widgets.sidebar import Sidebar
+from edgespec.tui.widgets.sidebar import Sidebar, chat_list_hint
 from edgespec.tui.widgets.status import StatusFacts, StatusLine
 from edgespec.tui.widgets.transcript import Transcript
 from edgespec.tui.worker import ChatState, ModelThread
@@ -218,6 +218,8 @@ class ChatView(Screen[None]):
             label = "" if message.place is None else version_label(self.current_chat.tree, message.place)
             prompt.border_title = f"Version {label}" if label else ""
             hint = selection.hint(prompt.size.width - 2, versions=bool(label))
+        elif self.sidebar.has_focus:
+            hint = chat_list_hint(narrow=narrow)
         elif editing:
             hint = "Esc cancels" if narrow else "Enter resends · Esc cancels"
         elif typed := commands.hint(prompt.text, prompt.size.width - 2):

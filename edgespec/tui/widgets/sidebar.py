@@ -16,7 +16,7 @@ from edgespec.chat.search import FoundChat, search
 from edgespec.chat.store import StoredChat
 from edgespec.tui.numbers import ago, count
 
-__all__ = ["ChatOption", "Sidebar"]
+__all__ = ["ChatOption", "Sidebar", "chat_list_hint"]
 
 _MAX_TITLE_LENGTH = 60
 
@@ -45,10 +45,15 @@ class ChatOption(Option):
 class Sidebar(OptionList):
     """The saved chats: pinned ones first, then the newest. Typing filters the list.
 
-    Enter opens the highlighted chat, and the Delete key deletes it.
+    Enter opens the highlighted chat. `chat_list_hint` names the other keys.
     """
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("delete", "screen.delete_chat", "Delete", show=False)]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("ctrl+r", "screen.rename_chat", "Rename", show=False),
+        Binding("ctrl+p", "screen.pin_chat", "Pin", show=False),
+        Binding("delete", "screen.delete_chat", "Delete", show=False),
+        Binding("ctrl+z", "screen.restore_chat", "Undo", show=False),
+    ]
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -60,9 +65,21 @@ class Sidebar(OptionList):
     def show(self, chats: Sequence[StoredChat], *, current: str) -> None:
         """Show `chats` and mark the one whose id is `current`."""
         self._chats, self._open = chats, current
-        self._refresh_options(self.highlighted or 0)
+        self._refresh_options(self.highlighted or 0, self.chat)
 
-    def _refresh_options(self, highlighted: int) -> None:
+    @property
+    def chat(self) -> StoredChat | None:
+        """The highlighted chat, or None if the list is empty."""
+        option = self.highlighted_option
+        return option.chat if isinstance(option, ChatOption) else None
+
+    def _refresh_options(self, highlighted: int, chat: StoredChat | None = None) -> None:
+        """Show the chats that match the query.
+
+        Args:
+            highlighted: Index of the entry to highlight.
+            chat: The chat to highlight instead, if it is still listed.
+        """
         found = search(self._chats, self._query)
         nothing = (
             f"No chat contains “{self._query}”."
@@ -73,6 +90,9 @@ class Sidebar(OptionList):
             [ChatOption(each, is_open=each.chat.id == self._open) for each in found]
             or [Option(nothing, disabled=True)]
         )
+        if chat is not None:
+            ids = [each.chat.id for each in found]
+            highlighted = ids.index(chat.id) if chat.id in ids else highlighted
         self.highlighted = min(highlighted, len(found) - 1) if found else None
 
     def _show_query(self) -> None:
@@ -81,20 +101,30 @@ class Sidebar(OptionList):
 
     def clear_query(self) -> bool:
         """Show all chats again. Return False if the list is not filtered."""
-        filtered, self._query = bool(self._query), ""
+        filtered = bool(self._query)
+        self.filter("")
+        return filtered
+
+    def filter(self, query: str) -> None:
+        """Show only the chats whose titles or messages contain all words of `query`."""
+        self._query = query
         self._show_query()
         self._refresh_options(0)
-        return filtered
 
     def on_key(self, event: events.Key) -> None:
         """Filter the list by what the user types."""
         if event.key == "backspace":
-            self._query = self._query[:-1]
+            query = self._query[:-1]
         elif event.is_printable and event.character is not None:
-            self._query += event.character
+            query = self._query + event.character
         else:
             return
         event.stop()
         event.prevent_default()
-        self._show_query()
-        self._refresh_options(0)
+        self.filter(query)
+
+
+def chat_list_hint(*, narrow: bool) -> str:
+    """Return the hint line while the list has the focus. The frame of the list names the other keys."""
+    hint = "Ctrl+R renames · Ctrl+P pins"
+    return hint if narrow else f"Enter opens · {hint} · Esc back"
