@@ -11,7 +11,6 @@ __all__ = ["COMMANDS", "MISSING_COMMANDS", "OLLAMA_COMMANDS", "load_command"]
 # The names of all commands, in the order of the help text.
 COMMANDS = (
     "chat",
-    "chats",
     "generate",
     "serve",
     "launch",
@@ -25,6 +24,7 @@ COMMANDS = (
     "train",
     "doctor",
     "models",
+    "chats",
     "config",
     "delete-data",
     "completion",
