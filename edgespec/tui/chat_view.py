@@ -180,7 +180,7 @@ class ChatView(Screen[None]):
             speed_up=speed_up_short(method, stats),
             writing=self.writing,
             tokens_per_second=stats.tokens_per_second if stats else None,
-            acceptance_rate=stats.acceptance_rate if stats else None,
+            acceptance_rate=stats.acceptance_rate if stats and method.effective != "none" else None,
             context_used_tokens=min(used, self.runtime.context_tokens),
             context_tokens=self.runtime.context_tokens,
             memory_bytes=self._memory_bytes,

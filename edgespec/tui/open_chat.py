@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from threading import Event
 from typing import TYPE_CHECKING
@@ -24,14 +24,12 @@ __all__ = ["ChatEntry", "OpenChat", "RunningTurn", "code_blocks", "version_label
 class ChatEntry:
     """A message in the open chat.
 
-    `chunks`, `reply` and `thought_seconds` are set only for replies generated since the chat was opened.
-    `thought_seconds` is the time that the model spent on its reasoning.
+    `chunks` and `reply` are set only for replies generated since the chat was opened.
     """
 
     message: Message
     chunks: tuple[TextChunk, ...] = ()
     reply: Reply | None = None
-    thought_seconds: float | None = None
 
     @property
     def role(self) -> Role:
@@ -44,6 +42,15 @@ class ChatEntry:
     @property
     def reasoning(self) -> str:
         return self.message.reasoning
+
+    @property
+    def thought_seconds(self) -> float | None:
+        """The time that the model spent on its reasoning, or None if it was not measured."""
+        return self.message.reasoning_seconds
+
+    @thought_seconds.setter
+    def thought_seconds(self, seconds: float | None) -> None:
+        self.message = replace(self.message, reasoning_seconds=seconds)
 
 
 @dataclass(frozen=True, slots=True)
