@@ -20,7 +20,7 @@ import llama_cpp
 import numpy as np
 
 import edgespec
-from edgespec.backends.llamacpp.loading import default_threads
+from edgespec.backends.llamacpp.loading import default_threads, model_params
 
 PROMPT = "Show me examples of `git commit`."
 
@@ -29,8 +29,7 @@ class BareLoop:
     """A minimal greedy decoding loop around llama_decode."""
 
     def __init__(self, path: str, context_tokens: int, threads: int) -> None:
-        model_params = llama_cpp.llama_model_default_params()
-        self.model = llama_cpp.llama_model_load_from_file(path.encode(), model_params)
+        self.model = llama_cpp.llama_model_load_from_file(path.encode(), model_params())
         params = llama_cpp.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_threads, params.n_threads_batch = (
             context_tokens,

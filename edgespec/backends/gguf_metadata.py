@@ -24,7 +24,10 @@ _EMBEDDING = (
     "t5encoder", "gemma-embedding", "eurobert",
 )  # fmt: skip
 # Architectures of draft heads, which take the hidden states of another model as input.
-_HEADS = {"eagle": "EAGLE", "eagle2": "EAGLE-2", "eagle3": "EAGLE-3", "dflash": "DFlash", "medusa": "Medusa"}
+_HEADS = {
+    "eagle": "EAGLE", "eagle2": "EAGLE-2", "eagle3": "EAGLE-3", "dflash": "DFlash", "medusa": "Medusa",
+    "gemma4-assistant": "MTP",
+}  # fmt: skip
 # Maximum number of the target's layers that a head reads.
 _MAX_READ_LAYERS = 64
 _F16_BYTES = 2
@@ -112,8 +115,7 @@ def _of_parts(parts: Sequence[Path]) -> ModelInfo:
         experts=_number(header.architecture_value("expert_count")),
         experts_used=_number(header.architecture_value("expert_used_count")),
         heads=tuple(_heads(header, tensors)),
-        hidden_size=_number(header.architecture_value("target_hidden_size"))
-        or _number(header.architecture_value("embedding_length")),
+        hidden_size=_hidden_size(header),
         layers=_number(header.architecture_value("block_count")),
         read_layers=_read_layers(header),
     )
@@ -141,6 +143,14 @@ def _heads(header: GgufHeader, tensors: Sequence[GgufTensor]) -> list[str]:
     # Some converters remove the tensors of MTP layers, but leave the number of MTP layers in the metadata.
     present = any(".nextn." in tensor.name for tensor in tensors)
     return [f"MTP, {layers} layer{'s' if layers > 1 else ''}"] if layers and present else []
+
+
+def _hidden_size(header: GgufHeader) -> int:
+    """Return the size of a model's hidden states, or of the target's hidden states that a head reads."""
+    # Gemma 4 assistants return hidden states of the same size as the target's.
+    of_target = ("target_hidden_size", "embedding_length_out") if header.architecture in _HEADS else ()
+    sizes = (header.architecture_number(key) for key in (*of_target, "embedding_length"))
+    return next(filter(None, sizes), 0)
 
 
 def _read_layers(header: GgufHeader) -> tuple[int, ...]:

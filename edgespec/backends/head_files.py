@@ -15,6 +15,8 @@ __all__ = ["drafts_in_one_pass", "head_at", "head_info", "method_of", "unknown_h
 
 # Maps the first word of a head's kind in `ModelInfo.heads` to the drafting method.
 _METHODS = {"MTP": "mtp", "EAGLE": "eagle", "DFlash": "dflash", "Medusa": "medusa", "Hydra": "hydra"}
+# Architectures of heads that work only with targets of one architecture.
+_TARGETS = {"gemma4-assistant": "gemma4"}
 # First words of the kinds of heads that draft several tokens in one pass.
 _ONE_PASS = ("DFlash", "Medusa")
 
@@ -69,6 +71,11 @@ def why_not_made_for(head: ModelInfo, target: ModelInfo) -> str:
 
     Sizes that are missing from the metadata are not compared.
     """
+    architecture = _TARGETS.get(head.architecture, target.architecture)
+    if architecture != target.architecture:
+        return (
+            f"it needs a model with the architecture {architecture!r}, not {shorten(target.architecture)!r}"
+        )
     for what, needed, own in (
         ("hidden states", head.hidden_size, target.hidden_size),
         ("a vocabulary", head.vocab_size, target.vocab_size),

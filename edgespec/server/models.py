@@ -231,6 +231,8 @@ class ModelPool:
                 if len(self.loaded) == 0 and runtime.plan:
                     self._budget_bytes = runtime.plan.budget.bytes
                 _log.info("loaded %s", runtime.target.name)
+                if runtime.target.notice:
+                    _log.info("%s: %s", runtime.target.name, runtime.target.notice)
                 return LoadedModel(name, runtime, self._settings.max_waiting)
         except BaseException:
             if self._entries.get(files) is entry:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from textual import work
 from textual.app import App
@@ -31,32 +31,19 @@ from edgespec.tui.screens.loading import LoadingScreen
 from edgespec.tui.texts import sentences
 from edgespec.tui.themes import DARK
 from edgespec.tui.user_themes import find_theme
-from edgespec.tui.worker import Load, ModelThread
+from edgespec.tui.worker import Load, LoadOther, ModelThread, load_named
 
 if TYPE_CHECKING:
-    from edgespec import Runtime
-    from edgespec.catalog import Progress
+    pass
 
-__all__ = ["ChatApp", "ChatEnd", "LoadOther", "load_named", "run_chat"]
+__all__ = ["ChatApp", "ChatEnd", "run_chat"]
 
-LoadOther: TypeAlias = Callable[[str], Load]
 _T = TypeVar("_T")
 _TICK_SECONDS = 1 / 25
 _QUIT_SECONDS = 5.0
 # Python's thread switch interval during the chat, in seconds. The default of 5 ms can slow down small models.
 _SWITCH_SECONDS = 5e-5
 _NO_CONTROLS = NoControls()
-
-
-def load_named(reference: str) -> Load:
-    """Return a function that loads a model with the default options."""
-
-    def load(progress: Progress) -> Runtime:
-        import edgespec
-
-        return edgespec.load(reference, progress=progress)
-
-    return load
 
 
 class ChatApp(App[None]):

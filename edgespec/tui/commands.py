@@ -13,7 +13,7 @@ from edgespec.errors import OptionError
 from edgespec.tui import selection
 from edgespec.tui.chat_list import restore_chat
 from edgespec.tui.chat_settings import set_settings, set_system
-from edgespec.tui.copying import copy_text
+from edgespec.tui.copying import copy_text, unknown_copy_argument
 from edgespec.tui.editor import show_message
 from edgespec.tui.model_choice import choose_model
 from edgespec.tui.presets import preset
@@ -57,10 +57,7 @@ async def _copy(screen: ChatScreen, argument: str) -> None:
     elif part in ("", "reply", "last"):
         await screen.action_copy_reply()
     else:
-        raise OptionError(
-            f"Unknown argument {argument!r} for /copy",
-            "Type /copy for the last reply, /copy code for its last code block, or /copy chat for everything",
-        )
+        raise unknown_copy_argument(argument)
 
 
 async def _editor(screen: ChatScreen, _argument: str) -> None:

@@ -13,6 +13,7 @@ from markdown_it import MarkdownIt
 from edgespec.chat.message import Message, Role, reply_message
 from edgespec.chat.message_tree import MessageTree
 from edgespec.chat.saved_chat import SavedChat, Setting, title_of
+from edgespec.tui.numbers import count
 
 if TYPE_CHECKING:
     from edgespec import Reply, TextChunk
@@ -188,6 +189,21 @@ class OpenChat:
         if self.tree.messages[place].role != "assistant":
             return RunningTurn(self.tree.ending_at(place))
         return RunningTurn(self.tree.ending_at(self.tree.parents[place]), continued=place)
+
+    def forked(self, place: int) -> OpenChat:
+        """Return a new chat with the messages up to and including the one at `place`."""
+        entries = self.tree.ending_at(place).open_messages
+        return OpenChat(
+            self.system,
+            dict(self.settings),
+            title=f"{self.shown_title} (fork)",
+            tree=MessageTree.linear(ChatEntry(entry.message) for entry in entries),
+        )
+
+    def fork_text(self, fork: OpenChat) -> str:
+        """Return the note that a fork of this chat begins with."""
+        messages = count(len(fork.entries), "message")
+        return f"This is a new chat with {messages} from “{self.shown_title}”, which is unchanged."
 
     def begin_turn(self, turn: RunningTurn) -> None:
         """Mark `turn` as running. Until `finish_turn`, `saved` includes the text generated so far."""

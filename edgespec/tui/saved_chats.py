@@ -8,7 +8,7 @@ from edgespec.errors import ChatFileError, OptionError
 from edgespec.tui.open_chat import OpenChat
 from edgespec.tui.settings import accepted
 from edgespec.tui.texts import sentences
-from edgespec.tui.tool_use import unanswered_calls
+from edgespec.tui.tool_access import unanswered_calls
 
 if TYPE_CHECKING:
     from edgespec.chat.store import StoredChat

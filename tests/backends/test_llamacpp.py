@@ -122,6 +122,10 @@ class TestMmap:
         buffers = self._buffers(path, gpu_layers=0)
         assert ("_REPACK" in buffers) != ("_Mapped" in buffers)
 
+    def test_amx_kernels_are_not_used(self) -> None:
+        """They crash if GCC 12 compiled llama.cpp for a CPU with AMX."""
+        assert "AMX" not in self._buffers(models_folder() / "demo-draft-q8_0.gguf", gpu_layers=0)
+
 
 def test_an_out_of_memory_pass_leaves_the_cache_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -386,7 +386,6 @@ def test_more_layers_than_llama_cpp_can_run_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("architecture", "tensor"),
     [
-        ("gemma4-assistant", "blk.0.nextn.pre_projection.weight"),
         ("deepseek4", "blk.2.nextn.eh_proj.weight"),
         ("glm5-next", "blk.2.nextn.eh_proj.weight"),
     ],

@@ -12,6 +12,7 @@ import pytest
 
 from edgespec.catalog import mlx_installed
 from edgespec.catalog.catalogue import models_folder
+from tests.backends.tiny_gemma4_models import write_gemma4, write_gemma4_assistant
 from tests.backends.tiny_models import write_eagle, write_llama
 from tests.catalog.fake_stores import add_to_hub
 from tests.cli.conftest import ROOT, Run, Start, json_of, one_line_error
@@ -197,6 +198,14 @@ class TestHeads:
         shown = run("models", "show", str(target.with_name("eagle3-target.gguf"))).stdout
         assert "made for one target" in shown
         assert "--draft auto" not in shown
+
+    def test_show_names_an_assistant_beside_its_model(self, run: Run, tmp_path: Path) -> None:
+        target = write_gemma4(tmp_path / "gemma.gguf")
+        head = write_gemma4_assistant(tmp_path / "mtp-gemma.gguf")
+        shown = run("models", "show", str(target)).stdout
+        assert re.search(rf"^head +{head}: MTP; .*works, with --method auto or mtp$", shown, re.MULTILINE)
+        assert "made for one target" in run("models", "show", str(head)).stdout
+        assert "pass it with --head" in one_line_error(run("plan", "--target", str(head)), 1)
 
     def test_the_list_does_not_complain_about_heads(self, run: Run, tmp_path: Path, target: Path) -> None:
         add_to_hub(tmp_path / "cache", "some/head-GGUF", target.with_name("eagle3-target.gguf"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -54,6 +55,17 @@ def test_models_that_fit_stay_loaded() -> None:
         await use(pool, "demo-draft")
         await use(pool, "demo")
         assert names(pool) == ["demo", "demo-draft"]
+
+
+def test_the_log_says_that_replies_run_one_after_the_other(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "edgespec")
+
+    @pool_test(load_options={"parallel": 2})
+    async def test(pool: ModelPool) -> None:
+        await use(pool, None)
+        assert "one after the other" not in caplog.text
+        await use(pool, "demo-mlx")
+        assert "demo-mlx cannot run several at once" in caplog.text
 
 
 def test_models_that_do_not_fit_replace_others() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,6 +95,9 @@ class LlamaContext(KvSequences):
     `KvSequences` has the operations on the KV cache that need no forward pass. If `allocate` fails, the
     context has no KV cache (see `is_lost`).
 
+    A context in `kv_readers` reads the KV cells of this context. llama.cpp keeps a pointer to them, so it is
+    freed before this context and allocated again after it, while the cells are empty.
+
     The context of an EAGLE head borrows the token embeddings of `target`, so it must be allocated again
     whenever the target's context is. If `mtp` is set, the context runs only the model's multi-token
     prediction layers, and its KV cache holds only their keys and values.
@@ -141,6 +145,7 @@ class LlamaContext(KvSequences):
         self._vocab_size = vocabulary_size(model)
         self._taps = StateTaps(model)
         self._hook, self._always_hooked = hook or self._taps.hook, hook is not None
+        self.kv_readers: list[LlamaContext] = []
         # Number of calls of `allocate`, by which head contexts notice that this context was replaced.
         self._generation = 0
         # Settings of the current llama_context, which `is_stale` compares with those that are needed now.
@@ -194,6 +199,10 @@ class LlamaContext(KvSequences):
         self.plan, self.tokens = plan, int(self._lib.llama_n_ctx(self._context))
         self._taps.apply(context)
         self.apply_adapters()
+        for reader in self.kv_readers:
+            # If there is too little memory, the head stays without a context and cannot draft.
+            with suppress(MemoryBudgetError):
+                reader.allocate(reader.plan.with_tokens(plan.tokens))
 
     def apply_adapters(self) -> None:
         """Use the adapters with their current scales from the next pass on. Raises BackendError."""
@@ -232,6 +241,8 @@ class LlamaContext(KvSequences):
         return self._taps.rows(self._context, count)
 
     def _free(self) -> None:
+        for reader in self.kv_readers:
+            reader.release()
         context = self._detach()
         self.tokens = 0
         # Replace the NumPy view of the logits, because `llama_free` frees the memory that it refers to.

@@ -54,7 +54,7 @@ class HeadContext(LlamaContext):
         mtp: bool = False,
     ) -> None:
         super().__init__(weights, options, plan, threads, target=target, mtp=mtp)
-        self._state_size: int = library().llama_model_n_embd(weights)
+        self._state_size: int = library().llama_model_n_embd_out(weights)
         self._pairs = _PairBatch(options.batch_tokens, plan.sequences, self._state_size)
 
     def allocate(self, plan: ContextPlan) -> None:

@@ -20,10 +20,10 @@ from edgespec.backends.llamacpp.staging_api import target_layers_api
 from edgespec.backends.memory_check import check_weights_fit
 from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
 from edgespec.backends.self_draft_methods import Head
+from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.errors import CapabilityError, ModelFileError, shorten
 
 if TYPE_CHECKING:
-    from edgespec.backends.llamacpp.head import CachedHead
     from edgespec.backends.llamacpp.model import LlamaCppModel
 
 __all__ = [
@@ -35,7 +35,7 @@ __all__ = [
     "target_layers",
 ]
 
-H = TypeVar("H", bound="CachedHead")
+H = TypeVar("H", bound=SelfDraftView[Any])
 # Maximum number of tokens per pass of a head. Kept small because compute buffers grow with it and the
 # vocabulary size.
 BATCH_TOKENS = 64

@@ -29,10 +29,14 @@ class LayerTaps:
         self._layers: Sequence[int] = ()
 
     def set(self, context: Any, layers: Sequence[int]) -> None:
-        """Choose the layers whose inputs are copied from the next pass on."""
+        """Choose the layers whose inputs are copied from the next pass on.
+
+        If the context was freed, pass None, and call `apply` when it has been created again.
+        """
         before, self._layers = self._layers, layers
-        for layer in (*before, *layers):
-            self._switch(context, layer)
+        if context:
+            for layer in (*before, *layers):
+                self._switch(context, layer)
 
     def apply(self, context: Any) -> None:
         """Copy the inputs of the chosen layers in a newly created context."""

@@ -31,6 +31,7 @@ __all__ = [
     "load_skeleton",
     "load_vocabulary",
     "load_weights",
+    "model_params",
     "repacks_weights",
     "threads_for",
 ]
@@ -78,8 +79,8 @@ def load_files(
     If `repack` is False, llama.cpp does not convert the weights to a faster layout, so that they can be
     memory-mapped.
     """
-    params = _params(options.gpu_layers)
-    params.use_extra_bufts = repack
+    params = model_params(options.gpu_layers)
+    params.use_extra_bufts &= repack
     params.load_mtp = options.mtp
     lib = library()
     params.load_mode = {
@@ -118,7 +119,7 @@ def load_skeleton(paths: Paths, gpu_layers: int | None) -> Any:
     Returns:
         A llama_model handle that knows the size and device of each tensor.
     """
-    params = _params(gpu_layers)
+    params = model_params(gpu_layers)
     params.no_alloc = True
     params.load_mode = library().LLAMA_LOAD_MODE_NONE
     return _open(paths, params)
@@ -131,9 +132,14 @@ def load_vocabulary(path: str) -> Any:
     return _open(path, params)
 
 
-def _params(gpu_layers: int | None) -> Any:
-    params = library().llama_model_default_params()
+def model_params(gpu_layers: int | None = None) -> Any:
+    """Return llama.cpp's parameters for loading a model. By default, all layers run on the GPU."""
+    lib = library()
+    params = lib.llama_model_default_params()
     params.n_gpu_layers = -1 if gpu_layers is None else gpu_layers  # A negative number offloads all layers.
+    # llama.cpp's AMX kernels crash if GCC 12 compiled them, because it drops the code that fills in the tile
+    # configuration. They can only be turned off together with the other special weight layouts.
+    params.use_extra_bufts = b"AMX_INT8 = 1" not in lib.llama_print_system_info()
     return params
 
 

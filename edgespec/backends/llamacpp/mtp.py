@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.head_trial import check_finite
+from edgespec.backends.llamacpp.gemma4_assistant import AssistantHead, estimate_assistant, load_assistant
+from edgespec.backends.llamacpp.gemma4_assistant_files import is_assistant
 from edgespec.backends.llamacpp.head_loading import (
     check_sizes,
     estimate_head,
@@ -31,7 +33,7 @@ __all__ = ["estimate_mtp_head", "load_mtp_head"]
 _COMPUTE_BYTES_PER_LOGIT = 4
 
 
-def load_mtp_head(target: LlamaCppModel, path: Path | None) -> MtpHead:
+def load_mtp_head(target: LlamaCppModel, path: Path | None) -> MtpHead | AssistantHead:
     """Load MTP layers from a file, or use the MTP layers in the target's own file if `path` is None.
 
     Raises:
@@ -39,13 +41,15 @@ def load_mtp_head(target: LlamaCppModel, path: Path | None) -> MtpHead:
         ModelFileError: The file is damaged, or its logits are not finite.
         MemoryBudgetError: The head does not fit in memory.
     """
-    file = path or Path(target.facts.path)
-    layers = read_mtp_layers(file)
     if nextn_api() is None:
         raise CapabilityError(
             "this version of llama.cpp cannot run MTP layers separately from the model",
             "install the version of llama-cpp-python that edgespec was tested with, or choose another method",
         )
+    if path is not None and is_assistant(path):
+        return load_assistant(target, path)
+    file = path or Path(target.facts.path)
+    layers = read_mtp_layers(file)
     if path is None:
         return _own_head(target, file, layers)
     check_same_model(path, Path(target.facts.path), target.facts.name)
@@ -91,6 +95,8 @@ def estimate_mtp_head(path: Path | None, target: Path, context_tokens: int) -> M
         CapabilityError: The file has no MTP layers that llama.cpp can run.
         ModelFileError: The file is missing or damaged.
     """
+    if path is not None and is_assistant(path):
+        return estimate_assistant(path, context_tokens)
     layers = read_mtp_layers(path or target)
     return estimate_head(
         context_tokens,

@@ -53,8 +53,7 @@ class MtpGraph(NamedTuple):
 
 
 # Architectures whose MTP layers llama.cpp can run. For others, llama.cpp would end the process. `deepseek4`
-# is missing because its MTP layers read several hidden states per token. `gemma4-assistant` is missing
-# because such a head has no KV cache of its own, but reads its target's.
+# is missing because its MTP layers read several hidden states per token.
 MTP_GRAPHS = {
     "bailingmoe3": MtpGraph(),
     "cohere2moe": MtpGraph(),

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.checkpoints import StateCheckpoints
 from edgespec.backends.llamacpp.context import LlamaContext
+from edgespec.backends.llamacpp.gemma4_assistant_files import ASSISTANT_TARGET
 from edgespec.backends.llamacpp.kv_types import SMALL_KERNEL_MAX_ROWS, prefill_kernel_differs
 from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.mtp_files import MTP_GRAPHS
@@ -70,7 +71,7 @@ def _head_methods(weights: Any, result: ProbeResult) -> frozenset[str]:
     """Return the methods that can draft with a head for this model."""
     if not (result.capabilities.rollback or result.replays):
         return frozenset()
-    has_mtp = metadata(weights, "general.architecture") in MTP_GRAPHS
+    has_mtp = metadata(weights, "general.architecture") in (*MTP_GRAPHS, ASSISTANT_TARGET)
     layers, nextn = target_layers_api() is not None, nextn_api() is not None
     works = {"mtp": has_mtp and nextn, "eagle": layers and nextn, "dflash": layers}
     # llama.cpp does not run Medusa and Hydra heads, so any version will do.

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.hidden_state_log import POST_NORM
+from edgespec.backends.llamacpp.gemma4_assistant_files import ASSISTANT_TARGET
 from edgespec.backends.llamacpp.hidden_state_hook import HiddenStateHook, layer_output
 from edgespec.backends.llamacpp.layer_taps import LayerTaps, copied_rows
 from edgespec.backends.llamacpp.metadata import metadata
@@ -41,9 +42,8 @@ class StateTaps:
         self._architecture = metadata(model, "general.architecture")
         self._has_layer_taps = layer_input_api() is not None and self._architecture in TAPPED_ARCHITECTURES
         self._layers, self._size = LayerTaps(size), size
-        graph = None if nextn_api() is None else MTP_GRAPHS.get(self._architecture or "")
         # The number of the final hidden state that llama.cpp itself can copy, or None.
-        self._final = None if graph is None else graph.state_before(self._layer_count)
+        self._final = _final_state(self._architecture or "", self._layer_count) if nextn_api() else None
         self.hook = HiddenStateHook((), size)
         self._select(())
 
@@ -58,7 +58,7 @@ class StateTaps:
         self.hook.set_names(list(self._hooked.values()))
 
     def set(self, context: Any, states: Sequence[int]) -> None:
-        """Choose the hidden states to copy from the next pass on.
+        """Choose the hidden states to copy from the next pass on. `context` is None if it was freed.
 
         Raises:
             CapabilityError: One of the hidden states does not exist in the model or cannot be read.
@@ -86,7 +86,7 @@ class StateTaps:
 
     def _copy_final(self, context: Any) -> None:
         """Switch llama.cpp's own copying of the final hidden state on or off, as chosen."""
-        if self._final is not None and (api := nextn_api()):
+        if context and self._final is not None and (api := nextn_api()):
             api.switch(context, self._final in self._states, False)
 
     def rows(self, context: Any, count: int) -> NDArray[np.float32]:
@@ -100,6 +100,14 @@ class StateTaps:
         if self._final is not None and self._final in self._states and (api := nextn_api()):
             found[self._final] = copied_rows(api.address(context), count, self._size)
         return np.stack([found[state] for state in self._states], axis=1)
+
+
+def _final_state(architecture: str, layer_count: int) -> int | None:
+    """Return the number of the final hidden state that MTP heads read, or None if there are no such heads."""
+    if architecture == ASSISTANT_TARGET:
+        return POST_NORM
+    graph = MTP_GRAPHS.get(architecture)
+    return graph.state_before(layer_count) if graph else None
 
 
 def _tensor(state: int) -> str:

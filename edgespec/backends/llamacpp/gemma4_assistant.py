@@ -1,0 +1,207 @@
+"""Draft with a Gemma 4 assistant, a multi-token prediction (MTP) head that reads the target's KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.backends.base import LoadOptions, Snapshot
+from edgespec.backends.gguf_header import read_header
+from edgespec.backends.gguf_metadata import read_gguf_info
+from edgespec.backends.head_trial import check_finite
+from edgespec.backends.hidden_state_log import POST_NORM
+from edgespec.backends.llamacpp.context import ContextPlan
+from edgespec.backends.llamacpp.gemma4_assistant_files import ASSISTANT, check_assistant
+from edgespec.backends.llamacpp.head_context import HeadContext
+from edgespec.backends.llamacpp.head_loading import BATCH_TOKENS, estimate_head, load_head_file
+from edgespec.backends.llamacpp.loading import check_file, describe, threads_for
+from edgespec.backends.llamacpp.native import library
+from edgespec.backends.llamacpp.probe import ProbeResult
+from edgespec.backends.memory_check import check_tokens_fit
+from edgespec.backends.memory_estimate import MemoryEstimate
+from edgespec.backends.model_facts import Capabilities
+from edgespec.backends.self_draft_methods import Head
+from edgespec.backends.self_draft_view import SelfDraftView
+from edgespec.engine.logits import HostLogits
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import CapabilityError, MemoryBudgetError
+
+if TYPE_CHECKING:
+    from edgespec.backends.llamacpp.model import LlamaCppModel
+
+__all__ = ["AssistantHead", "estimate_assistant", "load_assistant"]
+
+# Approximate size of the compute buffer in bytes, per token of a batch and per token of the vocabulary.
+_COMPUTE_BYTES_PER_LOGIT = 4
+
+
+def load_assistant(target: LlamaCppModel, path: Path) -> AssistantHead:
+    """Load a Gemma 4 assistant for a target.
+
+    Raises:
+        CapabilityError: The file was made for another target.
+        ModelFileError: The file is damaged, or its logits are not finite.
+        MemoryBudgetError: The head does not fit in memory.
+    """
+    check_assistant(path, Path(target.facts.path), target.facts.name)
+
+    def make(weights: Any, options: LoadOptions, name: str) -> AssistantHead:
+        return AssistantHead(target, weights, str(path), options, name)
+
+    head = load_head_file(target, Head("mtp", path), ASSISTANT, "a Gemma 4 assistant", make)
+    try:
+        if not target.length and target.free_tokens:
+            # With an empty cache, `load_head_file` has checked the logits without attention.
+            target.prefill([0])
+            check_finite(head, path)
+            target.truncate(0)
+    except BaseException:
+        head.close()
+        raise
+    return head
+
+
+def estimate_assistant(path: Path, context_tokens: int) -> MemoryEstimate:
+    """Estimate the memory for a Gemma 4 assistant, including the log of hidden states that it reads.
+
+    Raises:
+        ModelFileError: The file is missing or damaged.
+    """
+    return estimate_head(
+        context_tokens,
+        weight_bytes=check_file(str(path)),
+        token_bytes=0,
+        vocabulary=read_gguf_info(path).vocab_size,
+        state_size=read_header(path).architecture_number("embedding_length_out"),
+        bytes_per_logit=_COMPUTE_BYTES_PER_LOGIT,
+    )
+
+
+class AssistantHead(SelfDraftView["LlamaCppModel"]):
+    """A head whose layers attend to the KV cells of the target's committed tokens.
+
+    Its input is a token and the hidden state before the token. For the last emitted token, that is the
+    target's. For draft tokens, it is the head's own hidden state after the parent in the draft tree. The head
+    adds no keys and values, so it runs all nodes of a draft tree at the position of the last emitted token.
+
+    The head therefore has nothing to prefill, to commit or to roll back, and must not run while the target
+    verifies a draft.
+    """
+
+    def __init__(
+        self, target: LlamaCppModel, weights: Any, path: str, options: LoadOptions, name: str
+    ) -> None:
+        super().__init__(target)
+        self._weights = weights
+        self.vocabulary = target.vocabulary
+        self.log = target.log_hidden_states((POST_NORM,))
+        try:
+            self._context = _open_context(target, weights, options)
+        except BaseException:
+            target.stop_logging(self.log)
+            raise
+        capabilities = Capabilities(
+            rollback=True,
+            tree=target.facts.capabilities.tree,
+            max_width=self._context.max_width,
+            max_branches=options.max_branches,
+        )
+        result = ProbeResult(capabilities, "nothing to roll back")
+        facts = describe(weights, path, name, self._context.plan, self.vocabulary, result)
+        self.facts = replace(facts, vocab_size=self.vocabulary.size, notice="")
+        # The head's own hidden state after each node of the current draft tree.
+        self._own_states: NDArray[np.float32] = np.empty((0, self.log.row_size), np.float32)
+
+    @property
+    def free_tokens(self) -> int:
+        return 0 if self._context.is_lost else self._target.free_tokens
+
+    @property
+    def threads(self) -> int:
+        return self._context.threads
+
+    @property
+    def first_position(self) -> int:
+        """The first position whose preceding hidden state is in the log."""
+        return self.log.start + 1
+
+    @property
+    def last_position(self) -> int:
+        """The last position whose preceding hidden state is in the log."""
+        return self.log.end
+
+    def start_at(self, position: int) -> None:  # noqa: ARG002
+        self._check()
+
+    def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:  # noqa: ARG002
+        self._check()
+        end = self.length if end is None else min(end, self.length)
+        return Snapshot(end, b"", end)
+
+    def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
+        self._check()
+        check_tokens_fit(self, tree.width)
+        if tree.width > self.facts.capabilities.max_width:
+            raise CapabilityError(
+                f"a draft of {tree.width} tokens exceeds the limit of {self.facts.capabilities.max_width} per"
+                " pass",
+                "use a shorter --draft-length or fewer --draft-branches",
+            )
+        self._own_states = self._own_states[:first]
+        # A node needs the hidden state after its parent, which an earlier pass has computed.
+        *earlier, last = tree.independent_ranges(first)
+        rows = [self._run(tree, *nodes).copy() for nodes in earlier]
+        logits = self._run(tree, *last)
+        return HostLogits(np.concatenate([*rows, logits]) if rows else logits)
+
+    def _run(self, tree: TokenTree, first: int, end: int) -> NDArray[np.float32]:
+        """Run nodes whose parents have been run, and return their logits until the next pass."""
+        position, count = self.length, end - first
+        states = (
+            self._own_states[np.array(tree.parents[first:end])]
+            if first
+            else self.log.rows(position - 1, position)
+        )
+        logits = self._context.run_pairs(tree.tokens[first:end], states, [position] * count, [(0,)] * count)
+        self._own_states = np.concatenate([self._own_states, self._context.last_states(count)])
+        # Without committed tokens, attention divides by zero. Only warm-up passes run the head then.
+        return logits if position else np.zeros_like(logits)
+
+    def interrupt(self, enabled: bool) -> None:
+        self._context.interrupt.requested = enabled
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._target.stop_logging(self.log)
+        self._target.context.kv_readers.remove(self._context)
+        self._context.close()
+        library().llama_model_free(self._weights)
+
+
+def _open_context(target: LlamaCppModel, weights: Any, options: LoadOptions) -> HeadContext:
+    """Return a context for a head that reads the target's KV cells."""
+    shared = target.context
+    # One sequence is enough, because the head reads only the target's sequence 0.
+    plan = ContextPlan(shared.tokens, shared.plan.kv_types, sequences=1, rows=BATCH_TOKENS)
+    # llama.cpp empties the target's KV cache when it creates a context that reads it.
+    try:
+        cells = shared.export_cells(0, 0, target.length)
+    except MemoryError as error:
+        raise MemoryBudgetError(
+            f"the head cannot be loaded: a copy of {target.length:,} cached tokens cannot be allocated",
+            "close other programs, or load the head before the first prompt",
+        ) from error
+    try:
+        context = HeadContext(weights, options, plan, threads_for(weights, options), target=shared)
+    finally:
+        shared.clear()
+        if not shared.import_cells(cells, 0, target.length):
+            target.truncate(0)
+    shared.kv_readers.append(context)
+    return context
