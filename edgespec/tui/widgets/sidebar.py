@@ -125,6 +125,8 @@ class Sidebar(OptionList):
         """Filter the list by what the user types."""
         if event.key == "backspace":
             query = self._query[:-1]
+        elif event.character == "/" and not self._query:
+            return  # The screen starts a command in the input.
         elif event.is_printable and event.character is not None:
             query = self._query + event.character
         else:
