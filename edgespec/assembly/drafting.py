@@ -116,7 +116,7 @@ class _DrafterFactory:
         }
         for name, make in makers.items():
             if self._shares_passes and name in (*SELF_DRAFTS, *HEADS):
-                self.made[name] = _not_shared(name)
+                self.made[name] = self._not_shared(name, is_loaded=name in needed)
             else:
                 self.made[name] = make() if name in needed else _not_loaded(name)
         if draft:
@@ -245,6 +245,28 @@ class _DrafterFactory:
         view = self._model.self_draft(EarlyExit(exit_layer or self._measure_best_exit()))
         return self._model_drafter(view, "layerskip")
 
+    def _not_shared(self, name: str, *, is_loaded: bool) -> Drafter | MissingDrafter:
+        """Return why a drafter is missing that cannot draft for several replies, with everything it needs.
+
+        Args:
+            name: The drafter.
+            is_loaded: Whether the drafter was requested when the model was loaded.
+        """
+        if name == "swift" and not self._format.skips_layers:
+            return self._make_swift()
+        if name == "layerskip" and "layerskip" in self._format.preparations:
+            # Replies of the prepared model run one after the other, also with --parallel.
+            return self._make_layerskip()
+        alone = "omit --parallel" if is_loaded else f"load the model with --method {name} and no --parallel"
+        if name in HEADS:
+            alone += f", with a head for it (see `edgespec models show {self._reference}`)"
+        elif name == "lowbit" and self._needs_lowbit_copy():
+            alone += f" and run `edgespec prepare lowbit {self._reference}` once"
+        return MissingDrafter(
+            f"{name} cannot draft for several replies at once, as --parallel requires",
+            f"choose another method, such as model or suffix, or {alone}",
+        )
+
     def _missing_self_draft(self, self_draft: SelfDraft) -> MissingDrafter:
         why, hint = f"{self._model.facts.name} cannot draft for itself", ""
         try:
@@ -323,6 +345,11 @@ class _DrafterFactory:
         self._heads.append(LoadedHead(option.name, path, cache))
         return self._model_drafter(view, name, cache)
 
+    def _needs_lowbit_copy(self) -> bool:
+        from edgespec.prepare.lowbit import find_lowbit
+
+        return bool(self._format.low_bit_copy_format) and find_lowbit(self._target.path) is None
+
     def _checked_lowbit_copy(self) -> PreparedModel | None:
         from edgespec.prepare.lowbit import check_lowbit, find_lowbit
 
@@ -337,7 +364,8 @@ class _DrafterFactory:
         facts = self._model.facts
         if not self._format.skips_layers:
             return MissingDrafter(
-                f"{facts.name} cannot skip layers, because it is not an MLX model", "choose another method"
+                f"{facts.name} cannot skip layers, because it is not an MLX model",
+                "choose another method, such as model or suffix",
             )
         if "swift" not in facts.capabilities.self_draft_methods:
             return self._missing_self_draft(SkippedLayers((1,)))
@@ -366,11 +394,4 @@ def _not_loaded(name: str) -> MissingDrafter:
     return MissingDrafter(
         f"{name} was not requested when the model was loaded",
         f"load the model with --method {name} (in Python, use the option `method` or `methods`)",
-    )
-
-
-def _not_shared(name: str) -> MissingDrafter:
-    return MissingDrafter(
-        f"{name} cannot draft for several replies at once, as --parallel requires",
-        "choose another method, such as model or suffix, or omit --parallel",
     )

@@ -8,14 +8,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["MAX_LOGGED_TOKENS", "POST_NORM", "HiddenStateLog", "OpenLogs"]
+__all__ = ["MAX_LOGGED_TOKENS", "POST_NORM", "HiddenStateLog", "OpenLogs", "stream_states"]
 
 # The number of the hidden state after the final norm, which the LM head reads. Numbers k >= 0 stand for the
 # input of layer k. The number of layers stands for the last layer's output, before the final norm.
 POST_NORM = -1
+# Numbers below this one stand for the residual streams after the last layer of a model with hyper-connections
+# (arXiv 2409.19606), which the model mixes to one hidden state before the final norm.
+_FIRST_STREAM = POST_NORM - 1
 
 # Number of tokens whose hidden states are kept. A head that lags further behind skips older tokens.
 MAX_LOGGED_TOKENS = 2048
+
+
+def stream_states(count: int) -> tuple[int, ...]:
+    """Return the numbers of the first `count` residual streams after the last layer."""
+    return tuple(range(_FIRST_STREAM, _FIRST_STREAM - count, -1))
 
 
 class HiddenStateLog:

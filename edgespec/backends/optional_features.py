@@ -49,7 +49,7 @@ class HiddenStateSource(LanguageModel, Protocol):
         Args:
             states: Numbers of the hidden states to log, in the order in which a row concatenates them. Number
                 k is the input of layer k. The number of layers is the last layer's output before the final
-                norm, and `POST_NORM` is the state after the final norm.
+                norm, and `POST_NORM` is the state after the final norm. See also `stream_states`.
 
         Raises:
             CapabilityError: One of the hidden states does not exist in the model or cannot be read.

@@ -22,7 +22,7 @@ from edgespec.tui.archive import Archive
 from edgespec.tui.chat_end import ChatEnd, resume_value
 from edgespec.tui.chat_screen import ChatScreen
 from edgespec.tui.controls import NoControls
-from edgespec.tui.ending import EndWatch
+from edgespec.tui.ending import EndWatch, is_input_open
 from edgespec.tui.environment import check_textual_variables
 from edgespec.tui.history import History
 from edgespec.tui.preferences import Preferences
@@ -283,7 +283,7 @@ def run_chat(load: Load, *, mouse: bool = True, **options: Any) -> ChatEnd:
     app = ChatApp(load, **options)
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_SECONDS)
-    with EndWatch(app.save_turn, app.leave_soon, app.stop_model) as watch:
+    with EndWatch(app.save_turn, app.leave_soon, app.stop_model, is_open=is_input_open) as watch:
         try:
             app.run(mouse=mouse)
         finally:

@@ -7,21 +7,19 @@ import hashlib
 import hmac
 import logging
 import secrets
-import shlex
 import socket
-import subprocess
-import sys
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from urllib.parse import quote
 
 import aiohttp_jinja2
 import jinja2
-from aiohttp import web
-from textual_serve.server import Server
+from aiohttp import WSCloseCode, web
+from textual_serve.server import Server, to_int
 
 from edgespec.errors import EdgespecError
 from edgespec.files import error_reason
+from edgespec.tui.browser_process import ChatProcess
 
 __all__ = ["BrowserChat"]
 
@@ -29,6 +27,18 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 # Maximum time in seconds for the chats to save and end when the server stops.
 _STOP_SECONDS = 8.0
+# Seconds that a browser has to confirm the end of a connection, and seconds between checks that it answers.
+_CLOSE_SECONDS, _HEARTBEAT_SECONDS = 2.0, 15.0
+# Errors of textual-serve if a browser sends something other than its messages.
+_INVALID_MESSAGE = (
+    AssertionError,
+    AttributeError,
+    LookupError,
+    OverflowError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 # The page needs nothing from other servers. This policy also blocks the Google fonts that it would load.
 _POLICY = (
     "default-src 'none'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline';"
@@ -68,13 +78,14 @@ class BrowserChat(Server):
     def __init__(self, words: Sequence[str], port: int, key: str | None = None) -> None:
         self._socket = _bind(port)
         port = self._socket.getsockname()[1]
-        command = subprocess.list2cmdline(words) if sys.platform == "win32" else shlex.join(words)
         super().__init__(
-            command, host="127.0.0.1", port=port, title="edgespec", public_url=f"http://127.0.0.1:{port}"
+            "", host="127.0.0.1", port=port, title="edgespec", public_url=f"http://127.0.0.1:{port}"
         )
+        self._words = words
         self._key = key or secrets.token_urlsafe(24)
         self.address = f"{self.public_url}/?key={'YOUR_KEY' if key else self._key}"
         self._hosts = {f"{name}:{port}" for name in ("127.0.0.1", "localhost")}
+        self._chats: set[ChatProcess] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped = asyncio.Event()
         self._stop_requested = False
@@ -97,7 +108,13 @@ class BrowserChat(Server):
             return
         # textual-serve logs a traceback whenever a connection is closed.
         logging.getLogger("textual-serve").setLevel(logging.CRITICAL)
-        runner = web.AppRunner(await self._make_app(), access_log=None, shutdown_timeout=_STOP_SECONDS)
+        runner = web.AppRunner(
+            await self._make_app(),
+            access_log=None,
+            shutdown_timeout=_STOP_SECONDS,
+            # A handler that waits for its chat must still notice that the browser has disconnected.
+            handler_cancellation=True,
+        )
         await runner.setup()
         try:
             await web.SockSite(runner, self._socket).start()
@@ -117,6 +134,7 @@ class BrowserChat(Server):
                 web.static("/static", self.statics_path, name="static"),
             ]
         )
+        app.on_shutdown.append(self.on_shutdown)
         return app
 
     @web.middleware
@@ -149,6 +167,30 @@ class BrowserChat(Server):
             "config": {"static": {"url": f"http:{base}/static/"}},
             "application": {"name": self.title},
         }
+
+    async def handle_websocket(self, request: web.Request) -> web.WebSocketResponse:
+        """Start a chat process and connect it to the browser. Both end together."""
+        websocket = web.WebSocketResponse(timeout=_CLOSE_SECONDS, heartbeat=_HEARTBEAT_SECONDS)
+        await websocket.prepare(request)
+        chat = ChatProcess(self._words, websocket)
+        self._chats.add(chat)
+        query = request.query
+        try:
+            await chat.start(to_int(query.get("width", ""), 80), to_int(query.get("height", ""), 24))
+            await self._process_messages(websocket, chat)
+        except _INVALID_MESSAGE:
+            await websocket.close(code=WSCloseCode.PROTOCOL_ERROR)
+        except ConnectionError:
+            # The browser has closed the connection.
+            pass
+        finally:
+            await chat.stop()
+            self._chats.remove(chat)
+        return websocket
+
+    async def on_shutdown(self, app: web.Application) -> None:  # noqa: ARG002
+        """End all chats. Called when the server stops."""
+        await asyncio.gather(*(chat.stop() for chat in self._chats))
 
 
 def _digest(key: str) -> bytes:

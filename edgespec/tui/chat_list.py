@@ -105,4 +105,5 @@ async def restore_in_list(screen: ChatScreen) -> None:
         await screen.show_error(error)
         return
     await screen.refresh_sidebar()
+    screen.app.clear_notifications()
     screen.say("There is no deleted chat to restore." if stored is None else f"Restored “{stored.title}”.")

@@ -1,8 +1,9 @@
-"""End the chat on signals and when the terminal is closed, even if the screen or the model is stuck."""
+"""End the chat on signals and when its terminal is closed, even if the screen or the model is stuck."""
 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from time import monotonic, sleep
 from types import FrameType, TracebackType
 from typing import Any
 
-__all__ = ["EndWatch"]
+__all__ = ["EndWatch", "is_input_open"]
 
 # Signals that end the chat. Windows has no SIGHUP, the signal for a closed terminal.
 _SIGNALS = [each for each in signal.Signals if each.name in ("SIGHUP", "SIGINT", "SIGTERM")]
@@ -24,6 +25,20 @@ _RETRY_SECONDS = 0.05
 _INTERRUPTED = 130
 
 
+def _has_terminal() -> bool:
+    """Return whether stdin is an open terminal."""
+    return sys.__stdin__ is not None and sys.__stdin__.isatty()
+
+
+def is_input_open() -> bool:
+    """Return whether stdin is an open terminal, or the open pipe of a chat in a browser."""
+    if _has_terminal() or sys.__stdin__ is None or sys.platform == "win32":
+        return _has_terminal()
+    poll = select.poll()
+    poll.register(sys.__stdin__.fileno(), 0)
+    return not any(event & select.POLLHUP for _, event in poll.poll(0))
+
+
 class EndWatch:
     """Context manager that ends the chat on SIGHUP, SIGINT and SIGTERM, or when its terminal is closed.
 
@@ -34,13 +49,19 @@ class EndWatch:
         save: Saves the chat.
         leave: Asks the app to quit. Returns False if it has not started yet. Called once per signal.
         stop: Stops the reply and closes the model. Called if the terminal is closed.
+        is_open: Returns whether the terminal is open. Ignored if it returns False at the start.
 
     Attributes:
         signalled: True once a signal has arrived.
     """
 
     def __init__(
-        self, save: Callable[[], None], leave: Callable[[], bool], stop: Callable[[], object]
+        self,
+        save: Callable[[], None],
+        leave: Callable[[], bool],
+        stop: Callable[[], object],
+        *,
+        is_open: Callable[[], bool] = _has_terminal,
     ) -> None:
         self.signalled = False
         self._save = save
@@ -48,7 +69,7 @@ class EndWatch:
         self._stop = stop
         self._arrived = Event()
         self._ended = False
-        self._had_terminal = _has_terminal()
+        self._is_open, self._was_open = is_open, is_open()
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> EndWatch:
@@ -73,7 +94,7 @@ class EndWatch:
         deadline = float("inf")
         while not self._ended:
             self._arrived.wait(_CHECK_SECONDS)
-            if self._had_terminal and not _has_terminal():
+            if self._was_open and not self._is_open():
                 self._save()
                 self._stop()
                 self._save()
@@ -88,7 +109,3 @@ class EndWatch:
                     sleep(_RETRY_SECONDS)
             if monotonic() > deadline:
                 os._exit(_INTERRUPTED)
-
-
-def _has_terminal() -> bool:
-    return sys.__stdin__ is not None and sys.__stdin__.isatty()

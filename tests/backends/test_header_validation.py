@@ -19,6 +19,7 @@ from edgespec.backends.llamacpp.header_validation import check_header
 from edgespec.backends.llamacpp.memory_estimate import GgufMemoryEstimator
 from edgespec.errors import EdgespecError, ModelFileError
 from tests.backends.tiny_models import write_jamba, write_llama, write_mamba, write_moe
+from tests.backends.tiny_mtp_models import write_deepseek4
 
 
 def altered(folder: Path, key: str, value: int, write: Callable[[Path], Path] = write_llama) -> Path:
@@ -190,6 +191,21 @@ def test_later_parts_are_checked_too(tmp_path: Path) -> None:
 def test_a_file_named_as_part_0_of_0_is_checked(tmp_path: Path) -> None:
     path = write_llama(tmp_path / "model-00000-of-00000.gguf")
     refuse(of_type(path, "blk.0.attn_norm.weight", 1, 1), "attn_norm.weight must have type F32")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "match"),
+    [
+        ("hyper_connection.count", 3, "it has 3 residual streams instead of 4"),
+        ("output_group_count", 0, "its 2 attention heads cannot be divided into 0 groups"),
+        ("output_group_count", 3, "its 2 attention heads cannot be divided into 3 groups"),
+        ("head_count_kv", 2, "it has 2 key heads instead of 1"),
+        ("attention.key_length", 32, "its keys have 32 values, but its values 16"),
+        ("indexer.key_length", 32, "its indexer's keys have 32 values"),
+    ],
+)
+def test_sizes_of_compressed_attention_are_checked(key: str, value: int, match: str, tmp_path: Path) -> None:
+    refuse(altered(tmp_path, key, value, write_deepseek4), match)
 
 
 def test_misaligned_weights_are_refused(tmp_path: Path) -> None:

@@ -22,14 +22,16 @@ from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, CapabilityError
 from tests.backends.contract import cut, fresh, same, step, tokens_for
 from tests.backends.tiny_models import write_gemma2, write_jamba, write_lfm2, write_mamba
+from tests.backends.tiny_mtp_models import write_deepseek4
 
 KINDS: dict[str, Callable[..., Path]] = {
     "mamba": write_mamba,
     "hybrid": write_jamba,
     "short convolution": write_lfm2,
+    "compressed keys": write_deepseek4,
     "window": write_gemma2,
 }
-RECURRENT = ["mamba", "hybrid", "short convolution"]
+RECURRENT = ["mamba", "hybrid", "short convolution", "compressed keys"]
 # Longer than a sliding window of 16 tokens, and repetitive so that prompt lookup finds something.
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12] * 3 + [5, 6, 7]
 
@@ -104,6 +106,7 @@ def test_the_facts_describe_the_rollback(files: dict[str, Path]) -> None:
         "mamba": "checkpoints and replay, 4 held",
         "hybrid": "checkpoints and replay, 4 held",
         "short convolution": "the last 8 tokens in place, else checkpoints and replay, 4 held",
+        "compressed keys": "the last 8 tokens in place, else checkpoints and replay, 4 held",
         "window": "in place; sliding windows are kept whole",
     }
     for name, path in files.items():
@@ -122,11 +125,14 @@ def test_kv_bytes_include_states_and_checkpoints(files: dict[str, Path]) -> None
         "mamba": (3 * 64 + 8 * 64) * 4 * (MAX_CHECKPOINTS + 1),
         "hybrid": (3 * 64 + 8 * 64) * 4 * (MAX_CHECKPOINTS + 1),
         "short convolution": 2 * 32 * 4 * (MAX_CHECKPOINTS + 1) * 9,
+        # Of the keys for 4 tokens, of the indexer's, and of those for 128 tokens.
+        "compressed keys": (8 * 2 * 16 + 8 * 2 * 64 + 128 * 16) * 2 * 4 * (MAX_CHECKPOINTS + 9),
     }
     keys_and_values = {
         "mamba": 0,
         "hybrid": 2 * 16 * 2,
         "short convolution": 2 * 16 * 2,
+        "compressed keys": 2 * 16 * 2 + (16 + 64) * 2 // 4,
         "window": 2 * 2 * 16 * 2,
     }
     for name, path in files.items():

@@ -87,13 +87,13 @@ def test_a_file_with_the_layers_alone_drafts_the_same(files: Files) -> None:
     assert np.isfinite(found[0]).all()
 
 
-def logged(files: Files, state: int) -> NDArray[np.float32]:
-    """A hidden state of 100 tokens."""
+def logged(files: Files, *states: int) -> NDArray[np.float32]:
+    """Hidden states of 100 tokens."""
     tokens = list(range(10, 110))
     target = files.load()
     inner = target._inner if isinstance(target, ReplayModel) else target
     assert isinstance(inner, LlamaCppModel)
-    log = inner.log_hidden_states((state,))
+    log = inner.log_hidden_states(states)
     target.prefill(tokens[:-4])
     target.verify(TokenTree.chain(tokens[-4], tokens[-3:]))
     target.commit((1, 2, 3))
@@ -101,16 +101,33 @@ def logged(files: Files, state: int) -> NDArray[np.float32]:
     return log.rows(0, len(tokens))
 
 
+def rms_normed(states: NDArray[np.float32]) -> NDArray[np.float32]:
+    normed: NDArray[np.float32] = states / np.sqrt((states**2).mean(axis=1, keepdims=True) + 1e-5)
+    return normed
+
+
+def mixed(path: Path, streams: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The hidden state that a model with hyper-connections mixes from its residual streams."""
+    tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(path).tensors}
+    matrix, base, scale = (tensors[f"output_hc_{part}.weight"] for part in ("fn", "base", "scale"))
+    weights = 1 / (1 + np.exp(-(rms_normed(streams) @ matrix.T * scale + base)))
+    parts = streams.reshape(len(streams), len(base), -1)
+    result: NDArray[np.float32] = (weights[:, :, None] * parts).sum(axis=1)
+    return result
+
+
 def test_heads_read_the_states_that_llama_cpp_defines(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     """They equal the named tensor of a pass after the final norm, or do after the norm is applied."""
     graph = read_mtp_layers(files.target).graph
-    read = logged(files, graph.state_before(2))
+    read = logged(files, *graph.states_read(2))
     monkeypatch.setattr(state_taps, "nextn_api", lambda: None)
     normed = logged(files, POST_NORM)
     assert np.abs(normed).min(axis=1).all()
+    if graph.streams > 1:
+        read = mixed(files.target, read)
     if not graph.reads_normed:
         assert np.abs(read - normed).max() > 0.1
-        read = read / np.sqrt((read**2).mean(axis=1, keepdims=True) + 1e-5)
+        read = rms_normed(read)
     np.testing.assert_allclose(read, normed, rtol=0, atol=1e-4)
 
 
@@ -195,7 +212,7 @@ def test_metadata_that_claim_missing_layers_are_not_believed(tmp_path: Path, fil
     with pytest.raises(CapabilityError, match="contains no layers for multi-token prediction"):
         read_mtp_layers(path)
     shape = SHAPES[read_header(path).architecture]
-    if shape.delta or shape.mamba:  # llama.cpp does not load such files at all.
+    if shape.delta or shape.mamba or shape.hyper:  # llama.cpp does not load such files at all.
         return
     with pytest.raises(OptionError, match="no head was found"):
         edgespec.load(str(path), "none", method="mtp", context=256)
@@ -226,6 +243,22 @@ def test_layers_of_a_kind_that_llama_cpp_cannot_run_are_refused(tmp_path: Path) 
     path = write_mtp_sidecar(tmp_path / "sidecar.gguf", model, q_lora_rank=0)
     with pytest.raises(CapabilityError, match="because of their kind of attention"):
         read_mtp_layers(path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"compress_ratios": [4, 128, 4]},
+        {"hash_layer_count": 3},
+        {"embedding_length_out": 32},
+        {"key_length": 16},
+    ],
+)
+def test_layers_that_read_other_streams_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """llama.cpp would end the process."""
+    model = write_mtp_model(tmp_path / "deepseek4.gguf", "deepseek4")
+    with pytest.raises(CapabilityError, match="or because they read hidden states of another size"):
+        read_mtp_layers(write_mtp_sidecar(tmp_path / "sidecar.gguf", model, **changes))
 
 
 def test_every_architecture_is_tested() -> None:
@@ -386,7 +419,6 @@ def test_more_layers_than_llama_cpp_can_run_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("architecture", "tensor"),
     [
-        ("deepseek4", "blk.2.nextn.eh_proj.weight"),
         ("glm5-next", "blk.2.nextn.eh_proj.weight"),
     ],
 )

@@ -139,11 +139,13 @@ def write_llama(
     layers: int = 1,
     long_from: int = 0,
     pooling: gguf.PoolingType | None = None,
+    twins: bool = False,
 ) -> Path:
     """Write a transformer.
 
     long_from: use LongRoPE, with other factors in contexts above this size. pooling: embed texts like this,
-    after adding the EOS token.
+    after adding the EOS token. twins: give tokens 4 and 5, 6 and 7 and so on nearly equal logits, which
+    differ less than their rounding errors.
     """
     random = np.random.default_rng(seed)
     writer = _open(path, architecture, layers=layers, context=context)
@@ -151,6 +153,9 @@ def write_llama(
     writer.add_head_count_kv(2)
     vocab = _vocabulary(writer, words, template)
     tensors = _ends(random, vocab)
+    if twins:
+        output = tensors["output.weight"]
+        output[5::2] = np.nextafter(output[4:-1:2], np.float32(np.inf))
     for layer in range(layers):
         tensors |= _attention(random, layer, heads_kv=2) | _norms_and_feed_forward(random, layer)
     if pooling is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ from tests.backends.tiny_models import (
     _weights,
 )
 
-__all__ = ["SHAPES", "write_mtp_model", "write_mtp_sidecar"]
+__all__ = ["SHAPES", "write_deepseek4", "write_mtp_model", "write_mtp_sidecar"]
 
 # Sizes of the recurrent layers: of a state, and the number of heads of keys and values.
 _STATE, _KEY_HEADS, _VALUE_HEADS = 16, 2, 4
@@ -37,6 +38,9 @@ _QUERY_RANK, _KEY_RANK, _ROTATED = 24, 16, 8
 _WINDOW = 16
 # The size of an indexer's keys, and the number of tokens that it chooses.
 _INDEX, _TOP_TOKENS = 64, 24
+# Residual streams, the groups and the rank of attention's output matrix, and the numbers of tokens that a
+# compressed key of each layer stands for. llama.cpp supports no other numbers of streams and of tokens.
+_STREAMS, _GROUPS, _OUTPUT_RANK, _RATIOS = 4, 2, 8, (4, 128)
 
 
 class Shape(NamedTuple):
@@ -47,8 +51,9 @@ class Shape(NamedTuple):
     query has a gate. delta: the first layer is a gated delta net. window: the first layer has a sliding
     window. fused: queries, keys and values are one matrix. latent: keys and values are one vector. indexer:
     it chooses which tokens are attended to. kda: the first layer is Kimi delta attention, and the heads of
-    the others have gates. mamba: the first layer is a Mamba 2 mixer, the second attention, and only the
-    layers after them have a feed-forward block, whose experts have no gate.
+    the others have gates. hyper: there are several residual streams, and the layers attend to a window and to
+    compressed keys of the tokens before it. mamba: the first layer is a Mamba 2 mixer, the second attention,
+    and only the layers after them have a feed-forward block, whose experts have no gate.
     """
 
     norm: str | None = "ffn_norm"
@@ -65,6 +70,7 @@ class Shape(NamedTuple):
     indexer: bool = False
     kda: bool = False
     mamba: bool = False
+    hyper: bool = False
 
 
 _QWEN = Shape("post_attention_norm", qk_norms=True, gated=True, delta=True, shared_gate=True)
@@ -73,6 +79,7 @@ SHAPES = {
     "cohere2moe": Shape(None, window=True),
     "deepseek2": Shape(latent=True, biased=True),
     "deepseek32": Shape(latent=True, biased=True, indexer=True),
+    "deepseek4": Shape(biased=True, window=True, hyper=True),
     "glm-dsa": Shape(latent=True, biased=True, indexer=True),
     "glm4moe": Shape("post_attention_norm", biased=True),
     "hy_v3": Shape(qk_norms=True),
@@ -99,6 +106,8 @@ def write_mtp_model(
         writer.add_nextn_predict_layers(mtp_layers)
     vocab = _vocabulary(writer, WORDS, template)
     tensors = _ends(random, vocab)
+    if shape.hyper:
+        tensors |= _hyper_connection(random, "output_hc_", _STREAMS, 1)
     for layer in range(layers + mtp_layers):
         tensors |= _layer(random, layer, shape, architecture, is_trunk=layer < layers)
         if layer >= layers:
@@ -109,6 +118,11 @@ def write_mtp_model(
                 )
     _finish(writer, {name: _quiet(name, tensor) for name, tensor in tensors.items()})
     return path
+
+
+def write_deepseek4(path: Path, *, template: str | None = CHATML, seed: int = 0) -> Path:
+    """Write a model with several residual streams and compressed keys, without layers for MTP."""
+    return write_mtp_model(path, "deepseek4", template=template, seed=seed, mtp_layers=0)
 
 
 def _add_sizes(writer: gguf.GGUFWriter, shape: Shape, layers: int, mtp_layers: int) -> None:
@@ -126,6 +140,8 @@ def _add_sizes(writer: gguf.GGUFWriter, shape: Shape, layers: int, mtp_layers: i
         writer.add_key_length_mla(_HEAD)
         writer.add_value_length_mla(_HEAD)
         writer.add_rope_dimension_count(_ROTATED)
+    elif shape.hyper:
+        _add_hyper_sizes(writer, mtp_layers)
     else:
         writer.add_head_count_kv([0, 2, *[2] * mtp_layers] if shape.mamba else 2)
         writer.add_key_length(_HEAD)
@@ -164,6 +180,34 @@ def _add_sizes(writer: gguf.GGUFWriter, shape: Shape, layers: int, mtp_layers: i
         writer.add_logit_scale(1.0)
 
 
+def _add_hyper_sizes(writer: gguf.GGUFWriter, mtp_layers: int) -> None:
+    writer.add_head_count_kv(1)
+    writer.add_key_length(_HEAD)
+    writer.add_value_length(_HEAD)
+    writer.add_rope_dimension_count(_ROTATED)
+    writer.add_q_lora_rank(_QUERY_RANK)
+    writer.add_indexer_head_count(2)
+    writer.add_indexer_key_length(_INDEX)
+    writer.add_indexer_top_k(_TOP_TOKENS)
+    layers = len(_RATIOS) + mtp_layers
+    writer.add_array(f"{writer.arch}.attention.compress_ratios", [*_RATIOS, *[0] * mtp_layers])
+    writer.add_array(f"{writer.arch}.swiglu_clamp_exp", [10.0] * layers)
+    writer.add_float32(f"{writer.arch}.attention.compress_rope_freq_base", 10000.0)
+    writer.add_float32(f"{writer.arch}.hyper_connection.epsilon", 1e-6)
+    for key, value in {
+        "embedding_length_out": _STREAMS * _SIZE,
+        "attention.output_group_count": _GROUPS,
+        "attention.output_lora_rank": _OUTPUT_RANK,
+        "hyper_connection.count": _STREAMS,
+        "hyper_connection.sinkhorn_iterations": 3,
+        "hash_layer_count": 0,
+        "expert_gating_func": 4,
+    }.items():
+        writer.add_uint32(f"{writer.arch}.{key}", value)
+    writer.add_expert_weights_scale(1.0)
+    writer.add_expert_weights_norm(True)
+
+
 def _layer(
     random: np.random.Generator, layer: int, shape: Shape, architecture: str, *, is_trunk: bool
 ) -> Tensors:
@@ -177,6 +221,10 @@ def _layer(
         tensors |= _delta_net(random, block, architecture)
     elif shape.kda and layer == 0:
         tensors |= _kimi_delta_attention(random, block)
+    elif shape.hyper:
+        tensors |= _compressed_attention(random, block, _RATIOS[layer] if is_trunk else 0)
+        for part in ("attn", "ffn"):
+            tensors |= _hyper_connection(random, f"{block}hc_{part}_", (2 + _STREAMS) * _STREAMS, 3)
     elif shape.latent:
         tensors |= _latent_attention(random, block)
         if shape.kda:
@@ -194,7 +242,7 @@ def _layer(
             tensors[f"{block}attn_qkv.weight"] = np.concatenate(parts)
     if shape.mamba and is_trunk:
         return tensors
-    if shape.experts and (layer or shape.delta):
+    if shape.experts and (layer or shape.delta or shape.hyper):
         return tensors | _experts(random, block, shape)
     dense = _norms_and_feed_forward(random, layer)
     return tensors | {name: tensor for name, tensor in dense.items() if not name.endswith("norm.weight")}
@@ -290,6 +338,45 @@ def _latent_attention(random: np.random.Generator, block: str) -> Tensors:
     }
 
 
+def _compressed_attention(random: np.random.Generator, block: str, ratio: int) -> Tensors:
+    heads = 2
+    tensors = {
+        f"{block}attn_sinks.weight": np.zeros(heads, np.float32),
+        f"{block}attn_q_a.weight": _weights(random, _QUERY_RANK, _SIZE),
+        f"{block}attn_q_a_norm.weight": _ones(_QUERY_RANK),
+        f"{block}attn_q_b.weight": _weights(random, heads * _HEAD, _QUERY_RANK),
+        f"{block}attn_kv.weight": _weights(random, _HEAD, _SIZE),
+        f"{block}attn_kv_a_norm.weight": _ones(_HEAD),
+        f"{block}attn_output_a.weight": _weights(random, _GROUPS * _OUTPUT_RANK, heads * _HEAD // _GROUPS),
+        f"{block}attn_output_b.weight": _weights(random, _SIZE, _GROUPS * _OUTPUT_RANK),
+    }
+    if ratio:
+        tensors |= _compressor(random, f"{block}attn_compressor_", _HEAD, ratio)
+    if ratio == 4:
+        tensors |= _compressor(random, f"{block}indexer_compressor_", _INDEX, ratio)
+        tensors[f"{block}indexer.proj.weight"] = _weights(random, 2, _SIZE)
+        tensors[f"{block}indexer.attn_q_b.weight"] = _weights(random, 2 * _INDEX, _QUERY_RANK)
+    return tensors
+
+
+def _compressor(random: np.random.Generator, name: str, size: int, ratio: int) -> Tensors:
+    width = 2 * size if ratio == 4 else size
+    return {
+        f"{name}kv.weight": _weights(random, width, _SIZE),
+        f"{name}gate.weight": _weights(random, width, _SIZE),
+        f"{name}ape.weight": _weights(random, ratio, width),
+        f"{name}norm.weight": _ones(size),
+    }
+
+
+def _hyper_connection(random: np.random.Generator, name: str, mixes: int, scales: int) -> Tensors:
+    return {
+        f"{name}fn.weight": _weights(random, mixes, _STREAMS * _SIZE),
+        f"{name}base.weight": np.zeros(mixes, np.float32),
+        f"{name}scale.weight": _ones(scales),
+    }
+
+
 def _predictor(random: np.random.Generator, layer: int) -> Tensors:
     """Return what joins an embedding and a hidden state.
 
@@ -310,7 +397,7 @@ def _quiet(name: str, tensor: np.ndarray) -> np.ndarray:
     return tensor * np.float32(0.3) if loud else tensor
 
 
-def write_mtp_sidecar(path: Path, model: Path, **changes: int) -> Path:
+def write_mtp_sidecar(path: Path, model: Path, **changes: int | Sequence[int]) -> Path:
     """Write the MTP layers of a model to a file of their own. `changes`: other values of the metadata."""
     reader = gguf.GGUFReader(model)
     architecture = reader.fields["general.architecture"].contents()

@@ -8,27 +8,35 @@ import os
 import signal
 import subprocess
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import aiohttp
+import psutil
 import pytest
 
 from tests.cli.conftest import Run, Start, one_line_error
 
 
 @pytest.fixture
-async def address(start: Start, tmp_path: Path) -> AsyncIterator[str]:
-    """The address of a running server, including its key."""
-    process = start(
+def server(start: Start, tmp_path: Path) -> subprocess.Popen[bytes]:
+    """A running server whose chats use the data folder in `tmp_path`."""
+    return start(
         *("serve", "--chat", "--port", "0", "--json", "--threads", "1"),
         env={"EDGESPEC_DATA_DIR": str(tmp_path / "data")},
     )
-    assert process.stdout is not None
-    line = await asyncio.to_thread(process.stdout.readline)
+
+
+@pytest.fixture
+async def address(server: subprocess.Popen[bytes]) -> AsyncIterator[str]:
+    """The address of the running server, including its key."""
+    assert server.stdout is not None
+    line = await asyncio.to_thread(server.stdout.readline)
     yield json.loads(line)["chat_url"]
-    process.send_signal(signal.SIGINT)
-    assert await asyncio.to_thread(process.wait, 30) == 0
+    if server.poll() is None:
+        server.send_signal(signal.SIGINT)
+        assert await asyncio.to_thread(server.wait, 30) == 0
 
 
 async def status(address: str, **headers: str) -> int:
@@ -92,27 +100,135 @@ def processes(folder: Path) -> list[int]:
     return found
 
 
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
-async def test_each_tab_has_a_chat_that_ends_with_it(address: str, tmp_path: Path) -> None:
-    place = urlsplit(address).netloc
-    key = urlsplit(address).query.removeprefix("key=")
-    url = f"ws://{place}/ws/{key}?width=80&height=24"
-    async with aiohttp.ClientSession() as session:
-        async with session.ws_connect(url, origin=f"http://{place}") as first:
-            screen = ""
-            while "Enter sends" not in screen:
-                message = await asyncio.wait_for(first.receive(), 60)
+class Tab:
+    """A browser tab with a chat. Collects what the chat draws."""
+
+    def __init__(self, session: aiohttp.ClientSession, address: str, size: str) -> None:
+        place, key = urlsplit(address).netloc, urlsplit(address).query.removeprefix("key=")
+        self._connecting = session.ws_connect(
+            f"ws://{place}/ws/{key}?{size}",
+            origin=f"http://{place}",
+            max_msg_size=0,
+            # A browser does not wait for the server when a tab is closed.
+            timeout=aiohttp.ClientWSTimeout(ws_close=0.5),
+        )
+        self.screen = ""
+
+    async def __aenter__(self) -> Tab:
+        self.socket = await self._connecting
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.socket.close()
+
+    async def shows(self, text: str) -> None:
+        """Wait until the chat has drawn a text."""
+        async with asyncio.timeout(60):
+            while text not in self.screen:
+                message = await self.socket.receive()
                 assert message.type == aiohttp.WSMsgType.BINARY, message
-                screen += message.data.decode("utf-8", "replace")
-            assert len(processes(tmp_path)) == 1
-            await first.send_json(["stdin", "/memory\r"])
-            while "model files" not in screen:
-                screen += (await asyncio.wait_for(first.receive(), 30)).data.decode("utf-8", "replace")
-        for _ in range(150):
-            if not processes(tmp_path):
-                break
-            await asyncio.sleep(0.1)
-        assert processes(tmp_path) == []
+                self.screen += message.data.decode("utf-8", "replace")
+
+    async def end(self) -> int | None:
+        """Wait until the server closes the connection. Return the code."""
+        async with asyncio.timeout(30):
+            while (await self.socket.receive()).type == aiohttp.WSMsgType.BINARY:
+                pass
+        return self.socket.close_code
+
+
+@asynccontextmanager
+async def opened(address: str, size: str = "width=80&height=24") -> AsyncIterator[Tab]:
+    async with aiohttp.ClientSession() as session, Tab(session, address, size) as tab:
+        yield tab
+
+
+async def ended(folder: Path) -> bool:
+    """Return whether all chat processes end within 15 seconds."""
+    for _ in range(150):
+        if not processes(folder):
+            return True
+        await asyncio.sleep(0.1)
+    return False
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
+
+
+@needs_proc
+async def test_each_tab_has_a_chat_that_ends_with_it(address: str, tmp_path: Path) -> None:
+    async with opened(address) as tab:
+        await tab.shows("Enter sends")
+        assert len(processes(tmp_path)) == 1
+        await tab.socket.send_json(["stdin", "/memory\r"])
+        await tab.shows("model files")
+    assert await ended(tmp_path)
+
+
+@needs_proc
+async def test_a_huge_screen_is_limited(address: str, tmp_path: Path) -> None:
+    async with opened(address, "width=2000000&height=900000") as tab:
+        await tab.shows("Enter sends")
+        (chat,) = map(psutil.Process, processes(tmp_path))
+        assert (chat.environ()["COLUMNS"], chat.environ()["ROWS"]) == ("1000", "500")
+        for width, height in ((10**9, 10**9), (0, -5), (10**30, 2), (100, 30)):
+            await tab.socket.send_json(["resize", {"width": width, "height": height}])
+        await tab.socket.send_json(["stdin", "/memory\r"])
+        await tab.shows("model files")
+        assert chat.memory_info().rss < 700 * 2**20
+
+
+@needs_proc
+@pytest.mark.parametrize(
+    "message",
+    [
+        *("{}", "[]", "[", '["stdin"]', '["stdin", 5]', '["stdin", "\\ud800"]', "[" * 100_000),
+        *(
+            '["resize", {}]',
+            '["resize", {"width": Infinity, "height": 1}]',
+            '["resize", {"width": "x", "height": 1}]',
+        ),
+    ],
+    ids=range(10),
+)
+async def test_a_message_that_is_invalid_ends_the_chat(address: str, tmp_path: Path, message: str) -> None:
+    async with opened(address) as tab:
+        await tab.socket.send_str(message)
+        assert await tab.end() == aiohttp.WSCloseCode.PROTOCOL_ERROR
+    assert await ended(tmp_path)
+
+
+@needs_proc
+async def test_a_chat_that_hangs_ends_with_its_tab(address: str, tmp_path: Path) -> None:
+    async with opened(address) as tab:
+        await tab.shows("Enter sends")
+        (chat,) = processes(tmp_path)
+        os.kill(chat, signal.SIGSTOP)
+        for _ in range(4):
+            await tab.socket.send_json(["stdin", "x" * 100_000])
+    assert await ended(tmp_path)
+
+
+@needs_proc
+async def test_a_chat_that_ends_closes_its_connection(address: str, tmp_path: Path) -> None:
+    async with opened(address) as tab:
+        await tab.shows("Enter sends")
+        os.kill(processes(tmp_path)[0], signal.SIGKILL)
+        assert await tab.end() == aiohttp.WSCloseCode.OK
+
+
+@needs_proc
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+async def test_chats_end_with_the_server(
+    address: str, server: subprocess.Popen[bytes], tmp_path: Path, number: signal.Signals
+) -> None:
+    async with opened(address) as tab, opened(address):
+        await tab.shows("Enter sends")
+        if number == signal.SIGTERM:
+            os.kill(processes(tmp_path)[0], signal.SIGSTOP)
+        server.send_signal(number)
+        assert await asyncio.to_thread(server.wait, 30) == (0 if number == signal.SIGTERM else -number)
+        assert await ended(tmp_path)
 
 
 @pytest.mark.parametrize(

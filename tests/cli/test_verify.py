@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import Result
 
 import edgespec
 from edgespec import losslessness
 from edgespec.costs.curve import CostCurve
 from edgespec.costs.target_costs import TargetCosts
+from tests.backends.tiny_models import write_llama
 from tests.cli.conftest import Run, json_of, one_line_error
+from tests.losslessness.faults import share_cells
 
 QUICK = ("--temperatures", "0,0.8", "--draft-lengths", "3", "-n", "8")
 
@@ -110,6 +113,53 @@ def test_replies_at_once(run: Run, prompts: str) -> None:
         assert (method["identical"] + method["near_tie"], method["violations"]) == (2, 0)
     first_line = run(*args).stdout.splitlines()[0]
     assert first_line == "model demo, draft model demo-draft, invariant acceptance, 2 replies at once"
+
+
+class TestNearTiesOfRepliesAtOnce:
+    """Every token has a twin whose logit differs by less than the rounding errors of a shared context."""
+
+    def verify(self, run: Run, folder: Path) -> Result:
+        model = write_llama(folder / "twins.gguf", layers=2, twins=True)
+        prompts = folder / "prompts.jsonl"
+        prompts.write_text("".join(f'{{"prompt": "List file {number}"}}\n' for number in range(4)))
+        return run(
+            *(
+                "verify",
+                "--target",
+                str(model),
+                "--draft",
+                "none",
+                "--methods",
+                "none,suffix",
+                "--parallel",
+                "3",
+            ),
+            *("--temperatures", "0", "--draft-lengths", "3", "-n", "24", "--context", "256"),
+            *("--prompts", str(prompts), "--json"),
+        )
+
+    def test_twins_that_swap_are_near_ties(self, run: Run, tmp_path: Path) -> None:
+        result = self.verify(run, tmp_path)
+        assert result.exit_code == 0, result.output
+        found = [each for method in json_of(result)["methods"].values() for each in method["divergences"]]
+        assert found
+        for each in found:
+            assert each["verdict"] == "near_tie"
+            assert each["plain_token"] // 2 == each["other_token"] // 2
+            assert each["gap"] <= 2 * max(each["sharing_error"], each["cross_width_error"])
+            assert each["leak"] == 0
+
+    def test_twins_do_not_hide_cells_of_another_reply(
+        self, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        share_cells(monkeypatch, 12)
+        result = self.verify(run, tmp_path)
+        assert result.exit_code == 1
+        methods = json.loads(result.stdout)["methods"]
+        found = [each for method in methods.values() for each in method["divergences"]]
+        assert sum(method["violations"] for method in methods.values()) == len(found) > 0
+        assert sum(method["near_tie"] for method in methods.values()) == 0
+        assert all(each["leak"] > 0 for each in found)
 
 
 def test_replies_at_once_need_shared_passes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

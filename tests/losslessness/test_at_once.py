@@ -15,7 +15,6 @@ from edgespec import Runtime
 from edgespec.assembly.loading import always_draft
 from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.llamacpp.place_model import load_places
-from edgespec.backends.llamacpp.shared_context import ContextPlace
 from edgespec.backends.llamacpp.thread_count import ThreadCount
 from edgespec.errors import CancelledError, OptionError
 from edgespec.losslessness import Report, read_prompts, verify
@@ -24,6 +23,7 @@ from edgespec.losslessness.sharing import SharingErrors, measure_sharing
 from edgespec.losslessness.verify import _Verification
 from edgespec.reply import Reply
 from tests.backends.tiny_models import write_llama
+from tests.losslessness.faults import share_cells
 
 PROMPTS = read_prompts()[::9]
 CHANGED = 6
@@ -95,23 +95,6 @@ class TestFaults:
         assert result.violations > 0
         assert result.near_tie == 0
         assert any(each.leak for each in result.divergences), result.divergences
-
-
-def share_cells(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """Make each sequence read `count` KV cells of the next sequence."""
-    run = ContextPlace._run
-
-    def faulty(self: ContextPlace, *args: Any, **options: Any) -> Any:
-        part = run(self, *args, **options)
-        places = self.shared.places
-        other = places[(places.index(self) + 1) % len(places)]
-        with self._lock:
-            # llama.cpp fails if a sequence has cells after its own last position.
-            end = self._lib.llama_memory_seq_pos_max(self._memory, self._first)
-            self._lib.llama_memory_seq_cp(self._memory, other._first, self._first, 1, min(1 + count, end))
-        return part
-
-    monkeypatch.setattr(ContextPlace, "_run", faulty)
 
 
 class TestErrors:

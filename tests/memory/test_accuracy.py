@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from edgespec.backends import llamacpp
-from edgespec.backends.base import LoadOptions
+from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.llamacpp import memory_estimate as estimate_module
+from edgespec.backends.llamacpp.checkpoints import ExportedCheckpoint
 from edgespec.backends.llamacpp.context import ContextPlan
 from edgespec.backends.llamacpp.layerskip import load_layerskip
 from edgespec.backends.llamacpp.memory_estimate import (
@@ -25,9 +26,11 @@ from edgespec.backends.llamacpp.memory_estimate import (
 )
 from edgespec.backends.llamacpp.native import captured_log
 from edgespec.backends.llamacpp.quantise import quantise
+from edgespec.backends.replay import MAX_CHECKPOINTS, ReplayModel
 from edgespec.catalog import resolve
 from edgespec.prepare.layerskip import prepare_layerskip
 from tests.backends import tiny_models
+from tests.backends.tiny_mtp_models import write_deepseek4
 
 WRITERS: list[Callable[[Path], Path]] = [
     tiny_models.write_llama,
@@ -37,8 +40,9 @@ WRITERS: list[Callable[[Path], Path]] = [
     tiny_models.write_gemma3,
     tiny_models.write_jamba,
     tiny_models.write_lfm2,
+    write_deepseek4,
 ]
-_REAL = re.compile(r"(KV|RS) buffer size = *([\d.]+) MiB")
+_REAL = re.compile(r"(KV|RS|state) buffer size = *([\d.]+) MiB")
 _WEIGHTS = re.compile(r"model buffer size = *([\d.]+) MiB")
 # The library rounds each of its numbers to hundredths of a MiB, and pads each buffer.
 _ROUNDING_BYTES = 3 * 2**20 // 100
@@ -60,6 +64,14 @@ def _last_load(lines: list[str]) -> list[str]:
     return lines[starts[-1] :]
 
 
+def _checkpoint_bytes(model: LanguageModel) -> int:
+    """Return the size of the checkpoints of a model that keeps them in main memory."""
+    if not isinstance(model, ReplayModel):
+        return 0
+    checkpoint = model._inner.checkpoint()
+    return MAX_CHECKPOINTS * len(checkpoint.state) if isinstance(checkpoint, ExportedCheckpoint) else 0
+
+
 def _check(path: Path, **options: object) -> None:
     how = LoadOptions(**options)  # type: ignore[arg-type]
     estimator = GgufMemoryEstimator(str(path), path.name)
@@ -72,16 +84,17 @@ def _check(path: Path, **options: object) -> None:
         model.prefill([1, 2, 3])
     real = _last_load(lines)
     facts = model.facts
+    cache_bytes = _taken(real, _REAL) + _checkpoint_bytes(model)
     model.close()
     assert planned.context_tokens == facts.context_tokens
     assert _near(planned.bytes_of("weights"), facts.weight_bytes)
     weights = lines[: lines.index(real[0])]
     assert _near(planned.bytes_of("weights"), _taken(weights, _WEIGHTS))
-    assert _near(planned.bytes_of("cache"), _taken(real, _REAL))
+    assert _near(planned.bytes_of("cache"), cache_bytes)
     buffers = parse_buffers(real)
     attention = planned.bytes_of("compute") - buffers.compute_bytes
     assert (attention > 2**20) if how.flash_attention == "off" else _near(attention, 0)
-    assert _near(facts.kv_bytes, _taken(real, _REAL))
+    assert _near(facts.kv_bytes, cache_bytes)
 
 
 @pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__.removeprefix("write_"))

@@ -50,7 +50,7 @@ IN_HALVES: dict[Column, tuple[str, ...]] = {Column("llama.cpp", "window"): ("gem
 WITH_MTP: dict[Column, tuple[str, ...]] = {
     Column("llama.cpp", "full"): ("glm4moe", "deepseek2", "hy_v3"),
     Column("llama.cpp", "window"): ("step35", "mimo2", "cohere2moe"),
-    Column("llama.cpp", "recurrent"): ("qwen35", "qwen35moe", "qwen3next", "bailingmoe3"),
+    Column("llama.cpp", "recurrent"): ("qwen35", "qwen35moe", "qwen3next", "bailingmoe3", "deepseek4"),
     Column("MLX", "recurrent"): ("qwen3_next",),
 }
 BACKENDS = ("llama.cpp", "MLX")

@@ -18,7 +18,6 @@ from edgespec.engine.processors import Candidates, LogitsProcessor
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.errors import BusyError, ClosedError, ContextFullError, OptionError
 from edgespec.losslessness.rescore import is_near_tie, rescore
-from edgespec.method_names import SELF_DRAFTS
 from tests.runtime.questions import HOWTO, REPEATS
 
 PLACES = 3
@@ -283,13 +282,32 @@ def test_heads_are_refused_if_named() -> None:
         edgespec.plan("demo", parallel=2, context=256, head="demo-head")
 
 
-@pytest.mark.parametrize("method", [*SELF_DRAFTS, "eagle"])
-def test_methods_that_draft_on_the_targets_cache_are_refused(pair: Runtime, method: str) -> None:
-    reason = f"'{method}' cannot be used: {method} cannot draft for several replies at once, as --parallel"
-    with pytest.raises(OptionError, match=reason):
+ANOTHER = "choose another method, such as model or suffix"
+
+
+@pytest.mark.parametrize(
+    ("method", "reason", "hint"),
+    [
+        ("lowbit", "", f"{ANOTHER}, or {{alone}} and run `edgespec prepare lowbit demo` once"),
+        ("eagle", "", f"{ANOTHER}, or {{alone}}, with a head for it (see `edgespec models show demo`)"),
+        ("layerskip", "demo was not prepared for early exit", "run `edgespec prepare layerskip demo` once"),
+        ("swift", "demo cannot skip layers, because it is not an MLX model", ANOTHER),
+    ],
+)
+def test_methods_that_draft_on_the_targets_cache_are_refused(
+    pair: Runtime, method: str, reason: str, hint: str
+) -> None:
+    """The first refusal says everything that the method needs."""
+    reason = reason or f"{method} cannot draft for several replies at once, as --parallel requires"
+    with pytest.raises(OptionError) as caught:
         edgespec.load("demo", parallel=2, context=256, method=method)
-    with pytest.raises(OptionError, match=reason):
+    assert caught.value.what == f"method '{method}' cannot be used: {reason}"
+    assert caught.value.next_step == hint.format(alone="omit --parallel")
+    with pytest.raises(OptionError) as caught:
         pair.generate(HOWTO, method=method)
+    assert caught.value.what == f"method '{method}' cannot be used: {reason}"
+    alone = f"load the model with --method {method} and no --parallel"
+    assert caught.value.next_step == hint.format(alone=alone)
 
 
 def test_methods_that_draft_on_the_targets_cache_work_in_turns() -> None:

@@ -105,6 +105,9 @@ async def test_the_search_command_filters_the_list(tmp_path: Path) -> None:
         await d.sees("Chats: ls")
         await d.press("backspace", "backspace")
         assert len(titles(d)) == 2
+        await d.write("/show")
+        assert d.chat.prompt.text == "/show"
+        assert len(titles(d)) == 2
 
 
 async def test_a_chat_renamed_here_is_not_overwritten_by_another_program(tmp_path: Path) -> None:

@@ -1,13 +1,42 @@
-"""Save and restore a context's KV cache and recurrent state, using one llama.cpp sequence per checkpoint."""
+"""Save and restore a context's KV cache and recurrent state."""
 
 from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from edgespec.backends.llamacpp.context import LlamaContext
+from edgespec.errors import BackendError
 
-__all__ = ["StateCheckpoint", "StateCheckpoints"]
+__all__ = ["Checkpoint", "ExportedCheckpoint", "StateCheckpoints", "open_checkpoints"]
+
+
+class Checkpoint(Protocol):
+    """A checkpoint of a model's state after the first `length` tokens."""
+
+    @property
+    def length(self) -> int: ...
+
+
+class Checkpoints(Protocol):
+    """Saves and restores checkpoints of a model's state. Only the model's thread may use this class."""
+
+    def save(self, length: int) -> Checkpoint:
+        """Save the state of sequence 0, which must contain `length` tokens, and return the checkpoint."""
+
+    def restore(self, checkpoint: Any) -> None:
+        """Roll sequence 0 back to a checkpoint and discard all later tokens."""
+
+    def release_dropped(self) -> None:
+        """Free the memory of checkpoints that have been garbage-collected."""
+
+
+def open_checkpoints(context: LlamaContext) -> Checkpoints:
+    """Return the checkpoints of a context whose layers have a recurrent state."""
+    if context.plan.checkpoint_bytes:
+        return ExportedCheckpoints(context)
+    return StateCheckpoints(context, range(1, context.plan.sequences))
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +54,6 @@ class StateCheckpoints:
     """Saves and restores checkpoints of a model's state, each in its own llama.cpp sequence.
 
     Saving a checkpoint copies no data, because llama.cpp sequences can share KV cells and recurrent states.
-    Only the model's thread may use this class.
     """
 
     def __init__(self, context: LlamaContext, sequences: range) -> None:
@@ -53,3 +81,36 @@ class StateCheckpoints:
             sequence = self._dropped.pop()
             self._context.drop(sequence, 0)
             self._free.append(sequence)
+
+
+@dataclass(frozen=True, eq=False)
+class ExportedCheckpoint:
+    """A copy of what later tokens overwrite in a model's state after the first `length` tokens."""
+
+    length: int
+    state: memoryview
+
+
+class ExportedCheckpoints:
+    """Saves checkpoints of a model's state in main memory.
+
+    For models whose sequences cannot share KV cells. llama.cpp copies the whole KV cache of such a sequence,
+    but only at the start of the next forward pass, after the original may have changed.
+    """
+
+    def __init__(self, context: LlamaContext) -> None:
+        self._context = context
+
+    def save(self, length: int) -> ExportedCheckpoint:
+        return ExportedCheckpoint(length, self._context.export_sequence(recurrent_only=True))
+
+    def restore(self, checkpoint: ExportedCheckpoint) -> None:
+        if not self._context.import_sequence(checkpoint.state, recurrent_only=True):
+            raise BackendError(
+                f"the state after {checkpoint.length:,} tokens cannot be restored", "load the model again"
+            )
+        # Later tokens may still have KV cells, which are not part of the checkpoint.
+        self._context.drop(0, checkpoint.length)
+
+    def release_dropped(self) -> None:
+        """Do nothing, because Python frees the memory."""

@@ -17,7 +17,7 @@ from edgespec.backends.llamacpp.batch import Batch, Inputs
 from edgespec.backends.llamacpp.hidden_state_hook import HiddenStateHook
 from edgespec.backends.llamacpp.kv_sequences import KvSequences
 from edgespec.backends.llamacpp.kv_types import KvTypes
-from edgespec.backends.llamacpp.metadata import vocabulary_size
+from edgespec.backends.llamacpp.metadata import sliding_window, vocabulary_size
 from edgespec.backends.llamacpp.native import Interrupt, library, recent_errors
 from edgespec.backends.llamacpp.state_taps import StateTaps
 from edgespec.backends.llamacpp.thread_count import ThreadCount, adapts_threads
@@ -55,6 +55,8 @@ class ContextPlan:
         kv_bytes: The total size of KV cells and recurrent states in bytes.
         token_bytes: The size of one KV cell in bytes, for all layers together.
         rows: The maximum number of tokens whose logits a forward pass can compute.
+        checkpoint_bytes: The total size of checkpoints in main memory in bytes. 0 if checkpoints are
+            llama.cpp sequences.
         places: The number of replies that share the context. Each has an equal share of the KV cells and of
             the sequences.
     """
@@ -67,6 +69,7 @@ class ContextPlan:
     kv_bytes: int = 0
     token_bytes: int = 0
     rows: int = MAX_WIDTH
+    checkpoint_bytes: int = 0
     places: int = 1
 
     def with_tokens(self, tokens: int) -> ContextPlan:
@@ -121,7 +124,8 @@ class LlamaContext(KvSequences):
         adapters: LoraAdapters | None = None,
     ) -> None:
         lib = library()
-        super().__init__(plan.sequences, window=lib.llama_model_n_swa(model))
+        window = sliding_window(model) if mtp else lib.llama_model_n_swa(model)
+        super().__init__(plan.sequences, window=window)
         self.interrupt = Interrupt()
         params = self._params = lib.llama_context_default_params()
         if mtp:

@@ -19,7 +19,12 @@ from edgespec.backends.llamacpp.kv_types import (
     prefill_kernel_differs,
 )
 from edgespec.backends.llamacpp.loading import threads_for
-from edgespec.backends.llamacpp.metadata import has_state, vocabulary_size
+from edgespec.backends.llamacpp.metadata import (
+    has_compressed_keys,
+    has_state,
+    sliding_window,
+    vocabulary_size,
+)
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.memory_check import (
     BLOCK_TOKENS,
@@ -37,6 +42,7 @@ __all__ = [
     "choose_split_contexts",
     "kv_bytes",
     "logits_bytes",
+    "measure_compressed_keys",
     "plan_context",
     "plan_split_contexts",
     "split_load_options",
@@ -55,6 +61,9 @@ _UNREAD_BYTES = 16 * 2**20
 _FEWEST_ROWS = 16
 # Size in bytes of an exported KV cell's header, which stores the cell's position and sequence ids.
 _CELL_BYTES = 12
+# The numbers of tokens that a compressed key of DeepSeek-V4 stands for. llama.cpp supports no others. It
+# allocates the cells of such keys in multiples of a block.
+_SHORT_RATIO, _LONG_RATIO = 4, 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +75,15 @@ class States:
             length.
         f16_bytes_per_token: The size of a token's keys and values in bytes if they are stored as f16.
         keeps_earlier: Whether llama.cpp can undo the most recent tokens by keeping earlier recurrent states.
+        padding_bytes: The size of KV cells that are never used, which is independent of the context length.
+        checkpoint_bytes: The size of a checkpoint in main memory. 0 if checkpoints are llama.cpp sequences.
     """
 
     state_bytes: int
     f16_bytes_per_token: int
     keeps_earlier: bool
+    padding_bytes: int = 0
+    checkpoint_bytes: int = 0
 
 
 def plan_context(weights: Any, options: LoadOptions) -> ContextPlan:
@@ -101,19 +114,21 @@ def choose_context(weights: Any, options: LoadOptions, states: States | None) ->
         )
     types = choose_kv_types(options, states.f16_bytes_per_token * wanted, same_type=same_type)
     # Reserve one llama.cpp sequence for the text, and one for each checkpoint.
-    plan = _with_rows(ContextPlan(wanted, types, MAX_CHECKPOINTS + 1, recurrent=True), options.max_logit_rows)
-    if states.keeps_earlier and _fixed_bytes(states, plan) * (1 + UNDO_TOKENS) <= _SMALL_STATES_BYTES:
+    sequences, checkpoint_bytes = 1 + MAX_CHECKPOINTS, 0
+    if states.checkpoint_bytes:
+        sequences, checkpoint_bytes = 1, MAX_CHECKPOINTS * states.checkpoint_bytes
+    whole = ContextPlan(wanted, types, sequences, recurrent=True, checkpoint_bytes=checkpoint_bytes)
+    plan = _with_rows(whole, options.max_logit_rows)
+    if states.keeps_earlier and states.state_bytes * sequences * (1 + UNDO_TOKENS) <= _SMALL_STATES_BYTES:
         plan = replace(plan, undo_tokens=UNDO_TOKENS)
     per_token = types.bytes_per_token(states.f16_bytes_per_token)
-    return replace(plan, kv_bytes=wanted * per_token + _fixed_bytes(states, plan), token_bytes=per_token)
+    state_bytes = states.state_bytes * sequences * (1 + plan.undo_tokens)
+    fixed_bytes = state_bytes + states.padding_bytes + checkpoint_bytes
+    return replace(plan, kv_bytes=wanted * per_token + fixed_bytes, token_bytes=per_token)
 
 
 def _with_rows(plan: ContextPlan, rows: int | None) -> ContextPlan:
     return plan if rows is None else replace(plan, rows=max(rows, plan.sequences))
-
-
-def _fixed_bytes(states: States | None, plan: ContextPlan) -> int:
-    return states.state_bytes * plan.sequences * (1 + plan.undo_tokens) if states else 0
 
 
 def kv_bytes(weights: Any, types: KvTypes, tokens: int) -> int:
@@ -191,6 +206,8 @@ def check_contexts_fit(plans: Sequence[ContextPlan], other_bytes: int, options: 
 
 def _measured(weights: Any, options: LoadOptions) -> States:
     """Measure the sizes of a model's KV cells and recurrent state, which its metadata does not contain."""
+    if has_compressed_keys(weights):
+        return measure_compressed_keys(weights, options)
     small = ContextPlan(BLOCK_TOKENS, _F16, 1, undo_tokens=UNDO_TOKENS)
     context = LlamaContext(weights, replace(options, batch_tokens=BLOCK_TOKENS), small, threads=1)
     try:
@@ -203,3 +220,25 @@ def _measured(weights: Any, options: LoadOptions) -> States:
         return States(state, per_token, context.undo_tokens > 0 and not context.window)
     finally:
         context.close()
+
+
+def measure_compressed_keys(weights: Any, options: LoadOptions) -> States:
+    """Measure the sizes of the KV cache of a model with compressed keys, without running any tokens."""
+    sizes = []
+    # The second context is the smallest one with a second block of keys for four tokens.
+    for tokens in (BLOCK_TOKENS, BLOCK_TOKENS * (1 + _SHORT_RATIO)):
+        small = ContextPlan(tokens, _F16, 1)
+        context = LlamaContext(weights, replace(options, batch_tokens=BLOCK_TOKENS), small, threads=1)
+        sizes.append(context.total_state_bytes)
+        state_bytes = context.state_bytes(recurrent_only=True)
+        context.close()
+    short_bytes = (sizes[1] - sizes[0]) // BLOCK_TOKENS
+    long_bytes = max(0, (sizes[0] - state_bytes) // BLOCK_TOKENS - short_bytes)
+    raw_bytes = kv_bytes_per_token(weights, _F16)
+    return States(
+        state_bytes,
+        raw_bytes + (short_bytes * _LONG_RATIO // _SHORT_RATIO + long_bytes) // _LONG_RATIO,
+        keeps_earlier=True,
+        padding_bytes=BLOCK_TOKENS * (short_bytes + long_bytes),
+        checkpoint_bytes=state_bytes + sliding_window(weights) * raw_bytes,
+    )

@@ -50,6 +50,9 @@ _TABLES = ("tid2eid", "d2t")
 _ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
 # Architectures whose `ssm.inner_size` must be twice the `embedding_length`.
 _DOUBLE_WIDTH_SSM = ("jamba", "granitehybrid")
+# The only number of residual streams for which llama.cpp can run hyper-connections, and the architecture that
+# has them. The size of its indexer's keys must be a multiple of the second number.
+_STREAMS_ARCHITECTURE, _STREAMS, _INDEXER_KEY_MULTIPLE = "deepseek4", 4, 64
 # The alignment in bytes that llama.cpp requires for memory-mapped weights.
 _ALIGNMENT_BYTES = 32
 
@@ -75,6 +78,7 @@ def _check(path: Path, _size_bytes: int, _changed_ns: int) -> None:
     problem = (
         _count_problem(header)
         or _expert_problem(header)
+        or _stream_problem(header)
         or _epsilon_problem(header)
         or _vocabulary_problem(header)
         or _template_problem(header)
@@ -126,6 +130,32 @@ def _expert_problem(header: GgufHeader) -> str:
         return f"it uses {groups_used:,} of {groups:,} groups of {experts:,} experts"
     if header.architecture and not experts and any("_exps." in tensor.name for tensor in header.tensors):
         return "it has experts, but no expert_count"
+    return ""
+
+
+def _stream_problem(header: GgufHeader) -> str:
+    """Check the sizes of a model with several residual streams and compressed keys."""
+    if header.architecture != _STREAMS_ARCHITECTURE:
+        return ""
+    streams = header.architecture_value("hyper_connection.count")
+    if streams != _STREAMS:
+        return f"it has {streams} residual streams instead of {_STREAMS}"
+    heads, groups = (_largest(header, f"attention.{key}") for key in ("head_count", "output_group_count"))
+    if not groups or heads % groups:
+        return f"its {heads:,} attention heads cannot be divided into {groups:,} groups"
+    if (of_keys := _largest(header, "attention.head_count_kv")) != 1:
+        return f"it has {of_keys:,} key heads instead of 1"
+    key, value = (_largest(header, f"attention.{key}_length") for key in ("key", "value"))
+    if key != value:
+        return f"its keys have {key:,} values, but its values {value:,}"
+    indexed, rotated = (
+        _largest(header, key) for key in ("attention.indexer.key_length", "rope.dimension_count")
+    )
+    if not indexed or indexed % _INDEXER_KEY_MULTIPLE or rotated > min(key or rotated, indexed):
+        return f"its indexer's keys have {indexed:,} values, of which {rotated:,} are rotated"
+    ratios = header.architecture_value("attention.compress_ratios", ())
+    if isinstance(ratios, np.ndarray) and len(ratios) > _MAX_LAYERS:
+        return f"it has compression ratios for {len(ratios):,} layers"
     return ""
 
 

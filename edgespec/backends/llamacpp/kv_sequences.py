@@ -194,6 +194,11 @@ class KvSequences:
         with self._lock:
             return int(self._lib.llama_state_seq_get_size_ext(self._context, self._first, flags))
 
+    @property
+    def total_state_bytes(self) -> int:
+        """The number of bytes that an export of all sequences would need."""
+        return int(self._lib.llama_state_get_size(self._context))
+
     def export_sequence(self, sequence: int = 0, *, recurrent_only: bool = False) -> memoryview:
         """Return a copy of a sequence's KV cells and recurrent state.
 

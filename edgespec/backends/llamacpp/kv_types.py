@@ -8,7 +8,7 @@ from typing import Any
 
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.devices import on_cpu
-from edgespec.backends.llamacpp.metadata import architecture_metadata
+from edgespec.backends.llamacpp.metadata import architecture_metadata, has_compressed_keys
 from edgespec.backends.llamacpp.native import library
 from edgespec.errors import OptionError
 
@@ -132,8 +132,11 @@ def parse_kv_types(text: str) -> KvTypes:
 
 
 def has_latent_attention(weights: Any) -> bool:
-    """Return whether all heads share one key-value vector per token (MLA, DeepSeek-V2, arXiv 2405.04434)."""
-    return bool(architecture_metadata(weights, "attention.key_length_mla"))
+    """Return whether all heads share one vector per token as both key and value.
+
+    This is the case for MLA (DeepSeek-V2, arXiv 2405.04434) and for DeepSeek-V4.
+    """
+    return has_compressed_keys(weights) or bool(architecture_metadata(weights, "attention.key_length_mla"))
 
 
 def kv_bytes_per_token(weights: Any, types: KvTypes) -> int:

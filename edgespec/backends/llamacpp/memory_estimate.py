@@ -21,13 +21,20 @@ from edgespec.backends.llamacpp.context_planning import (
     choose_context,
     choose_split_contexts,
     logits_bytes,
+    measure_compressed_keys,
     split_load_options,
 )
 from edgespec.backends.llamacpp.devices import device_split, has_own_memory, on_cpu
 from edgespec.backends.llamacpp.kv_types import KvTypes
 from edgespec.backends.llamacpp.layerskip_files import PARTS, SHARED_BYTES_KEY
 from edgespec.backends.llamacpp.loading import Paths, load_skeleton, repacks_weights
-from edgespec.backends.llamacpp.metadata import architecture_metadata, has_state, metadata, vocabulary_size
+from edgespec.backends.llamacpp.metadata import (
+    architecture_metadata,
+    has_compressed_keys,
+    has_state,
+    metadata,
+    vocabulary_size,
+)
 from edgespec.backends.llamacpp.mtp_files import unloaded_bytes
 from edgespec.backends.llamacpp.native import captured_log, library
 from edgespec.backends.llamacpp.resizing import longrope_switch_tokens
@@ -39,6 +46,7 @@ __all__ = ["ContextBuffers", "GgufMemoryEstimator", "parse_buffers", "simulate"]
 
 _F16 = KvTypes("f16", "f16")
 _CACHE = re.compile(r"size = *([\d.]+) MiB \( *\d+ cells")
+_COMPRESSOR_STATES = re.compile(r"rs_seq = \d+, layers = \d+, size = *([\d.]+) MiB")
 _STATES = re.compile(r"size = *([\d.]+) MiB \( *\d+ cells.*\), R \(")
 _COMPUTE = re.compile(r": +(\S+) compute buffer size = *([\d.]+) MiB")
 # Context length in tokens for measuring the cache size per token. It is large enough to make rounding errors
@@ -71,7 +79,7 @@ class ContextBuffers(NamedTuple):
 def parse_buffers(lines: Sequence[str]) -> ContextBuffers:
     """Parse the buffer sizes from the lines that llama.cpp logged when it created a context."""
     compute = tuple((match[1], _mib(match[2])) for line in lines if (match := _COMPUTE.search(line)))
-    return ContextBuffers(_sum_of(_CACHE, lines), compute)
+    return ContextBuffers(_sum_of(_CACHE, lines) + _sum_of(_COMPRESSOR_STATES, lines), compute)
 
 
 def _sum_of(size: re.Pattern[str], lines: Sequence[str]) -> int:
@@ -157,7 +165,7 @@ class GgufMemoryEstimator:
         parts = (
             MemoryPart("weights", weight_bytes - gpu_weights),
             MemoryPart("weights", gpu_weights, GPU),
-            MemoryPart("cache", cache_bytes - gpu_cache),
+            MemoryPart("cache", cache_bytes - gpu_cache + sum(plan.checkpoint_bytes for plan in plans)),
             MemoryPart("cache", gpu_cache, GPU),
             MemoryPart("compute", compute_bytes - gpu_compute),
             MemoryPart("compute", gpu_compute, GPU),
@@ -200,6 +208,8 @@ class GgufMemoryEstimator:
 
 
 def _simulate_states(weights: Any, options: LoadOptions) -> States:
+    if has_compressed_keys(weights):
+        return measure_compressed_keys(weights, options)
     plan = ContextPlan(_MEASURED_TOKENS, _F16, 1, undo_tokens=UNDO_TOKENS)
     with captured_log() as lines:
         context = LlamaContext(weights, replace(options, batch_tokens=64), plan, 1)

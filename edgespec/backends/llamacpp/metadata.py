@@ -7,7 +7,15 @@ from typing import Any
 
 from edgespec.backends.llamacpp.native import library
 
-__all__ = ["all_metadata", "architecture_metadata", "has_state", "metadata", "vocabulary_size"]
+__all__ = [
+    "all_metadata",
+    "architecture_metadata",
+    "has_compressed_keys",
+    "has_state",
+    "metadata",
+    "sliding_window",
+    "vocabulary_size",
+]
 
 # Maximum length of a metadata value in bytes. Longer values are cut off, but only numbers and short names are
 # needed.
@@ -45,6 +53,22 @@ def all_metadata(weights: Any) -> dict[str, str]:
 def has_state(weights: Any) -> bool:
     """Return whether the model has recurrent layers."""
     return bool(library().llama_model_is_recurrent(weights) or library().llama_model_is_hybrid(weights))
+
+
+def has_compressed_keys(weights: Any) -> bool:
+    """Return whether layers attend to a window, and to compressed keys of the tokens before it.
+
+    llama.cpp keeps each sequence of such a model in memory of its own, and can copy only whole sequences.
+    """
+    return metadata(weights, "general.architecture") == "deepseek4"
+
+
+def sliding_window(weights: Any) -> int:
+    """Return the size of the sliding attention window in tokens, or 0 if all layers use full attention."""
+    if has_compressed_keys(weights):
+        # llama.cpp itself reports no window, because these layers cannot roll back within it.
+        return int(architecture_metadata(weights, "attention.sliding_window") or 0)
+    return int(library().llama_model_n_swa(weights))
 
 
 def vocabulary_size(weights: Any) -> int:

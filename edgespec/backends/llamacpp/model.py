@@ -14,7 +14,7 @@ from edgespec.backends.base import LanguageModel, LoadOptions, Progress
 from edgespec.backends.base_model import check_progress, split_last_batch
 from edgespec.backends.hidden_state_log import HiddenStateLog
 from edgespec.backends.llamacpp.adapters import LoraAdapters, adapter_bytes
-from edgespec.backends.llamacpp.checkpoints import StateCheckpoint, StateCheckpoints
+from edgespec.backends.llamacpp.checkpoints import Checkpoint, open_checkpoints
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_planning import plan_context
 from edgespec.backends.llamacpp.dflash import load_dflash_head
@@ -115,7 +115,7 @@ class LlamaCppModel(GgufModel):
         except BaseException:
             context.close()
             raise
-        self._checkpoints = StateCheckpoints(context, range(1, plan.sequences))
+        self._checkpoints = open_checkpoints(context)
         # Hidden states of the nodes of the tree that is being verified.
         self._tree_states: list[NDArray[np.float32]] = []
         # Whether llama.cpp will roll back the recurrent state at the start of the next forward pass.
@@ -247,7 +247,7 @@ class LlamaCppModel(GgufModel):
             return load_mtp_head(self, method.path)
         return _HEAD_LOADERS[method.method](self, method)
 
-    def checkpoint(self) -> StateCheckpoint:
+    def checkpoint(self) -> Checkpoint:
         """Save the state after the committed tokens, and return a checkpoint for `rewind`."""
         self._check(0)
         self._apply_pending_rollback()
@@ -258,7 +258,7 @@ class LlamaCppModel(GgufModel):
             self._context.apply_rollback()
             self._rollback_pending = False
 
-    def rewind(self, checkpoint: StateCheckpoint) -> None:
+    def rewind(self, checkpoint: Checkpoint) -> None:
         """Restore the state at a checkpoint, and discard all later tokens."""
         self._check(0)
         self._checkpoints.restore(checkpoint)

@@ -14,7 +14,7 @@ import numpy as np
 from edgespec.backends.gguf_files import gguf_files
 from edgespec.backends.gguf_header import GgufHeader, read_header
 from edgespec.backends.gguf_metadata import tensor_bytes
-from edgespec.backends.hidden_state_log import POST_NORM
+from edgespec.backends.hidden_state_log import POST_NORM, stream_states
 from edgespec.errors import CapabilityError, ModelFileError, shorten
 
 __all__ = [
@@ -39,6 +39,7 @@ class MtpGraph(NamedTuple):
         max_layers: Maximum number of MTP layers.
         is_latent: Whether the layers must use multi-head latent attention (MLA) with compressed queries.
         is_fused: Whether one fused matrix must compute queries, keys and values.
+        streams: Number of residual streams that the layers read instead of one hidden state.
     """
 
     reads_normed: bool = True
@@ -46,19 +47,22 @@ class MtpGraph(NamedTuple):
     max_layers: int = 1
     is_latent: bool = False
     is_fused: bool = False
+    streams: int = 1
 
-    def state_before(self, layer_count: int) -> int:
-        """Return which hidden state of the target the layers read, numbered as in `HiddenStateSource`."""
-        return POST_NORM if self.reads_normed else layer_count
+    def states_read(self, layer_count: int) -> tuple[int, ...]:
+        """Return which hidden states of the target the layers read, numbered as in `HiddenStateSource`."""
+        if self.streams > 1:
+            return stream_states(self.streams)
+        return (POST_NORM,) if self.reads_normed else (layer_count,)
 
 
-# Architectures whose MTP layers llama.cpp can run. For others, llama.cpp would end the process. `deepseek4`
-# is missing because its MTP layers read several hidden states per token.
+# Architectures whose MTP layers llama.cpp can run. For others, llama.cpp would end the process.
 MTP_GRAPHS = {
     "bailingmoe3": MtpGraph(),
     "cohere2moe": MtpGraph(),
     "deepseek2": MtpGraph(is_latent=True),
     "deepseek32": MtpGraph(is_latent=True),
+    "deepseek4": MtpGraph(reads_normed=False, streams=4),
     "glm-dsa": MtpGraph(is_latent=True),
     "glm4moe": MtpGraph(),
     "hy_v3": MtpGraph(has_experts=None, max_layers=8),
@@ -92,7 +96,7 @@ class MtpLayers:
         weight_bytes: Size of the layers' weights.
         token_bytes: Size of the layers' KV cache per token, in f16.
         vocabulary: Number of tokens in the vocabulary.
-        state_size: Number of values in a hidden state.
+        state_size: Number of values that the layers read per token.
         graph: What llama.cpp expects of the layers.
     """
 
@@ -139,6 +143,7 @@ def read_mtp_layers(path: Path) -> MtpLayers:
             f"llama.cpp cannot draft with the MTP layers of {path.name}, because of their kind of attention",
             "choose another method",
         )
+    _check_streams(path, header, layers, graph)
     for layer in layers:
         _check_complete(path, {name for name in sizes if name.startswith(f"blk.{layer}.")}, layer, graph)
     embedding = next(
@@ -149,7 +154,7 @@ def read_mtp_layers(path: Path) -> MtpLayers:
         sum(size for name, size in sizes.items() if any(name.startswith(f"blk.{i}.") for i in layers)),
         sum(_layer_token_bytes(header, layer) for layer in layers),
         embedding.shape[-1] if embedding else 0,
-        _count(header, "embedding_length"),
+        _count(header, "embedding_length") * graph.streams,
         graph,
     )
 
@@ -163,6 +168,25 @@ def unloaded_bytes(path: Path) -> int:
         return read_mtp_layers(path).weight_bytes
     except (CapabilityError, ModelFileError):
         return 0
+
+
+def _check_streams(path: Path, header: GgufHeader, layers: range, graph: MtpGraph) -> None:
+    """Raise CapabilityError for MTP layers that llama.cpp cannot run beside several residual streams.
+
+    llama.cpp would end the process, or read memory out of bounds.
+    """
+    size, output_size = (_count(header, key) for key in ("embedding_length", "embedding_length_out"))
+    ratios = header.architecture_value("attention.compress_ratios")
+    attends = isinstance(ratios, np.ndarray) and any(ratios[layer] for layer in layers if layer < len(ratios))
+    hashed = _count(header, "hash_layer_count") > layers[0]
+    key, indexed = (_count(header, f"attention.{part}key_length") for part in ("", "indexer."))
+    other_attention = graph.streams > 1 and (attends or hashed or key == indexed)
+    if output_size not in (0, size * graph.streams) or other_attention:
+        raise CapabilityError(
+            f"llama.cpp cannot draft with the MTP layers of {path.name}, because of their kind of attention"
+            " or experts, or because they read hidden states of another size",
+            "choose another method",
+        )
 
 
 def _check_complete(path: Path, names: set[str], layer: int, graph: MtpGraph) -> None:

@@ -52,9 +52,9 @@ class MtpHead(PairHead):
         check_contexts_fit([max_plan], check_file(str(path)) if owns_weights else 0, options)
         plan = max_plan.with_tokens(target.facts.context_tokens)
         context = HeadContext(weights, options, plan, threads_for(weights, options), mtp=True)
-        state = layers.graph.state_before(library().llama_model_n_layer(target.weights[0]))
+        states = layers.graph.states_read(library().llama_model_n_layer(target.weights[0]))
         try:
-            log = target.log_hidden_states((state,))
+            log = target.log_hidden_states(states)
         except BaseException:
             context.close()
             raise

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import LoadOptions
-from edgespec.backends.llamacpp.checkpoints import StateCheckpoints
+from edgespec.backends.llamacpp.checkpoints import open_checkpoints
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.gemma4_assistant_files import ASSISTANT_TARGET
 from edgespec.backends.llamacpp.kv_types import SMALL_KERNEL_MAX_ROWS, prefill_kernel_differs
@@ -18,6 +18,7 @@ from edgespec.backends.llamacpp.mtp_files import MTP_GRAPHS
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.staging_api import nextn_api, target_layers_api
 from edgespec.backends.model_facts import Capabilities
+from edgespec.backends.replay import MAX_CHECKPOINTS
 from edgespec.errors import BackendError, ModelFileError
 from edgespec.heads.residual_layout import RESIDUAL_METHODS
 
@@ -110,7 +111,7 @@ def _probe_cells(context: LlamaContext, options: LoadOptions) -> ProbeResult:
 
 def _probe_replay(context: LlamaContext) -> ProbeResult:
     """Check whether restoring a checkpoint is bit-exact, and whether rollback works without one."""
-    checkpoints = StateCheckpoints(context, range(1, context.plan.sequences))
+    checkpoints = open_checkpoints(context)
     context.append(_PREFIX, 0)
     checkpoint = checkpoints.save(len(_PREFIX))
     first = _rows(context, 0)
@@ -130,7 +131,7 @@ def _probe_replay(context: LlamaContext) -> ProbeResult:
         # The rollback works if the logits after it are exact, apart from rounding errors.
         if _distance(undone, narrow) <= 2 * _distance(first[1:], narrow):
             undo_tokens = context.undo_tokens
-    rollback = f"checkpoints and replay, {context.plan.sequences - 1} held"
+    rollback = f"checkpoints and replay, {MAX_CHECKPOINTS} held"
     if undo_tokens:
         rollback = f"the last {undo_tokens} tokens in place, else {rollback}"
     reason = "its recurrent layers support chains only"

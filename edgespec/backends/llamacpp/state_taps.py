@@ -25,7 +25,7 @@ class StateTaps:
     """The hidden states to copy in every pass of a context, numbered as in `HiddenStateSource`.
 
     For some architectures, llama.cpp itself can copy the inputs of layers (`LayerTaps`). For architectures
-    with multi-token prediction (MTP) layers, it can also copy the final hidden state that the MTP layers
+    with multi-token prediction (MTP) layers, it can also copy the final hidden states that the MTP layers
     read. A hook copies all other hidden states, and must be registered when the context is created.
 
     Attributes:
@@ -42,8 +42,8 @@ class StateTaps:
         self._architecture = metadata(model, "general.architecture")
         self._has_layer_taps = layer_input_api() is not None and self._architecture in TAPPED_ARCHITECTURES
         self._layers, self._size = LayerTaps(size), size
-        # The number of the final hidden state that llama.cpp itself can copy, or None.
-        self._final = _final_state(self._architecture or "", self._layer_count) if nextn_api() else None
+        # The numbers of the final hidden states that llama.cpp itself can copy.
+        self._final = _final_states(self._architecture or "", self._layer_count) if nextn_api() else ()
         self.hook = HiddenStateHook((), size)
         self._select(())
 
@@ -51,7 +51,7 @@ class StateTaps:
         layers = range(self._layer_count) if self._has_layer_taps else range(0)
         self._states = states
         self._tapped = [state for state in states if state in layers]
-        hooked = (state for state in states if state not in layers and state != self._final)
+        hooked = (state for state in states if state not in layers and state not in self._final)
         self._hooked = {state: _tensor(state) for state in hooked}
         self.uses_hook = bool(self._hooked)
         self.needs_all_rows = not self._hooked.keys().isdisjoint((POST_NORM, self._layer_count))
@@ -64,7 +64,7 @@ class StateTaps:
             CapabilityError: One of the hidden states does not exist in the model or cannot be read.
         """
         for state in states:
-            if not POST_NORM <= state <= self._layer_count:
+            if not (POST_NORM <= state <= self._layer_count or state in self._final):
                 raise CapabilityError(
                     f"hidden state {state} does not exist in a model with {self._layer_count} layers",
                     "choose the head that was published for this target",
@@ -81,13 +81,17 @@ class StateTaps:
     def apply(self, context: Any) -> None:
         """Copy the chosen hidden states in a newly created context."""
         self._layers.apply(context)
-        if self._final in self._states:
+        if self._copies_final:
             self._copy_final(context)
+
+    @property
+    def _copies_final(self) -> bool:
+        return not set(self._final).isdisjoint(self._states)
 
     def _copy_final(self, context: Any) -> None:
         """Switch llama.cpp's own copying of the final hidden state on or off, as chosen."""
-        if context and self._final is not None and (api := nextn_api()):
-            api.switch(context, self._final in self._states, False)
+        if context and self._final and (api := nextn_api()):
+            api.switch(context, self._copies_final, False)
 
     def rows(self, context: Any, count: int) -> NDArray[np.float32]:
         """Return the hidden states from the last pass of `count` tokens, as float32 [tokens, states, size].
@@ -97,17 +101,18 @@ class StateTaps:
         """
         found = dict(zip(self._tapped, self._layers.rows(context, count), strict=True))
         found |= {state: self.hook.take(name, count) for state, name in self._hooked.items()}
-        if self._final is not None and self._final in self._states and (api := nextn_api()):
-            found[self._final] = copied_rows(api.address(context), count, self._size)
+        if self._copies_final and (api := nextn_api()):
+            rows = copied_rows(api.address(context), count, len(self._final) * self._size)
+            found |= zip(self._final, np.split(rows, len(self._final), axis=1), strict=True)
         return np.stack([found[state] for state in self._states], axis=1)
 
 
-def _final_state(architecture: str, layer_count: int) -> int | None:
-    """Return the number of the final hidden state that MTP heads read, or None if there are no such heads."""
+def _final_states(architecture: str, layer_count: int) -> tuple[int, ...]:
+    """Return the numbers of the final hidden states that MTP heads read. Empty if there are no such heads."""
     if architecture == ASSISTANT_TARGET:
-        return POST_NORM
+        return (POST_NORM,)
     graph = MTP_GRAPHS.get(architecture)
-    return graph.state_before(layer_count) if graph else None
+    return graph.states_read(layer_count) if graph else ()
 
 
 def _tensor(state: int) -> str:

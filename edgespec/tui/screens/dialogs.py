@@ -109,6 +109,7 @@ class RenameScreen(FormScreen[str]):
         yield self._input
 
     def on_mount(self) -> None:
+        self.query_one(".dialog").border_subtitle = "Enter saves · Esc cancels"
         self._input.focus()
 
     @on(Input.Submitted)

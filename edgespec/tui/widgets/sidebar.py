@@ -18,26 +18,30 @@ from edgespec.tui.numbers import ago, count
 
 __all__ = ["ChatOption", "Sidebar", "chat_list_hint"]
 
-_MAX_TITLE_LENGTH = 60
+# Width of the rows, in cells, until the list has been laid out.
+_DEFAULT_WIDTH = 30
 
 
 class ChatOption(Option):
-    """An entry of the list: the chat's title, and below it its age and length or the matching line."""
+    """An entry of the list: the chat's title, and below it its age and length or the matching line.
 
-    def __init__(self, found: FoundChat, *, is_open: bool) -> None:
+    Args:
+        found: The chat.
+        width: The width of the list in cells. Longer lines are cut off.
+        is_open: Whether this chat is open.
+    """
+
+    def __init__(self, found: FoundChat, width: int, *, is_open: bool) -> None:
         chat = found.chat
-        short = f"{chat.title[: _MAX_TITLE_LENGTH - 1]}…"
-        title = chat.title if len(chat.title) <= _MAX_TITLE_LENGTH else short
         note = f"{ago(chat.updated, datetime.now(UTC))} · {count(chat.message_count, 'message')}"
         pinned = "pinned · " if chat.pinned else ""
-        line = (found.line[:_MAX_TITLE_LENGTH] or pinned + note, "$muted")
+        line = (found.line or pinned + note, "$muted")
+        rows = (
+            Content.assemble(("• " if is_open else "  ", "$primary"), chat.title),
+            Content.assemble("  ", ("unreadable", "$error") if chat.problem else line),
+        )
         super().__init__(
-            Content.assemble(
-                ("• " if is_open else "  ", "$primary"),
-                f"{title}\n  ",
-                ("unreadable", "$error") if chat.problem else line,
-            ),
-            id=str(chat.path),
+            Content("\n").join(row.truncate(width, ellipsis=True) for row in rows), id=str(chat.path)
         )
         self.chat = chat
 
@@ -81,19 +85,25 @@ class Sidebar(OptionList):
             chat: The chat to highlight instead, if it is still listed.
         """
         found = search(self._chats, self._query)
+        # Leave space for the scrollbar even if there is none, so that its appearance changes nothing.
+        width = self.content_region.width - self.styles.scrollbar_size_vertical or _DEFAULT_WIDTH
         nothing = (
             f"No chat contains “{self._query}”."
             if self._chats
             else "No saved chats yet. Each message is saved when you send it."
         )
         self.set_options(
-            [ChatOption(each, is_open=each.chat.id == self._open) for each in found]
+            [ChatOption(each, width, is_open=each.chat.id == self._open) for each in found]
             or [Option(nothing, disabled=True)]
         )
         if chat is not None:
             ids = [each.chat.id for each in found]
             highlighted = ids.index(chat.id) if chat.id in ids else highlighted
         self.highlighted = min(highlighted, len(found) - 1) if found else None
+
+    def on_resize(self) -> None:
+        """Cut the lines off at the new width."""
+        self._refresh_options(self.highlighted or 0, self.chat)
 
     def _show_query(self) -> None:
         self.border_title = Content(f"Chats: {self._query}" if self._query else "Chats")
@@ -115,6 +125,8 @@ class Sidebar(OptionList):
         """Filter the list by what the user types."""
         if event.key == "backspace":
             query = self._query[:-1]
+        elif event.character == "/" and not self._query:
+            return  # The screen starts a command in the input.
         elif event.is_printable and event.character is not None:
             query = self._query + event.character
         else:
