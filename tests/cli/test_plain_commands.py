@@ -152,7 +152,7 @@ def test_reasoning_is_turned_off_only_if_the_model_can(start: Start, tmp_path: P
     code = SCRIPTED.replace(
         "other = ",
         "from edgespec.chat.template import ChatTemplate\n"
-        f"runtime.template = ChatTemplate({source!r}, {{}})\n"
+        f"runtime.template = ChatTemplate({source!r}, '', '')\n"
         "other = ",
         1,
     )
