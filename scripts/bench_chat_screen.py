@@ -2,20 +2,21 @@
 """Measure the time from a key press until the screen of the terminal chat is up to date.
 
     .venv/bin/python scripts/bench_chat_screen.py
-    .venv/bin/python scripts/bench_chat_screen.py --messages 5000
+    .venv/bin/python scripts/bench_chat_screen.py --messages 5000 --json
 
-Opens a chat of 1,000 messages without a terminal, presses each key several times, and prints the median and
-the 95th percentile of the times until the screen is drawn, and of the processor time that it took. The goal
-is a 95th percentile below 50 ms. Run this on an otherwise idle machine. Other programs disturb the processor
-time less.
+Opens a chat of 1,000 messages without a terminal, presses each key several times, and prints the median, the
+95th percentile and the maximum of the times until the screen is drawn, and the processor time that it took.
+The goal is a 95th percentile below 50 ms. Run this on an otherwise idle machine. Other programs disturb the
+processor time less.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median, quantiles
@@ -23,7 +24,6 @@ from time import perf_counter, process_time
 
 from textual import events
 from textual.app import App
-from textual.pilot import Pilot
 
 import edgespec
 from edgespec.catalog import Progress
@@ -31,24 +31,54 @@ from edgespec.chat.message import Message
 from edgespec.chat.message_tree import MessageTree
 from edgespec.chat.saved_chat import SavedChat
 from edgespec.chat.store import ChatStore
-from edgespec.tui.app import ChatApp
+from edgespec.tui.app import ChatApp, quick_screen
 from edgespec.tui.saved_chats import resume
 
-_REPLY = "Use `ls`:\n\n```sh\nls -lS\n```\n\n- `-S` sorts by size\n- `-l` shows details\n\nThis is reply {}."
+# Replies of typical kinds, in turn: with a command, with code, with a table, and long prose.
+_PROSE = (
+    "The option `-S` sorts by **size**, and the largest file comes first. Add `-r` to reverse the order,"
+    " which is useful in a small terminal, because the largest files are then next to the prompt. "
+)
+_CODE = """
+```python
+from pathlib import Path
+
+
+def by_size(folder: Path) -> list[Path]:
+    \"\"\"Return the files of a folder, largest first.\"\"\"
+    files = (path for path in folder.iterdir() if path.is_file())
+    return sorted(files, key=lambda path: -path.stat().st_size)
+```
+"""
+_TABLE = "| option | meaning |\n|---|---|\n| `-S` | by size |\n| `-t` | by time |"
+_REPLIES = (
+    "Use `ls`:\n\n```sh\nls -lS\n```\n\n- `-S` sorts by size\n- `-l` shows details\n\nThis is reply {}.",
+    f"{_PROSE}\n{_CODE}\nThis is reply {{}}.",
+    f"## Options\n\n{_TABLE}\n\n{_PROSE}\n\n1. Open a terminal\n2. Press Enter\n\nThis is reply {{}}.",
+    f"{_PROSE * 2}\n\n{_PROSE * 3}\n\n> {_PROSE}\n\nThis is reply {{}}.",
+)
 # Number of other chats in the list. The search reads them too.
 _OTHER_CHATS = 100
 
 
 def main() -> None:
-    """Create the chats, measure, and print a table."""
+    """Create the chats, measure, and print a table or JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--messages", type=int, default=1000, help="messages in the chat")
     parser.add_argument("--presses", type=int, default=100, help="presses of each key")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         store = ChatStore(Path(folder) / "chats")
         _save_chats(store, arguments.messages)
-        asyncio.run(_measure(store, arguments.presses))
+        rows = asyncio.run(_measure(store, arguments.presses))
+    if arguments.json:
+        print(json.dumps(rows))
+        return
+    print(f"{'action':18}{'median':>11}{'p95':>11}{'maximum':>11}    processor: median        p95")
+    for name, row in rows.items():
+        wall, p95, most, processor, processor_p95 = (f"{value:8.0f} ms" for value in row.values())
+        print(f"{name:18}{wall}{p95}{most}          {processor}{processor_p95}")
 
 
 def _save_chats(store: ChatStore, count: int) -> None:
@@ -56,52 +86,68 @@ def _save_chats(store: ChatStore, count: int) -> None:
     for number in range(_OTHER_CHATS + 1):
         length = count if number == 0 else 20
         messages = (
-            Message("assistant", _REPLY.format(n)) if n % 2 else Message("user", f"Question {n} of {number}?")
+            Message("assistant", _REPLIES[n // 2 % len(_REPLIES)].format(n))
+            if n % 2
+            else Message("user", f"Question {n} of {number}?")
             for n in range(length)
         )
         title = "long" if number == 0 else f"chat {number}"
         store.save(SavedChat(store.new_id(), MessageTree.linear(messages), now, now, title=title))
 
 
-async def _measure(store: ChatStore, presses: int) -> None:
+async def _measure(store: ChatStore, presses: int) -> dict[str, dict[str, float]]:
+    """Return the times of each action in milliseconds."""
+
     def load(progress: Progress) -> edgespec.Runtime:
         return edgespec.load("demo", "none", method="none", threads=1, progress=progress)
 
     app = ChatApp(load, store=store)
-    async with app.run_test(size=(120, 40)) as pilot:
-        while app.chat is None or not app.chat.idle:
-            await pilot.pause(0.1)
-        began, cpu = perf_counter(), process_time()
-        await resume(app.chat, "long")
-        await pilot.pause()
-        print(
-            f"opening the chat   {1000 * (perf_counter() - began):6.0f} ms,"
-            f" processor {1000 * (process_time() - cpu):.0f} ms"
-        )
-        print("key                  median      p95     processor: median      p95")
-        await _row(pilot, "page up", ["pageup"] * presses)
-        await _row(pilot, "page down", ["pagedown"] * presses)
-        await _row(pilot, "typing", [*"typing", "space"] * (presses // 7 + 1))
-        app.chat.prompt.clear()
-        await _row(pilot, "select older", ["shift+up", *["up"] * presses])
-        await pilot.press("escape", "f2")
-        await _row(pilot, "search", [*"question", *["backspace"] * 8] * (presses // 16 + 1))
+    rows: dict[str, dict[str, float]] = {}
+    with quick_screen():
+        async with app.run_test(size=(120, 40)) as pilot:
+            while app.chat is None or not app.chat.idle:
+                await pilot.pause(0.1)
+            chat = app.chat
+
+            async def press(name: str, keys: Sequence[str]) -> None:
+                rows[name] = await _row(lambda key: _press(app, key), keys)
+
+            async def open_chat(title: str) -> None:
+                await resume(chat, title)
+                await _drawn(app)
+
+            rows["open the chat"] = await _row(open_chat, ["long", "chat 1"] * 5)
+            await open_chat("long")
+            await press("page up", ["pageup"] * presses)
+            await press("page down", ["pagedown"] * presses)
+            await press("home and end", ["ctrl+home", "ctrl+end"] * (presses // 2))
+            await press("typing", [*"typing", "space"] * (presses // 7 + 1))
+            chat.prompt.clear()
+            await press("select older", ["shift+up", *["up"] * presses])
+            await press("select newer", ["down"] * presses)
+            await pilot.press("escape")
+            await press("list of chats", ["f2"] * 21)
+            await press("search", [*"question", *["backspace"] * 8] * (presses // 16 + 1))
     app.model_thread.close()
     app.model_thread.join(5)
+    return rows
 
 
-async def _row(pilot: Pilot[None], name: str, keys: Sequence[str]) -> None:
-    """Press keys and print the times until the screen is up to date."""
+async def _row(act: Callable[[str], Awaitable[None]], arguments: Sequence[str]) -> dict[str, float]:
+    """Act once for each argument, and return the times in milliseconds."""
     times, cpu_times = [], []
-    for key in keys:
+    for argument in arguments:
         began, cpu = perf_counter(), process_time()
-        await _press(pilot.app, key)
+        await act(argument)
         times.append(1000 * (perf_counter() - began))
         cpu_times.append(1000 * (process_time() - cpu))
-    wall, processor = (
-        f"{median(each):6.0f} ms {quantiles(each, n=20)[-1]:6.0f} ms" for each in (times, cpu_times)
-    )
-    print(f"{name:18} {wall}          {processor}", flush=True)
+    return {
+        "median_ms": median(times),
+        "p95_ms": quantiles(times, n=20)[-1],
+        "max_ms": max(times),
+        "processor_median_ms": median(cpu_times),
+        "processor_p95_ms": quantiles(cpu_times, n=20)[-1],
+    }
 
 
 async def _press(app: App[None], key: str) -> None:
@@ -116,6 +162,11 @@ async def _press(app: App[None], key: str) -> None:
         handled = asyncio.Event()
         node.call_later(handled.set)
         await handled.wait()
+    await _drawn(app)
+
+
+async def _drawn(app: App[None]) -> None:
+    """Wait until the screen is drawn."""
     drawn = asyncio.Event()
     app.screen.call_after_refresh(drawn.set)
     await drawn.wait()

@@ -24,6 +24,7 @@ from edgespec.tui.setting_commands import (
     unquoted,
 )
 from edgespec.tui.texts import memory_rows, plain_words, sentences, show_rows
+from edgespec.tui.thinking import thinking_change
 from edgespec.tui.tool_access import unanswered_calls
 from edgespec.tui.transfer import chat_to_export, file_to_import, imported_text
 from edgespec.tui.why import why_text
@@ -92,7 +93,7 @@ def _schema(chat: PlainChat, argument: str) -> None:
 
 
 def _think(chat: PlainChat, argument: str) -> None:
-    _set(chat, f"thinking {argument}".rstrip())
+    _apply(chat, thinking_change(argument, chat.current_chat.settings, chat.runtime))
 
 
 def _apply(chat: PlainChat, change: SettingsChange) -> None:

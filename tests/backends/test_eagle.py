@@ -142,6 +142,13 @@ def test_the_log_keeps_the_last_rows() -> None:
     assert (log.start, log.end) == (20, 21)
 
 
+def test_a_head_can_be_closed_after_its_target(files: Files) -> None:
+    target = files.load()
+    head = head_of(target, files.head)
+    target.close()
+    head.close()
+
+
 def test_closing_a_head_stops_reading_hidden_states(target: LlamaCppModel, files: Files) -> None:
     head_of(target, files.head).close()
     target.prefill([1, 2, 3])

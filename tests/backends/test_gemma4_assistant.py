@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, cast
 
+import gguf
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -274,6 +275,37 @@ def test_metadata_that_would_end_the_process_is_refused(
 def test_an_incomplete_head_is_refused(target: LanguageModel, tmp_path: Path, tensor: str) -> None:
     with pytest.raises(ModelFileError):
         head_of(target, write_gemma4_assistant(tmp_path / "head.gguf", without=tensor))
+
+
+def damaged(path: Path, value: float) -> Path:
+    """Write a head in whose attention all weights of one matrix have this value."""
+    reader = gguf.GGUFReader(write_gemma4_assistant(path), "r+")
+    next(tensor for tensor in reader.tensors if "attn_output" in tensor.name).data[:] = value
+    reader.data.flush()
+    return path
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("text", [[], TEXT])
+def test_a_head_whose_logits_are_not_finite_is_refused(
+    target: LanguageModel, plain: Files, tmp_path: Path, value: float, text: list[int]
+) -> None:
+    target.prefill(text)
+    with pytest.raises(ModelFileError, match="not finite"):
+        head_of(target, damaged(tmp_path / "head.gguf", value))
+    assert target.length == len(text)
+    plain.head_of(target).close()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_useless_head_changes_no_reply(plain: Files, tmp_path: Path, temperature: float) -> None:
+    asked: dict[str, Any] = {"max_tokens": 24, "temperature": temperature, "seed": 3}
+    options: dict[str, Any] = {"methods": ["none", "mtp"], "context": 256}
+    options["head"] = damaged(tmp_path / "head.gguf", 1e30)
+    with always_draft(), edgespec.load(str(plain.target), "none", **options) as runtime:
+        reply = runtime.generate("the file", method="mtp", **asked)
+        assert reply.stats.drafted_tokens
+        assert reply.tokens == runtime.generate("the file", method="none", **asked).tokens
 
 
 @settings(max_examples=8, deadline=None)

@@ -144,6 +144,22 @@ def test_presets_are_saved_and_used(start: Start, tmp_path: Path, config: Path) 
     assert "Replace the existing preset short? Type yes or no.\nType yes or no." in err
 
 
+def test_reasoning_is_turned_off_only_if_the_model_can(start: Start, tmp_path: Path) -> None:
+    out, err = typed(start, tmp_path, ["/think", "/think off"])
+    assert "Reasoning: auto, the model's default." in out
+    assert "Reasoning cannot be turned on or off for the model demo." in err
+    source = "{% if enable_thinking is defined and not enable_thinking %}no{% endif %}"
+    code = SCRIPTED.replace(
+        "other = ",
+        "from edgespec.chat.template import ChatTemplate\n"
+        f"runtime.template = ChatTemplate({source!r}, '', '')\n"
+        "other = ",
+        1,
+    )
+    out, _ = typed(start, tmp_path, ["/think off", "/think"], code=code + "\nruntime.template.close()")
+    assert "From your next message on, the model is asked not to reason.\nReasoning: off." in out
+
+
 def test_files_are_attached(start: Start, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("Pines are tall.")
     (tmp_path / "data.bin").write_bytes(bytes(range(256)))

@@ -10,13 +10,14 @@ from pathlib import Path
 
 from textual.content import Content
 from textual.pilot import Pilot
+from textual.selection import SELECT_ALL
 from textual.widgets import Static
-from textual.widgets.markdown import MarkdownBlock
 
 from edgespec.chat.saved_chat import Setting
 from edgespec.chat.store import ChatStore
 from edgespec.tui.app import ChatApp
 from edgespec.tui.chat_screen import ChatScreen
+from edgespec.tui.widgets.reply_markdown import ReplyMarkdown
 from edgespec.tui.worker import Load, LoadOther, load_named
 
 NAMES = {" ": "space", "?": "question_mark", "/": "slash", ".": "full_stop", "-": "minus", "_": "underscore"}
@@ -79,9 +80,12 @@ class Driver:
     def transcript(self) -> str:
         """All text of the transcript."""
         parts: list[str] = []
-        for widget in self.chat.transcript.query("Static, Pairs"):
-            shown = all(node.display for node in widget.ancestors_with_self if hasattr(node, "display"))
-            if not shown or (isinstance(widget, MarkdownBlock) and widget.children):
+        for widget in self.chat.transcript.query("Static, Pairs, ReplyMarkdown"):
+            if not all(node.display for node in widget.ancestors_with_self if hasattr(node, "display")):
+                continue
+            if isinstance(widget, ReplyMarkdown):
+                selected = widget.get_selection(SELECT_ALL)
+                parts += selected[:1] if selected else []
                 continue
             visual = widget.visual if isinstance(widget, Static) else widget.render()
             if isinstance(visual, Content):

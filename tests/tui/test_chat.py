@@ -32,7 +32,8 @@ async def test_a_question_gets_a_streamed_markdown_reply(demo: Load, tmp_path: P
         await d.say(ASK)
         reply = d.chat.transcript.query_one(ReplyMessage)
         assert reply.text == d.chat.current_chat.entries[-1].content
-        assert reply.query_one("MarkdownFence").is_attached
+        assert "\n```" in reply.text
+        assert "```" not in d.transcript()
         facts = d.chat.query_one(StatusLine).facts
         assert facts.speed_up.startswith("speed-up ")
         assert facts.speed_up != "speed-up off"

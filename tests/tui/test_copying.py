@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from textual.widgets.markdown import MarkdownFence
 
+from edgespec.tui.widgets.reply_markdown import ReplyMarkdown
 from tests.tui.driving import Driver, driving, until
 from tests.tui.scripted import Script, ScriptedRuntime, loading
 
@@ -51,12 +51,18 @@ async def test_the_command_copies_a_block_by_its_number(tmp_path: Path) -> None:
 async def test_a_click_copies_a_block(tmp_path: Path) -> None:
     async with driving(loading(ScriptedRuntime(scripts=[Script(text=THREE)])), tmp_path, size=(80, 40)) as d:
         await d.say("hello")
-        mark = d.chat.transcript.query(".copy-mark")[1]
-        assert not mark.display
-        await d.pilot.hover(d.chat.transcript.query(MarkdownFence)[1])
-        await until(d.pilot, lambda: mark.region.width > 0, "the copy mark")
-        await d.pilot.click(mark)
+        reply = d.chat.transcript.query_one(ReplyMarkdown)
+        row = next(y for y in range(reply.size.height) if "print(1)" in reply.render_line(y).text)
+        right = reply.size.width - 3
+        assert "copy" not in "\n".join(d.screen_text())
+        await d.pilot.hover(reply, offset=(2, row + 1))
+        await until(d.pilot, lambda: " copy " in reply.render_line(row).text, "the copy mark")
+        await d.pilot.click(reply, offset=(right, row + 1))
+        assert not d.app.clipboard
+        await d.pilot.click(reply, offset=(right, row))
         await _copied(d, "print(1)\nprint(2)", "Copied the code block.")
+        await d.pilot.hover(reply, offset=(2, 0))
+        await until(d.pilot, lambda: " copy " not in reply.render_line(row).text, "the end of the mark")
 
 
 async def test_the_code_blocks_of_a_selected_message(tmp_path: Path) -> None:

@@ -53,15 +53,17 @@ def load_assistant(target: LlamaCppModel, path: Path) -> AssistantHead:
         return AssistantHead(target, weights, str(path), options, name)
 
     head = load_head_file(target, Head("mtp", path), ASSISTANT, "a Gemma 4 assistant", make)
+    if target.length or not target.free_tokens:
+        return head
     try:
-        if not target.length and target.free_tokens:
-            # With an empty cache, `load_head_file` has checked the logits without attention.
-            target.prefill([0])
-            check_finite(head, path)
-            target.truncate(0)
+        # Without any tokens in the cache, `load_head_file` has checked nothing.
+        target.prefill([0])
+        check_finite(head, path)
     except BaseException:
         head.close()
         raise
+    finally:
+        target.truncate(0)
     return head
 
 

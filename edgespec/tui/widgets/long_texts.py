@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -25,12 +24,11 @@ __all__ = [
 MAX_INPUT_CHARACTERS = 500_000
 # Maximum number of characters of plain text to show. Textual wraps about 200,000 characters per second.
 _MAX_CHARACTERS = 100_000
-# Seconds that Textual needs to draw one Markdown character and one widget, measured on two cores.
-_CHARACTER_SECONDS, _WIDGET_SECONDS = 3e-5, 4e-3
-_LIST_ITEM_WIDGETS = 4
-_LIST_ITEM = re.compile(r"\s*(?:[-*+]|\d+[.)])\s")
+# Seconds for reading and wrapping one character of Markdown, and in addition for each line that is not blank
+# and each table cell. Measured with short list items, and words in bold.
+_CHARACTER_SECONDS, _ITEM_SECONDS = 3e-6, 6e-5
 # Maximum estimated time in seconds for showing a reply. The rest of a longer reply is hidden.
-_MAX_SECONDS = 8.0
+_MAX_SECONDS = 1.0
 
 
 def limited_text(text: str, advice: str = "") -> str:
@@ -51,7 +49,7 @@ def limited_chunks(chunks: Sequence[TextChunk]) -> Sequence[TextChunk]:
 
 
 def limited_markdown(markdown: str) -> str:
-    """Return the start of a Markdown text that can be drawn in about eight seconds or less."""
+    """Return the start of a Markdown text that can be drawn in about a second or less."""
     end, left_seconds = 0, _MAX_SECONDS
     for line, seconds in _line_costs(markdown):
         if seconds > left_seconds:
@@ -75,7 +73,5 @@ def hidden_note(characters: int, advice: str = "") -> str:
 def _line_costs(markdown: str) -> Iterator[tuple[str, float]]:
     """Yield each line with the estimated seconds for drawing it. The end of a very long text is omitted."""
     for line in markdown[: int(_MAX_SECONDS / _CHARACTER_SECONDS)].splitlines(keepends=True):
-        widgets = line.count("|")
-        if line.strip():
-            widgets += _LIST_ITEM_WIDGETS if _LIST_ITEM.match(line) else 1
-        yield line, len(line) * _CHARACTER_SECONDS + widgets * _WIDGET_SECONDS
+        items = line.count("|") + bool(line.strip())
+        yield line, len(line) * _CHARACTER_SECONDS + items * _ITEM_SECONDS

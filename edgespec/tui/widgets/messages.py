@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, ClassVar
 
-from markdown_it import MarkdownIt
 from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Vertical
 from textual.content import Content
 from textual.widget import Widget
-from textual.widgets import Markdown, Static
-from textual.widgets.markdown import MarkdownStream
+from textual.widgets import Static
 
 from edgespec.tui.files.chips import file_chips
 from edgespec.tui.numbers import count, percent
@@ -36,11 +35,6 @@ _LEGEND = Content.assemble(
     ("■ ", "$success"), "guessed correctly   ", ("■ ", "$warning"), "from the model itself"
 )
 _ENDINGS = {"cancelled": "stopped", "length": "stopped: the reply reached its maximum length"}
-
-
-def _markdown_parser() -> MarkdownIt:
-    """Return a Markdown parser that shows HTML as text, because models often write tags such as `<name>`."""
-    return MarkdownIt("gfm-like", {"html": False})
 
 
 def _origin_content(chunks: Sequence[TextChunk]) -> Content:
@@ -123,6 +117,7 @@ class ReplyMessage(MessageWidget):
     Attributes:
         text: The answer.
         reasoning: The reasoning before the answer.
+        writing: Whether the reply is being generated.
     """
 
     def __init__(
@@ -141,28 +136,36 @@ class ReplyMessage(MessageWidget):
         self._versions = _versions_line(versions)
         self.text = text
         self.reasoning = reasoning
-        self.thoughts = Thoughts(thought_seconds)
         self.chunks: list[TextChunk] = list(chunks)
         self.reply = reply
         self._origin = origin
         self._calls_tools = calls_tools
-        self._stream: MarkdownStream | None = None
+        self.writing = False
+        self._thought_seconds = thought_seconds
         self._drawn = limited_markdown(text)
-        # Most replies have no reasoning and are shown as Markdown, so these are mounted when they are needed.
-        self._coloured_text = Static(classes="reply-origin")
+        self._markdown = ReplyMarkdown(self._drawn)
+
+    # Most replies need none of these three widgets. Creating them for all replies would make scrolling slow.
+    @cached_property
+    def thoughts(self) -> Thoughts:
+        """The widget for the reasoning. It is part of the screen only if there is reasoning."""
+        return Thoughts(self._thought_seconds)
+
+    @cached_property
+    def _coloured_text(self) -> Static:
+        return Static(classes="reply-origin")
+
+    @cached_property
+    def _end(self) -> Static:
+        return Static(classes="reply-end")
 
     def compose(self) -> ComposeResult:
         if self.reasoning:
             yield self.thoughts
-        yield ReplyMarkdown(self._drawn, parser_factory=_markdown_parser, classes="reply-markdown")
-        yield Static(classes="reply-end")
+        yield self._markdown
 
     def on_mount(self) -> None:
         self._refresh_views()
-
-    @property
-    def writing(self) -> bool:
-        return self._stream is not None
 
     @property
     def coloured(self) -> bool:
@@ -171,18 +174,16 @@ class ReplyMessage(MessageWidget):
 
     def begin(self) -> None:
         """Prepare to receive text chunks. Show an ellipsis until the first one arrives."""
-        self._stream = Markdown.get_stream(self._markdown)
-        self._end.update(Content("…"))
-        self._end.display = True
+        self.writing = True
+        self._show_end(Content("…"))
 
     def show_reading(self, fraction: float) -> None:
         """Show what fraction of the prompt has been processed. Does nothing once text has appeared."""
         if not (self.text or self.reasoning) and 0 < fraction < 1:
-            self._end.update(Content(f"reading the prompt, {percent(fraction)}"))
+            self._show_end(Content(f"reading the prompt, {percent(fraction)}"))
 
     async def write(self, chunks: Sequence[TextChunk]) -> None:
         """Append chunks to the reply."""
-        assert self._stream is not None
         self.chunks.extend(chunks)
         fragment = "".join(chunk.text for chunk in chunks if not chunk.reasoning)
         self.text += fragment
@@ -200,20 +201,17 @@ class ReplyMessage(MessageWidget):
         await self._mount_thoughts()
         if thoughts or (fragment and fragment == self.text):
             self._refresh_thoughts()
-        await self._stream.write(added)
+        self._markdown.append(added)
 
     async def finish(self, text: str, reasoning: str, reply: Reply | None, versions: str = "") -> None:
         """Mark the reply as finished and show its final text."""
         self.reply, self.reasoning, self._versions = reply, reasoning, _versions_line(versions)
         self._calls_tools = reply is not None and bool(reply.tool_calls)
         await self._mount_thoughts()
-        if self._stream is not None:
-            await self._stream.stop()
-            self._stream = None
-        # Render the whole text again, because a Markdown table rendered row by row can show outdated cells.
-        if text != self.text or self._markdown.query("MarkdownTable"):
-            self.text, self._drawn = text, limited_markdown(text)
-            await self._markdown.update(self._drawn)
+        self.writing = False
+        # Read the whole text again, because the end of a text can define links for its start.
+        self.text, self._drawn = text, limited_markdown(text)
+        self._markdown.replace(self._drawn)
         self._refresh_views()
 
     def show_origin(self, origin: bool) -> None:
@@ -221,20 +219,12 @@ class ReplyMessage(MessageWidget):
         self._origin = origin
         self._refresh_views()
 
-    @property
-    def _markdown(self) -> Markdown:
-        return self.query_one(".reply-markdown", Markdown)
-
-    @property
-    def _end(self) -> Static:
-        return self.query_one(".reply-end", Static)
-
     async def _mount_thoughts(self) -> None:
         if self.reasoning and not self.thoughts.is_attached:
             await self.mount(self.thoughts, before=self._markdown)
 
     def _refresh_thoughts(self) -> None:
-        if not self.thoughts.is_attached:
+        if not self.reasoning:
             return
         chunks = [chunk for chunk in self.chunks if chunk.reasoning]
         # Chunks are missing if the reply was continued or comes from a saved chat.
@@ -255,14 +245,12 @@ class ReplyMessage(MessageWidget):
 
     def _refresh_views(self) -> None:
         coloured = self.coloured
-        view = self._coloured_text
-        if coloured and not view.is_attached:
-            self.mount(view, before=self._end)
-        self._markdown.display = not coloured
-        view.display = coloured
+        self.set_class(coloured, "-coloured")
         if coloured:
+            if not self._coloured_text.is_attached:
+                self.mount(self._coloured_text, after=self._markdown)
             answer = [chunk for chunk in self.chunks if not chunk.reasoning]
-            view.update(_origin_content(answer).rstrip())
+            self._coloured_text.update(_origin_content(answer).rstrip())
         if not self.writing:
             self._refresh_thoughts()
             self._show_end(self._closing_line(coloured))
@@ -270,8 +258,11 @@ class ReplyMessage(MessageWidget):
             self.display = bool(self.text or self.reasoning or not self._calls_tools)
 
     def _show_end(self, line: Content) -> None:
-        self._end.update(line)
-        self._end.display = bool(line)
+        if line and not self._end.is_attached:
+            self.mount(self._end)
+        self.set_class(bool(line), "-ended")
+        if line:
+            self._end.update(line)
 
     @property
     def _lacks_answer(self) -> bool:

@@ -1,45 +1,43 @@
-"""The Markdown of a reply, whose code blocks can be copied with a click."""
+"""The Markdown of a reply. A single widget draws it, because a widget per block would make scrolling slow."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from itertools import accumulate
+from urllib.parse import unquote
+
+from rich.cells import cell_len
+from rich.segment import Segment
 from textual import events
-from textual.app import ComposeResult
+from textual.geometry import Offset, Size
 from textual.message import Message as Event
-from textual.widgets import Markdown, Static
-from textual.widgets.markdown import MarkdownFence
+from textual.selection import Selection
+from textual.strip import Strip
+from textual.widget import Widget
+
+from edgespec.tui.widgets.markdown_blocks import Block, CodeBlock, Row, gap_row
+from edgespec.tui.widgets.markdown_reader import read_markdown
 
 __all__ = ["ReplyMarkdown"]
 
-
-class _CopyMark(Static):
-    """The word “copy” in the corner of a code block, shown while the mouse is over the block."""
-
-    def on_click(self, event: events.Click) -> None:
-        event.stop()
-        assert isinstance(self.parent, MarkdownFence)
-        self.post_message(ReplyMarkdown.CopyCode(self.parent.code))
+_COPY_MARK = " copy "
 
 
-class _CodeBlock(MarkdownFence):
-    """A code block with a “copy” mark in its corner."""
+class ReplyMarkdown(Widget):
+    """Markdown whose code blocks can be copied with the mouse. It draws only the rows that are visible.
 
-    def compose(self) -> ComposeResult:
-        yield from super().compose()
-        yield _CopyMark(" copy ", classes="copy-mark", markup=False)
+    Args:
+        text: The Markdown text.
+    """
 
-    # The CSS pseudo-class `:hover` is off for a moment when the mouse moves within the block. The mark would
-    # disappear under the mouse, which loses clicks.
-    def on_enter(self) -> None:
-        self.set_class(True, "-pointed")
-
-    def on_leave(self) -> None:
-        self.set_class(self.is_mouse_over, "-pointed")
-
-
-class ReplyMarkdown(Markdown):
-    """Markdown whose code blocks can be copied with the mouse."""
-
-    BLOCKS = {**Markdown.BLOCKS, "fence": _CodeBlock, "code_block": _CodeBlock}  # noqa: RUF012 - as in the base class
+    DEFAULT_CSS = """
+    ReplyMarkdown {
+        height: auto;
+    }
+    ReplyMarkdown.-empty {
+        display: none;
+    }
+    """
 
     class CopyCode(Event):
         """Posted when the user clicks the “copy” mark of a code block."""
@@ -47,3 +45,136 @@ class ReplyMarkdown(Markdown):
         def __init__(self, code: str) -> None:
             super().__init__()
             self.code = code
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(classes="reply-markdown")
+        self._finished: list[Block] = []
+        self._last_text = ""
+        # All blocks, and for one width the row below each.
+        self._blocks: list[Block] = []
+        self._bottoms: tuple[int, list[int]] = (0, [])
+        # The code block under the mouse.
+        self._pointed: CodeBlock | None = None
+        self._read(text)
+
+    def replace(self, text: str) -> None:
+        """Show another text."""
+        self._finished, self._last_text = [], ""
+        self.append(text)
+
+    def append(self, text: str) -> None:
+        """Append to the text. Only its last part, such as a paragraph or a list, is read again."""
+        self._read(text)
+        self.refresh(layout=True)
+
+    def _read(self, text: str) -> None:
+        markdown = read_markdown(self._last_text + text)
+        self._finished += markdown.finished
+        self._blocks = [*self._finished, *markdown.last]
+        self._last_text = markdown.last_text
+        self._bottoms = (0, [])
+        self.set_class(not self._blocks, "-empty")
+
+    def notify_style_update(self) -> None:
+        """Draw the text in the colours of the new theme."""
+        for block in self._blocks:
+            block.forget_rows()
+        super().notify_style_update()
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:  # noqa: ARG002
+        bottoms = self._bottoms_at(width)
+        return bottoms[-1] if bottoms and width else 0
+
+    def render_line(self, y: int) -> Strip:
+        width = self.size.width
+        if (place := self._place(y)) is None:
+            return Strip.blank(width, self.visual_style.rich_style)
+        strip = self._row(y, *place).strip
+        selection = self.text_selection
+        if selection is not None and (span := selection.get_span(y)) is not None:
+            strip = self._with_selection(strip, *span)
+        number, row = place
+        if self._blocks[number] is self._pointed and row == 0:
+            mark = Segment(_COPY_MARK, self._get_style("$primary on $panel").rich_style)
+            strip = Strip.join([strip.crop(0, width - len(_COPY_MARK)), Strip([mark])])
+        return strip
+
+    def get_selection(self, selection: Selection) -> tuple[str, str] | None:
+        parts: list[str] = []
+        for y in range(self.size.height):
+            if (span := selection.get_span(y)) is not None and (place := self._place(y)) is not None:
+                row = self._row(y, *place)
+                start, end = span
+                text = row.strip.text[max(start, row.start) : row.end if end == -1 else min(end, row.end)]
+                parts += [row.before, text] if parts else [text]
+        return "".join(parts), "\n"
+
+    def _with_selection(self, strip: Strip, start: int, end: int) -> Strip:
+        """Return a strip in which the characters from `start` to `end` are selected. -1 means the end."""
+        text = strip.text
+        left, right = (cell_len(text[:each]) for each in (start, len(text) if end == -1 else end))
+        style = self.screen.get_component_rich_style("screen--selection")
+        parts = strip.crop(0, left), strip.crop(left, right).apply_style(style), strip.crop(right)
+        return Strip.join(parts)
+
+    def _row(self, y: int, number: int, row: int) -> Row:
+        """Return row `y`, which is this row of this block."""
+        width, style, block = self.size.width, self.visual_style, self._blocks[number]
+        if row < 0:
+            return gap_row(self._blocks[number - 1], block, width, y, style, self._get_style)
+        return block.rows(width, y - row, style, self._get_style)[row]
+
+    def _place(self, y: int) -> tuple[int, int] | None:
+        """Return the number of the block at row `y`, and the row in it. -1 is the blank row above the block.
+
+        Return None below the last block.
+        """
+        width = self.size.width
+        bottoms = self._bottoms_at(width)
+        number = bisect_right(bottoms, y)
+        if number == len(bottoms):
+            return None
+        return number, y - bottoms[number] + self._blocks[number].height(width)
+
+    def _bottoms_at(self, width: int) -> list[int]:
+        """Return the row below each block at this width."""
+        if self._bottoms[0] != width:
+            heights = (
+                block.height(width) + (block.gap and number > 0) for number, block in enumerate(self._blocks)
+            )
+            self._bottoms = width, list(accumulate(heights))
+        return self._bottoms[1]
+
+    def on_mouse_move(self, event: events.MouseMove) -> None:
+        self._point_at(self._place(event.y))
+
+    def on_leave(self) -> None:
+        self._point_at(None)
+
+    def _point_at(self, place: tuple[int, int] | None) -> None:
+        """Show the “copy” mark of the code block at this place, or none."""
+        block = None if place is None else self._blocks[place[0]]
+        pointed = block if isinstance(block, CodeBlock) else None
+        if pointed is not self._pointed:
+            self._pointed = pointed
+            self.refresh()
+
+    def on_click(self, event: events.Click) -> None:
+        """Copy a code block if its mark is clicked. Select a block if its text is clicked twice."""
+        if (place := self._place(event.y)) is None:
+            return
+        block, row = self._blocks[place[0]], place[1]
+        width = self.size.width
+        if isinstance(block, CodeBlock) and row == 0 and event.x >= width - len(_COPY_MARK):
+            event.stop()
+            event.prevent_default()
+            self.post_message(self.CopyCode(block.code))
+        elif event.chain == 2:
+            event.prevent_default()
+            top = event.y - row
+            end = Offset(width, top + block.height(width) - 1)
+            self.screen.selections = {self: Selection(Offset(0, top), end)}
+
+    def action_link(self, address: str) -> None:
+        """Open a link in the browser."""
+        self.app.open_url(unquote(address))

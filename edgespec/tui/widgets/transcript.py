@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from textual.app import ComposeResult
 from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
@@ -20,11 +22,9 @@ __all__ = ["Transcript"]
 # Maximum number of messages that are added at once. Each costs several milliseconds.
 _PAGE_MESSAGES = 40
 # Maximum time in seconds for drawing the messages that are added at once.
-_PAGE_SECONDS = 10.0
+_PAGE_SECONDS = 1.0
 # Rows of the line that tells how many older messages there are. It is in the way when the user scrolls up.
 _MORE_ROWS = 2
-# Number of layouts until the blocks of added replies have their final height.
-_LAYOUTS = 3
 # Number of messages that are added when the selection leaves the shown ones.
 _SELECTED_MESSAGES = 2
 # Number of pages shown as widgets: one in view, and one above and below it. The more widgets there are, the
@@ -90,7 +90,7 @@ class Transcript(VerticalScroll):
         with self.app.batch_update():
             await self._column.mount_all(widgets, after=self._earlier)
             end = min(self._end, self._pages(start, 1))
-            await self._column.remove_children(self._messages[end - start :])
+            await self._remove(self._messages[end - start :])
             self._end = end
             self._refresh_more()
         self._hold(held, row)
@@ -109,7 +109,7 @@ class Transcript(VerticalScroll):
 
     async def _show_last_page(self) -> None:
         """Show only the newest messages."""
-        await self._column.remove_children(self._messages)
+        await self._remove(self._messages)
         self._end = len(self._chat.tree.path)
         self._first = self._page(self._end, -1)
         widgets = self._widgets(self._first, self._end)
@@ -154,17 +154,13 @@ class Transcript(VerticalScroll):
     def _hold(self, message: MessageWidget | None, row: int) -> None:
         """Keep a message at this row of the screen while the messages added above it are laid out."""
         self._held = None if message is None else (message, row)
-        self.call_after_refresh(self._return_to_held, _LAYOUTS)
+        self.call_after_refresh(self._return_to_held)
 
-    def _return_to_held(self, times: int) -> None:
-        if self._held is None or not self._held[0].is_attached:
-            return
-        message, row = self._held
-        self.scroll_to(y=self.scroll_y + message.region.y - row, animate=False, immediate=True)
-        if times > 1:
-            self.call_after_refresh(self._return_to_held, times - 1)
-        else:
-            self._held = None
+    def _return_to_held(self) -> None:
+        if self._held is not None and self._held[0].is_attached:
+            message, row = self._held
+            self.scroll_to(y=self.scroll_y + message.region.y - row, animate=False, immediate=True)
+        self._held = None
 
     def message_at(self, index: int) -> MessageWidget | None:
         """Return the widget of the `index`-th message of the chat, or None if it is not shown."""
@@ -229,7 +225,7 @@ class Transcript(VerticalScroll):
         """Remove all but the first `number` messages of the chat. The caller then shows other messages."""
         if number > self._end:
             await self._show_last_page()
-        await self._column.remove_children(self._messages[max(0, number - self._first) :])
+        await self._remove(self._messages[max(0, number - self._first) :])
         self._later.display = False
         self._end = min(self._end, number)
         if self._end < self._first:
@@ -240,7 +236,7 @@ class Transcript(VerticalScroll):
     async def prune(self) -> None:
         """Hide the oldest messages if there are too many widgets."""
         surplus = max(0, self._pages(self._end, -1) - self._first)
-        await self._column.remove_children(self._messages[:surplus])
+        await self._remove(self._messages[:surplus])
         self._first += surplus
         self._refresh_more()
 
@@ -278,15 +274,25 @@ class Transcript(VerticalScroll):
     def _messages(self) -> list[MessageWidget]:
         return [child for child in self._column.children if isinstance(child, MessageWidget)]
 
+    async def _remove(self, messages: Sequence[MessageWidget]) -> None:
+        """Remove widgets, and the rows that they have drawn, which Textual would keep in a global cache."""
+        for message in messages:
+            for widget in message.walk_children(with_self=True):
+                widget.refresh()
+        await self._column.remove_children(messages)
+
     def _page(self, start: int, step: int, most: int = _PAGE_MESSAGES) -> int:
         """Return the other end of a page: messages from `start` on that fill the view."""
         entries, place, seconds, rows = self._chat.entries, start, 0.0, 0
+        width = max(1, self.size.width)
         while 0 <= (following := place + step) <= len(entries) and abs(place - start) < most:
             content = entries[min(place, following)].content
             seconds += drawing_seconds(content)
             if place != start and (seconds > _PAGE_SECONDS or rows >= self.app.size.height):
                 break
-            rows += _OTHER_ROWS + sum(1 for line in content.splitlines() if line.strip())
+            rows += _OTHER_ROWS + sum(
+                1 + len(line) // (2 * width) for line in content.splitlines() if line.strip()
+            )
             place = following
         return place
 

@@ -1,0 +1,270 @@
+"""The blocks of a Markdown text, such as paragraphs and code blocks, drawn row by row at a given width."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, TypeAlias
+
+from rich.cells import cell_len
+from rich.segment import Segment
+from rich.style import Style as RichStyle
+from textual.content import Content
+from textual.highlight import highlight
+from textual.strip import Strip
+from textual.style import Style
+
+__all__ = ["Block", "CodeBlock", "GetStyle", "Margin", "Row", "Rule", "Table", "gap_row"]
+
+GetStyle: TypeAlias = Callable[[str | Style], Style]
+
+_TAB_CELLS = 8
+_LINE_STYLE = "$foreground 20%"
+# Cells beside the text of each table cell: a space on both sides, and a line.
+_CELL_FRAME = 3
+
+
+class Row(NamedTuple):
+    """A row of a block, as it is drawn and as it is copied.
+
+    Attributes:
+        strip: The row as it is drawn, with the offsets that Textual needs to select text.
+        start: Index of the first character that is copied. Padding and the indent of wrapped lines are not.
+        end: Index after the last character that is copied.
+        before: What separates this row from the previous one in copied text: a line break, or the whitespace
+            at which a line was wrapped.
+    """
+
+    strip: Strip
+    start: int
+    end: int
+    before: str
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Margin:
+    """What a list item or a quote draws to the left of its blocks.
+
+    Attributes:
+        first: Text before the first row, such as a bullet.
+        rest: Text of the same width before all other rows.
+        style: Style of both.
+    """
+
+    first: str
+    rest: str
+    style: str = "$primary"
+
+
+class Block:
+    """A part of a Markdown text that contains no other blocks, such as a paragraph.
+
+    Args:
+        content: The text.
+        margins: The margins of the surrounding list items and quotes, outermost first.
+        begins: How many of the innermost margins begin with this block.
+        gap: Whether there is a blank row above this block.
+    """
+
+    # Style of the whole block. Empty if it has the style of the reply.
+    style = ""
+    # Blank cells to the left and the right of the text.
+    padding = 0
+
+    def __init__(
+        self, content: Content, margins: Sequence[Margin] = (), begins: int = 0, *, gap: bool = True
+    ) -> None:
+        self.margins = tuple(margins)
+        self.gap = gap
+        self._content = content
+        self._begins = begins
+        self._ranges: tuple[int, list[tuple[int, int]]] = (0, [])
+        self._rows: tuple[tuple[int, int, Style] | None, list[Row]] = (None, [])
+
+    def height(self, width: int) -> int:
+        """Return the number of rows at this width. Faster than `rows`, because it ignores the styles."""
+        indent = sum(len(margin.rest) for margin in self.margins)
+        text_width = max(1, width - indent - 2 * self.padding)
+        if self._ranges[0] != text_width:
+            self._ranges = text_width, list(_wrapped(self._plain(text_width), text_width))
+        return len(self._ranges[1])
+
+    def rows(self, width: int, top: int, style: Style, get_style: GetStyle) -> list[Row]:
+        """Return the rows at this width.
+
+        Args:
+            width: Width in cells.
+            top: Index of the first row among the rows of the reply.
+            style: Style of the reply.
+            get_style: Returns the style with a name such as `bold $primary` in the current theme.
+        """
+        if self._rows[0] != (width, top, style):
+            self._rows = (width, top, style), self._draw(width, top, style, get_style)
+        return self._rows[1]
+
+    def forget_rows(self) -> None:
+        """Draw the rows again when they are needed, because the theme has changed."""
+        self._rows = (None, [])
+
+    def _plain(self, width: int) -> str:
+        """Return the text without styles, before its lines are wrapped to `width`."""
+        return self._styled(width).plain
+
+    def _styled(self, width: int) -> Content:  # noqa: ARG002
+        """Return the text with its styles, before its lines are wrapped to `width`."""
+        return self._content
+
+    def _draw(self, width: int, top: int, style: Style, get_style: GetStyle) -> list[Row]:
+        self.height(width)
+        text_width, ranges = self._ranges
+        content = self._styled(text_width)
+        fill = style + get_style(self.style)
+        rich_fill = fill.rich_style
+        margin_styles = [(style + get_style(margin.style)).rich_style for margin in self.margins]
+        indents = [margin.rest for margin in self.margins]
+        old = len(indents) - self._begins
+        firsts = [*indents[:old], *(margin.first for margin in self.margins[old:])]
+        indent = sum(map(len, indents)) + self.padding
+        # Bullets are copied.
+        bullet = next((n for n, text in enumerate(firsts) if text != indents[n]), None)
+        first_copied = indent if bullet is None else sum(map(len, indents[:bullet]))
+        pad = " " * self.padding
+        # Every second part is a row. The others are what lies between two rows.
+        parts = content.divide([index for each in ranges for index in each])[1::2]
+        rows: list[Row] = []
+        previous = 0
+        for (start, end), part in zip(ranges, parts, strict=True):
+            pieces = list(zip(indents if rows else firsts, margin_styles, strict=True))
+            pieces.append((pad, rich_fill))
+            for text, text_style in part.render(fill, end="", parse_style=get_style):
+                pieces.append((text, text_style.rich_style))
+            pieces.append((" " * (width - indent - part.cell_length), rich_fill))
+            rows.append(
+                Row(
+                    _strip(pieces, top + len(rows)),
+                    indent if rows else first_copied,
+                    indent + end - start,
+                    content.plain[previous:start] if rows else "\n",
+                )
+            )
+            previous = end
+        return rows
+
+
+class CodeBlock(Block):
+    """A code block, with colours for its language."""
+
+    style = "$foreground on $code"
+    padding = 1
+
+    def __init__(self, code: str, language: str, margins: Sequence[Margin] = (), begins: int = 0) -> None:
+        # The highlighter also replaces tabs and rare line separators, but without moving its colours.
+        lines = code.rstrip().expandtabs(_TAB_CELLS).splitlines()
+        super().__init__(Content("\n".join(lines)), margins, begins)
+        self.code = code
+        self._language = language
+
+    def _plain(self, width: int) -> str:  # noqa: ARG002
+        return self._content.plain
+
+    def _styled(self, width: int) -> Content:  # noqa: ARG002
+        return self._highlighted
+
+    @cached_property
+    def _highlighted(self) -> Content:
+        # Without a language, `highlight` would guess it, which loads hundreds of modules.
+        return highlight(self._content.plain, language=self._language or "text")
+
+
+class Rule(Block):
+    """A horizontal line."""
+
+    def _styled(self, width: int) -> Content:
+        return Content.styled("─" * width, "$secondary")
+
+
+class Table(Block):
+    """A table. Texts that do not fit into their column are wrapped.
+
+    Args:
+        rows: The cells of each row. The first row is the header.
+        margins: As for `Block`.
+        begins: As for `Block`.
+    """
+
+    def __init__(self, rows: Sequence[Sequence[Content]], margins: Sequence[Margin], begins: int) -> None:
+        super().__init__(Content(), margins, begins)
+        self._cells = rows
+        self._drawn: tuple[int, Content] = (0, Content())
+
+    def _styled(self, width: int) -> Content:
+        if self._drawn[0] != width:
+            # In a very narrow terminal, the right end of the table is cut off.
+            self._drawn = width, Content("\n").join(line.truncate(width) for line in self._lines(width))
+        return self._drawn[1]
+
+    def _lines(self, width: int) -> Iterator[Content]:
+        widths = self._column_widths(width)
+        vertical = Content.styled("│", _LINE_STYLE)
+
+        def horizontal(left: str, middle: str, right: str) -> Content:
+            text = middle.join("─" * (each + 2) for each in widths)
+            return Content.styled(f"{left}{text}{right}", _LINE_STYLE)
+
+        for number, row in enumerate(self._cells):
+            yield horizontal("├", "┼", "┤") if number else horizontal("┌", "┬", "┐")
+            wrapped = [cell.wrap(each) for cell, each in zip(row, widths, strict=True)]
+            for line in range(max(map(len, wrapped))):
+                parts: list[Content] = [vertical]
+                for cell, each in zip(wrapped, widths, strict=True):
+                    text = cell[line] if line < len(cell) else Content()
+                    parts += [text.pad(1, each - text.cell_length + 1), vertical]
+                yield Content("").join(parts)
+        yield horizontal("└", "┴", "┘")
+
+    def _column_widths(self, width: int) -> list[int]:
+        """Return the widths of the columns. The widest ones are shortened until the table fits."""
+        widths = [max(cell.cell_length for cell in column) for column in zip(*self._cells, strict=True)]
+        left = max(len(widths), width - _CELL_FRAME * len(widths) - 1)
+        # Narrow columns keep their width, and the others share what is left.
+        for place, number in zip(
+            sorted(range(len(widths)), key=widths.__getitem__), range(len(widths), 0, -1), strict=True
+        ):
+            widths[place] = max(1, min(widths[place], left // number))
+            left -= widths[place]
+        return widths
+
+
+def gap_row(above: Block, below: Block, width: int, y: int, style: Style, get_style: GetStyle) -> Row:
+    """Return the blank row `y` between two blocks. It shows the bars of quotes that surround both."""
+    shared = [each for each, other in zip(above.margins, below.margins, strict=False) if each is other]
+    pieces = [(each.rest, (style + get_style(each.style)).rich_style) for each in shared]
+    end = sum(len(each.rest) for each in shared)
+    return Row(_strip([*pieces, (" " * (width - end), style.rich_style)], y), end, end, "\n")
+
+
+def _strip(pieces: Iterable[tuple[str, RichStyle]], y: int) -> Strip:
+    """Return the pieces as a row whose characters have their place in the reply as offsets."""
+    x, segments = 0, []
+    for text, style in pieces:
+        if text:
+            segments.append(Segment(text, style + RichStyle(meta={"offset": (x, y)})))
+            x += len(text)
+    return Strip(segments)
+
+
+def _wrapped(text: str, width: int) -> Iterator[tuple[int, int]]:
+    """Yield the start and the end of each row of a text that is wrapped at a width in cells."""
+    place = 0
+    for line in text.split("\n"):
+        end = place + len(line)
+        if cell_len(line) <= width:
+            yield place, end
+        else:
+            for row in Content(line).wrap(width):
+                # Textual has removed the whitespace between two rows.
+                start = text.find(row.plain, place, end)
+                place = start + len(row.plain)
+                yield start, place
+        place = end + 1

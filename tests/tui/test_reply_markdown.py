@@ -1,0 +1,228 @@
+"""The widget that draws the Markdown of a reply: its rows, growing texts, selecting, copying and links."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from textual.app import App, ComposeResult
+from textual.pilot import Pilot
+from textual.selection import SELECT_ALL
+
+from edgespec.tui.themes import DARK, LIGHT
+from edgespec.tui.widgets.reply_markdown import ReplyMarkdown
+
+TEXT = """# Heading
+
+A paragraph with **bold**, *emphasis*, ~~struck~~ and `code`, and a [link](https://example.org/a%20b) in it.
+
+- first item, which is wrapped at a narrow width
+  - nested
+- last
+
+9. nine
+10. ten
+    ```py
+    def nested():
+    \treturn 1
+    ```
+
+> quoted text
+>
+> > twice
+
+| Name | Size of it |
+|------|-----------:|
+| a    | 1 |
+| a longer name with `code` | 22 |
+
+---
+
+```
+plain   code, which is wrapped at a narrow width, too
+```
+
+Line one\\
+line two, 日本語.
+"""
+SHOWN = """Heading
+
+A paragraph with bold, emphasis, struck and code, and a link in it.
+
+• first item, which is wrapped at a narrow width
+▪ nested
+• last
+
+  9. nine
+ 10. ten
+
+def nested():
+        return 1
+
+quoted text
+
+twice
+
+┌───────────────────────────┬────────────┐
+│ Name                      │ Size of it │
+├───────────────────────────┼────────────┤
+│ a                         │ 1          │
+├───────────────────────────┼────────────┤
+│ a longer name with code   │ 22         │
+└───────────────────────────┴────────────┘
+
+{rule}
+
+plain   code, which is wrapped at a narrow width, too
+
+Line one
+line two, 日本語.""".replace("name with code  ", "name with code").replace("───┬", "─┬")
+
+
+class MarkdownApp(App[None]):
+    """A screen with one text."""
+
+    CSS = "Screen { overflow-y: auto; }"
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text = text
+        self.opened: list[str] = []
+
+    def get_theme_variable_defaults(self) -> dict[str, str]:
+        return DARK.variables
+
+    def compose(self) -> ComposeResult:
+        yield ReplyMarkdown(self.text)
+
+    def on_mount(self) -> None:
+        self.register_theme(DARK)
+        self.register_theme(LIGHT)
+        self.theme = DARK.name
+
+    def open_url(self, url: str, *, new_tab: bool = True) -> None:
+        self.opened.append(url)
+
+
+@asynccontextmanager
+async def showing(text: str, width: int = 80) -> AsyncIterator[tuple[ReplyMarkdown, Pilot[None]]]:
+    app = MarkdownApp(text)
+    async with app.run_test(size=(width, 100)) as pilot:
+        await pilot.pause()
+        yield app.query_one(ReplyMarkdown), pilot
+
+
+def rows(reply: ReplyMarkdown) -> list[str]:
+    return [reply.render_line(y).text for y in range(reply.size.height)]
+
+
+def copied(reply: ReplyMarkdown) -> str:
+    selected = reply.get_selection(SELECT_ALL)
+    assert selected is not None
+    return selected[0]
+
+
+@pytest.mark.parametrize("width", [300, 80, 41])
+async def test_copied_text_does_not_depend_on_the_width(width: int) -> None:
+    async with showing(TEXT, width) as (reply, _):
+        lines = [line for line in copied(reply).split("\n") if "│" not in line and "─" not in line]
+        expected = [line for line in SHOWN.split("\n") if "│" not in line and "─" not in line]
+        assert lines == [line for line in expected if line != "{rule}"]
+
+
+@pytest.mark.parametrize("width", [40, 80, 300])
+async def test_every_row_fills_the_width(width: int) -> None:
+    async with showing(TEXT, width) as (reply, _):
+        assert {reply.render_line(y).cell_length for y in range(reply.size.height)} == {reply.size.width}
+
+
+@pytest.mark.parametrize("width", [3, 4, 7])
+async def test_text_is_drawn_at_every_width(width: int) -> None:
+    async with showing(TEXT, width) as (reply, _):
+        assert "H" in rows(reply)[0]
+
+
+async def test_the_table_is_drawn_with_lines_and_wrapped_in_a_narrow_terminal() -> None:
+    async with showing(TEXT) as (reply, _):
+        table = [row.rstrip() for row in rows(reply) if row[0] in "┌│├└"]
+        assert table == [
+            "┌─────────────────────────┬────────────┐",
+            "│ Name                    │ Size of it │",
+            "├─────────────────────────┼────────────┤",
+            "│ a                       │ 1          │",
+            "├─────────────────────────┼────────────┤",
+            "│ a longer name with code │ 22         │",
+            "└─────────────────────────┴────────────┘",
+        ]
+    async with showing(TEXT, 30) as (reply, _):
+        table = [row.rstrip() for row in rows(reply) if row[0] in "┌│├└"]
+        assert table[5:] == [
+            "│ a longer name │ 22         │",
+            "│ with code     │            │",
+            "└───────────────┴────────────┘",
+        ]
+
+
+@pytest.mark.parametrize("step", [1, 7, 50])
+async def test_a_growing_text_is_drawn_like_the_whole_text(step: int) -> None:
+    async with showing(TEXT) as (whole, _):
+        expected = rows(whole)
+    async with showing("") as (reply, pilot):
+        assert not reply.display
+        for place in range(0, len(TEXT), step):
+            reply.append(TEXT[place : place + step])
+        await pilot.pause()
+        assert rows(reply) == expected
+        reply.replace("Another.")
+        await pilot.pause()
+        assert copied(reply) == "Another."
+
+
+async def test_the_mouse_selects_text_across_wrapped_rows() -> None:
+    text = "one two three four five\n\n```\n  code  block\n```"
+    async with showing(text, 12) as (reply, pilot):
+        assert [row.rstrip() for row in rows(reply)] == [
+            "one two",
+            "three four",
+            "five",
+            "",
+            "   code",
+            " block",
+        ]
+        await pilot.mouse_down(reply, offset=(4, 0))
+        await pilot.hover(reply, offset=(4, 4))
+        assert pilot.app.screen.get_selected_text() == "two three four five\n\n  co"
+        await pilot.mouse_up(reply, offset=(4, 4))
+        selected, other = reply.render_line(1), reply.render_line(5)
+        assert {segment.style.bgcolor for segment in selected if segment.style} != {
+            segment.style.bgcolor for segment in other if segment.style
+        }
+
+
+async def test_two_clicks_select_a_block() -> None:
+    async with showing("First.\n\nSecond one,\\\nstill second.\n\nThird.") as (reply, pilot):
+        await pilot.click(reply, offset=(2, 3), times=2)
+        assert pilot.app.screen.get_selected_text() == "Second one,\nstill second."
+
+
+async def test_a_click_opens_a_link() -> None:
+    async with showing("See [this page](https://example.org/a%20b).") as (reply, pilot):
+        await pilot.click(reply, offset=(6, 0))
+        assert isinstance(pilot.app, MarkdownApp)
+        assert pilot.app.opened == ["https://example.org/a b"]
+
+
+async def test_code_has_colours_which_change_with_the_theme() -> None:
+    async with showing("```py\ndef f(): return 1\n```\n\nText.") as (reply, pilot):
+        dark = {str(segment.style) for segment in reply.render_line(0) if segment.style}
+        assert len(dark) > 3
+        pilot.app.theme = LIGHT.name
+        await pilot.pause()
+        light = {str(segment.style) for segment in reply.render_line(0) if segment.style}
+        assert not dark & light
+
+
+async def test_html_is_shown_as_text() -> None:
+    async with showing("Use <name> and <b>bold</b>.") as (reply, _):
+        assert copied(reply) == "Use <name> and <b>bold</b>."
