@@ -37,8 +37,8 @@ def preset_path(name: str) -> Path:
     """Return the path of a preset's file, which may not exist. Raises OptionError if the name is invalid."""
     if not _NAME.fullmatch(name):
         raise OptionError(
-            f"{name[:60]!r} cannot be the name of a preset",
-            "use up to 40 letters, digits, hyphens and underscores",
+            f"{name[:60]!r} is not a valid preset name",
+            "use at most 40 letters, digits, hyphens and underscores",
         )
     return _folder() / f"{name}.toml"
 
@@ -108,7 +108,7 @@ def write_preset(preset: Preset) -> Path:
 
 
 def _literal(value: Any) -> str:
-    """Return a value as a TOML literal. Texts with line breaks become multi-line strings, easy to edit."""
+    """Return a value as a TOML literal. Strings with line breaks become multi-line literals."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int | float):

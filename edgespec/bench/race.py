@@ -188,7 +188,7 @@ def check_race(method: str, options: Mapping[str, Any]) -> None:
         raise OptionError("a race needs a method other than none", "use --method auto")
     if options.get("acceptance") == "rejection":
         raise OptionError(
-            "a race needs replies that can be compared, which acceptance 'rejection' does not give",
+            "a race compares replies token by token, which acceptance 'rejection' does not allow",
             "use acceptance 'invariant'",
         )
 

@@ -79,7 +79,7 @@ class SavedChat:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The messages on the open path: one version of each."""
+        """The messages on the current branch, with one version of each."""
         return self.tree.open_messages
 
     def encoded(self) -> bytes:
@@ -192,7 +192,9 @@ def chat_from_json(data: Mapping[str, object]) -> SavedChat:
     """
     version = _typed(data.get("version"), int, "`version`")
     if not 1 <= version <= VERSION:
-        raise ValueError(f"the chat has format version {version}")
+        raise ValueError(
+            f"the chat has format version {version}, but only versions 1 to {VERSION} are supported"
+        )
     return replace(_from_json(data, version), id="")
 
 

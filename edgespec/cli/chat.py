@@ -79,7 +79,7 @@ def command(
     the built-in demo model.
     """
     if sys.stdin is None:
-        raise click.UsageError("the chat needs an input, but stdin is closed", ctx)
+        raise click.UsageError("the chat needs input, but stdin is closed", ctx)
     is_plain = plain or not _has_screen()
 
     from edgespec.installation import chat_command

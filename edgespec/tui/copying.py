@@ -1,4 +1,4 @@
-"""Copy texts, and the code blocks of a message, to the clipboard."""
+"""Copy text, and the code blocks of a message, to the clipboard."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def _size(model: AvailableModel) -> str:
 
 
 def speed_text(model: AvailableModel) -> str:
-    """Return the expected speed, such as `12 tok/s`, or an empty text if this machine was not measured."""
+    """Return the expected speed, such as `12 tok/s`, or an empty string if this machine was not measured."""
     if model.speed is None:
         return ""
     speed = model.speed.fastest_tokens_per_second

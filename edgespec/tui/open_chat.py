@@ -59,7 +59,7 @@ class RunningTurn:
     """A message and its reply while the reply is being generated.
 
     Attributes:
-        tree: The chat's messages. The open path ends with the message to reply to.
+        tree: The chat's messages. The current branch ends with the message to reply to.
         sent: The text that the user sent to start this turn. Empty if it continues or regenerates a reply.
         edited: Index of the message that `sent` replaces, or None if `sent` is a new message.
         continued: Index of the reply that is being continued, or None if this is a new reply.
@@ -143,12 +143,12 @@ class OpenChat:
 
     @property
     def entries(self) -> list[ChatEntry]:
-        """The messages on the open path: one version of each."""
+        """The messages on the current branch, with one version of each."""
         return list(self.tree.open_messages)
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The messages on the open path, without the data that is used only for display."""
+        """The messages on the current branch, without the data that is used only for display."""
         return tuple(entry.message for entry in self.entries)
 
     @property
@@ -161,7 +161,7 @@ class OpenChat:
         return next((entry for entry in reversed(self.entries) if entry.role == "assistant"), None)
 
     def last_place(self, *roles: Role) -> int | None:
-        """Return the index in `tree` of the last message on the open path that has one of these roles."""
+        """Return the index of the last message on the current branch that has one of these roles."""
         path = reversed(self.tree.path)
         return next((place for place in path if self.tree.messages[place].role in roles), None)
 
@@ -263,12 +263,12 @@ class OpenChat:
 
 
 def version_label(tree: MessageTree[ChatEntry], place: int) -> str:
-    """Return the number of a message's version, such as `2/3`, or an empty text if it has no others."""
+    """Return the number of a message's version, such as `2/3`, or an empty string if it has no others."""
     versions = tree.versions(place)
     return f"{versions.index(place) + 1}/{len(versions)}" if len(versions) > 1 else ""
 
 
 def code_blocks(markdown: str) -> list[str]:
-    """Return the code blocks of a Markdown text, without their fences."""
+    """Return the code blocks in Markdown, without their fences."""
     tokens = MarkdownIt("gfm-like").parse(markdown)
     return [token.content for token in tokens if token.type in ("fence", "code_block")]

@@ -263,7 +263,7 @@ def sentences(*texts: str) -> str:
 
 
 def error_text(error: Exception) -> tuple[str, str]:
-    """Return a title that says what failed, and a text that says what to do."""
+    """Return a title that says what failed, and advice on what to do."""
     if isinstance(error, EdgespecError):
         return sentences(error.what), sentences(error.next_step)
     message = " ".join(str(error).split())

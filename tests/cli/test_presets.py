@@ -68,7 +68,7 @@ def test_missing_presets(run: Run) -> None:
     assert "create the file" in one_line_error(run("generate", "--preset", "reviewer", "Hi"), 2)
     write("seed = 1\n")
     assert "did you mean reviewer?" in one_line_error(run("generate", "--preset", "reviewr", "Hi"), 2)
-    assert "cannot be the name" in one_line_error(run("generate", "--preset", "../x", "Hi"), 2)
+    assert "not a valid preset name" in one_line_error(run("generate", "--preset", "../x", "Hi"), 2)
 
 
 def test_an_error_caused_by_a_preset_names_its_file(run: Run) -> None:
