@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from threading import Event
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from markdown_it import MarkdownIt
 from edgespec.chat.message import Message, Role, reply_message
 from edgespec.chat.message_tree import MessageTree
 from edgespec.chat.saved_chat import SavedChat, Setting, title_of
+from edgespec.tui.numbers import count
 
 if TYPE_CHECKING:
     from edgespec import Reply, TextChunk
@@ -24,14 +25,12 @@ __all__ = ["ChatEntry", "OpenChat", "RunningTurn", "code_blocks", "version_label
 class ChatEntry:
     """A message in the open chat.
 
-    `chunks`, `reply` and `thought_seconds` are set only for replies generated since the chat was opened.
-    `thought_seconds` is the time that the model spent on its reasoning.
+    `chunks` and `reply` are set only for replies generated since the chat was opened.
     """
 
     message: Message
     chunks: tuple[TextChunk, ...] = ()
     reply: Reply | None = None
-    thought_seconds: float | None = None
 
     @property
     def role(self) -> Role:
@@ -44,6 +43,15 @@ class ChatEntry:
     @property
     def reasoning(self) -> str:
         return self.message.reasoning
+
+    @property
+    def thought_seconds(self) -> float | None:
+        """The time that the model spent on its reasoning, or None if it was not measured."""
+        return self.message.reasoning_seconds
+
+    @thought_seconds.setter
+    def thought_seconds(self, seconds: float | None) -> None:
+        self.message = replace(self.message, reasoning_seconds=seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +189,21 @@ class OpenChat:
         if self.tree.messages[place].role != "assistant":
             return RunningTurn(self.tree.ending_at(place))
         return RunningTurn(self.tree.ending_at(self.tree.parents[place]), continued=place)
+
+    def forked(self, place: int) -> OpenChat:
+        """Return a new chat with the messages up to and including the one at `place`."""
+        entries = self.tree.ending_at(place).open_messages
+        return OpenChat(
+            self.system,
+            dict(self.settings),
+            title=f"{self.shown_title} (fork)",
+            tree=MessageTree.linear(ChatEntry(entry.message) for entry in entries),
+        )
+
+    def fork_text(self, fork: OpenChat) -> str:
+        """Return the note that a fork of this chat begins with."""
+        messages = count(len(fork.entries), "message")
+        return f"This is a new chat with {messages} from “{self.shown_title}”, which is unchanged."
 
     def begin_turn(self, turn: RunningTurn) -> None:
         """Mark `turn` as running. Until `finish_turn`, `saved` includes the text generated so far."""
