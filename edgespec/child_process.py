@@ -41,7 +41,7 @@ class ChildProcess:
         # In a frozen program, such as one made with PyInstaller, sys.executable is not a Python interpreter.
         if not sys.executable or getattr(sys, "frozen", False):
             raise EdgespecError(
-                "no Python interpreter was found to start a child process with",
+                "no Python interpreter was found to start a child process",
                 "set sys.executable to a Python interpreter",
             )
         try:

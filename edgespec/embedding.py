@@ -80,7 +80,10 @@ def tokenize_texts(
     for number, text in enumerate(texts, 1):
         check_cancelled(progress)
         if not isinstance(text, str | Sequence):
-            raise OptionError(f"text {number} is {text!r}, which is no text", "pass a string or token ids")
+            raise OptionError(
+                f"text {number} must be a string or a list of token ids, not {text!r}",
+                "pass a string or token ids",
+            )
         if not text:
             raise OptionError(f"text {number} is empty", "leave it out, or add at least one word")
         if isinstance(text, str):

@@ -28,7 +28,7 @@ __all__ = [
 
 
 def shorten(text: object, max_characters: int = 120) -> str:
-    """Return a text for a message, cut after `max_characters`. Names in files can have any length."""
+    """Return a value as text for a message, cut after `max_characters`, because names can have any length."""
     shown = str(text)
     return shown if len(shown) <= max_characters else f"{shown[:max_characters]}..."
 

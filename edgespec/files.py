@@ -329,7 +329,7 @@ def write_advice(error: OSError, folder: Path, setting: str = "") -> str:
 def write_all(handle: int, payload: bytes) -> None:
     """Write all bytes to an open file. Raises OSError.
 
-    A single call of `os.write` can write fewer bytes without raising an error, for example if the disk
+    A single call to `os.write` can write fewer bytes without raising an error, for example if the disk
     becomes full.
     """
     while payload:

@@ -19,7 +19,7 @@ _Watch: TypeAlias = Callable[[Callable[[], bool]], bool]
 
 # Seconds without a reply before background work begins. Scripts usually start their next reply sooner.
 QUIET_SECONDS = 0.3
-# Seconds between calls of the `watch` function passed to `IdleWorker.start`.
+# Seconds between calls to the `watch` function passed to `IdleWorker.start`.
 WATCH_SECONDS = 2.0
 
 

@@ -254,7 +254,7 @@ def _path_and_scale(text: str) -> tuple[str, float]:
         return path, float(scale)
     except ValueError:
         if not os.path.exists(os.path.expanduser(path)):
-            # Names of files can contain equals signs.
+            # File names can contain equals signs.
             return text, 1.0
         raise OptionError(
             f"the scale {scale!r} is not a number", f"for example, use {path}=0.5, or only the path"

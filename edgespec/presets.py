@@ -12,7 +12,7 @@ from typing import Any
 from edgespec.errors import ConfigurationError, OptionError
 from edgespec.files import config_folder, error_reason, write_advice, write_private_file
 from edgespec.options import SETTINGS, setting_value
-from edgespec.settings_file import error_at, quoted, read_text
+from edgespec.settings_file import encoded, error_at, quoted, read_text
 from edgespec.spelling import nearest
 
 __all__ = ["Preset", "preset_names", "preset_path", "read_preset", "write_preset"]
@@ -37,8 +37,8 @@ def preset_path(name: str) -> Path:
     """Return the path of a preset's file, which may not exist. Raises OptionError if the name is invalid."""
     if not _NAME.fullmatch(name):
         raise OptionError(
-            f"{name[:60]!r} cannot be the name of a preset",
-            "use up to 40 letters, digits, hyphens and underscores",
+            f"{name[:60]!r} is not a valid preset name",
+            "use at most 40 letters, digits, hyphens and underscores",
         )
     return _folder() / f"{name}.toml"
 
@@ -91,13 +91,14 @@ def write_preset(preset: Preset) -> Path:
     """Write a preset and return the path of its file. Replaces an existing preset with the same name.
 
     Raises:
-        ConfigurationError: The file cannot be written.
+        ConfigurationError: The file cannot be written, or would be too large to be read again.
         OptionError: The name is invalid.
     """
     path = preset_path(preset.name)
     lines = [f"{name} = {_literal(value)}" for name, value in preset.settings.items()]
+    data = encoded(path, "".join(f"{line}\n" for line in lines))
     try:
-        write_private_file(path, "".join(f"{line}\n" for line in lines).encode())
+        write_private_file(path, data)
     except OSError as error:
         raise ConfigurationError(
             f"the preset {preset.name} cannot be written to {path}: {error_reason(error)}",
@@ -107,7 +108,7 @@ def write_preset(preset: Preset) -> Path:
 
 
 def _literal(value: Any) -> str:
-    """Return a value as a TOML literal. Texts with line breaks become multi-line strings, easy to edit."""
+    """Return a value as a TOML literal. Strings with line breaks become multi-line literals."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int | float):

@@ -80,7 +80,7 @@ class ReplyMethods:
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        """Names of the available drafters, which methods can combine, and also with `grammar`."""
+        """Names of the available drafters. Methods can combine them with each other and with `grammar`."""
         return self._session.drafters.names
 
     def check_options(
@@ -204,7 +204,7 @@ class ReplyMethods:
             tools: The tools that the model can call, as in OpenAI's API. If the chat template does not
                 mention tools, the system prompt describes them.
             tool_choice: `auto` lets the model decide, `none` offers no tools, and `required` makes the reply
-                one call. `{"type": "function", "function": {"name": NAME}}` makes it a call of that tool.
+                one call. `{"type": "function", "function": {"name": NAME}}` makes it a call to that tool.
             reply_start: Text that the reply begins with, such as the start of an interrupted reply. The
                 stream yields only what the model writes after it.
             context_full: What to do if the conversation does not fit the context. `slide` drops its oldest

@@ -17,7 +17,7 @@ __all__ = ["JsonSchema", "SamplingNumber", "TextFile", "TokenBiases"]
 
 
 class TextFile(Kind):
-    """A text. On the command line, the path of a file that contains it."""
+    """A string. On the command line, the path of a file that contains it."""
 
     metavar = "FILE"
 
@@ -39,8 +39,8 @@ class JsonSchema(TextFile):
         """Return the JSON text of a file. Raises OptionError if it cannot be read or is not a JSON object."""
         if text.lstrip().startswith("{"):
             raise OptionError(
-                f"a schema needs the path of a file, not the schema itself: {text[:40]!r}",
-                "save it to a file, and pass the path of the file",
+                f"the schema must be given as the path of a file, not as JSON: {text[:40]!r}",
+                "save the schema to a file, and pass its path",
             )
         schema = super().parse(text)
         try:
@@ -52,8 +52,8 @@ class JsonSchema(TextFile):
             raise OptionError(f"{text} is not valid JSON{place}", "correct the file") from None
         if not is_object:
             raise OptionError(
-                f"{text} contains no JSON schema, which is a JSON object, but {schema[:40]!r}",
-                "pass the file of a JSON schema",
+                f"{text} contains {schema[:40]!r}, but a JSON schema must be a JSON object",
+                "pass the path of a JSON schema",
             )
         return schema
 

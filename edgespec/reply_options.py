@@ -19,7 +19,7 @@ from edgespec.reply_option_kinds import JsonSchema, SamplingNumber, TextFile, To
 
 __all__ = ["CONSTRAINT_NAMES", "REPLY_OPTIONS", "ReplyArguments"]
 
-# Options that describe a constraint. A reply can have one of them.
+# Options that describe a constraint. A reply can have at most one of them.
 CONSTRAINT_NAMES = ("schema", "regex", "grammar", "choice")
 
 _MAX_SEED = (1 << 63) - 1

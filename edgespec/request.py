@@ -116,7 +116,7 @@ def build_request(
     if values["seed"] is None:
         values["seed"] = secrets.randbits(32)
     values["max_tokens"] = values["max_tokens"] or default_max_tokens(context_tokens)
-    # The prompt is already rendered.
+    # Drop `thinking`, which only affects how the prompt is rendered.
     del values["thinking"]
     values["adapter_scales"] = _adapter_scales(values["adapter_scales"], facts)
     return Request(tokens, params, processors=tuple(processors), **values)

@@ -155,7 +155,7 @@ class RequestQueue:
                 running = self._waiting.popleft()
                 self._running.add(running)
             error = running._run()
-            # Free the reply's place in the queue before its caller can submit another request.
+            # Remove the reply from the queue before its caller can submit another request.
             with self._changed:
                 self._running.remove(running)
             running._end(error)

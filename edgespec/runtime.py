@@ -22,7 +22,7 @@ from edgespec.memory.use import MemoryUse
 from edgespec.methods import DrafterSet, LoadedHead
 from edgespec.reply_methods import ReplyMethods
 from edgespec.session import Session
-from edgespec.session_pool import Place, SessionPool
+from edgespec.session_pool import SessionModels, SessionPool
 
 __all__ = ["Runtime"]
 
@@ -45,7 +45,7 @@ class Runtime(ReplyMethods):
         plan: The memory plan that was made before loading.
 
     Args:
-        more_places: The models and drafters of each additional concurrent reply.
+        more_models: The models and drafters of each additional concurrent reply.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Runtime(ReplyMethods):
         record: AcceptanceRecorder | None = None,
         mapped: MappedFiles | None = None,
         unadapted_acceptance: float | None = None,
-        more_places: Sequence[Place] = (),
+        more_models: Sequence[SessionModels] = (),
     ) -> None:
         self._target, self._draft, self._notice = target, draft, notice
         self.plan: MemoryPlan | None = plan
@@ -71,15 +71,15 @@ class Runtime(ReplyMethods):
         first = Session(target, drafters, prefix_cache, draft, reserve_bytes, unadapted_acceptance)
         others = [
             Session(
-                place.target,
-                place.drafters,
-                prefix_cache and prefix_cache.for_model(place.target),
-                place.draft,
+                models.target,
+                models.drafters,
+                prefix_cache and prefix_cache.for_model(models.target),
+                models.draft,
                 reserve_bytes,
                 unadapted_acceptance,
                 first.target_step_seconds,
             )
-            for place in more_places
+            for models in more_models
         ]
         super().__init__(SessionPool([first, *others]), defaults, record, mapped)
 
@@ -172,7 +172,7 @@ class Runtime(ReplyMethods):
 
         Models that were trained for embeddings, such as Qwen3-Embedding, give good vectors. Those of other
         models are the mean over all tokens, and are less useful. Only GGUF models can embed texts. The work
-        takes the place of a reply.
+        occupies a session, as a reply does.
 
         Args:
             texts: The texts, each as a string or as token ids.

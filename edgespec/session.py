@@ -161,7 +161,8 @@ class Session:
         try:
             if not must_stop():
                 if self._target_cache.use_adapters(request.adapter_scales):
-                    # Heads cache what they computed from hidden states of the target with other scales.
+                    # Reset the drafters, because heads cache values that they computed from the target's
+                    # hidden states with other adapter scales.
                     self.drafters.reset()
                 room = min(request.max_tokens, MIN_ROOM_TOKENS)
                 first_logits = self._target_cache.prepare(tokens, room, stats, progress)

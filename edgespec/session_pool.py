@@ -16,11 +16,11 @@ from edgespec.methods import DrafterSet
 from edgespec.request import Request
 from edgespec.session import Session
 
-__all__ = ["Place", "SessionPool"]
+__all__ = ["SessionModels", "SessionPool"]
 
 
-class Place(NamedTuple):
-    """What one of several concurrent replies uses: the models and drafters of its session."""
+class SessionModels(NamedTuple):
+    """The models and drafters of one session. Each concurrent reply has a session of its own."""
 
     target: LanguageModel
     draft: LanguageModel | None

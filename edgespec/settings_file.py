@@ -21,6 +21,7 @@ __all__ = [
     "KeyPath",
     "NotEditableError",
     "changed",
+    "encoded",
     "error_at",
     "line_number",
     "quoted",
@@ -90,6 +91,17 @@ def read_text(path: Path) -> str | None:
     return text
 
 
+def encoded(path: Path, text: str) -> bytes:
+    """Return the text of a TOML file as UTF-8. Raises ConfigurationError if `read_text` could not read it."""
+    data = text.encode()
+    if len(data) > _MAX_BYTES:
+        raise ConfigurationError(
+            f"{path} would have {len(data):,} bytes, but at most {_MAX_BYTES:,} are allowed",
+            "shorten the longest value, such as the system prompt",
+        )
+    return data
+
+
 def write_value(file: Path, path: KeyPath, literal: str | None) -> bool:
     """Set a value in a TOML file to a TOML literal, or remove the value if `literal` is None.
 
@@ -111,7 +123,7 @@ def write_value(file: Path, path: KeyPath, literal: str | None) -> bool:
             if after == before:
                 return literal is not None
             # If the file is a symbolic link, keep the link and write to the file that it points to.
-            write_private_file(file.resolve(), after.encode())
+            write_private_file(file.resolve(), encoded(file, after))
     except NotEditableError:
         raise ConfigurationError(
             f"{'.'.join(path)} cannot be changed in {file} automatically",

@@ -88,7 +88,7 @@ def test_nothing_heavy_is_imported_before_it_is_used(code: str) -> None:
 
 def test_the_first_screen_of_the_chat_needs_neither_numpy_nor_a_backend() -> None:
     unwanted = ("numpy", "llama_cpp", "mlx", "mcp", "edgespec.backends", "edgespec.runtime")
-    code = "import edgespec.cli.chat, edgespec.tui.app, edgespec.tui.plain"
+    code = "import edgespec.cli.chat, edgespec.tui.app, edgespec.tui.plain_run"
     check = f"{code}; import sys; print([name for name in {unwanted} if name in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", check], check=True, capture_output=True, text=True, cwd=PACKAGE.parent

@@ -77,7 +77,7 @@ def find_heads(
             try:
                 named_head(header, target, metadata, convert=False)
             except ModelFileError:
-                # Only the tensors of an EAGLE-1 head tell what it is, and PyTorch files have no header that
+                # An EAGLE-1 head can be recognised only by its tensors, and PyTorch files have no header that
                 # lists them.
                 if not header.path.is_dir() or any(header.path.glob("*.safetensors")):
                     raise

@@ -31,7 +31,7 @@ from edgespec.memory import check_room_to_plan
 from edgespec.options import LoadArguments, as_bytes
 from edgespec.prepare.lowbit import find_lowbit, lowbit_file
 from edgespec.runtime import Runtime
-from edgespec.session_pool import Place
+from edgespec.session_pool import SessionModels
 
 __all__ = ["always_draft", "load"]
 
@@ -109,7 +109,7 @@ def _load_planned(planned: LoadPlan, trial_notice: str, progress: Progress | Non
         for loaded in filter(None, drafts):
             undo.callback(loaded.model.close)
         assumed_costs = FreeCosts() if _ignores_costs.get() else costs
-        places: list[Place] = []
+        session_models: list[SessionModels] = []
         for each, draft in zip(models, drafts, strict=True):
             drafters, notices = make_drafters(
                 pair, each, draft, drafting, assumed_costs, progress, shares_passes=len(models) > 1
@@ -118,7 +118,7 @@ def _load_planned(planned: LoadPlan, trial_notice: str, progress: Progress | Non
             for method in drafting.methods:
                 # Report a missing drafter now, instead of at the first reply.
                 drafters.choose(method)
-            places.append(Place(each, draft.model if draft else None, drafters))
+            session_models.append(SessionModels(each, draft.model if draft else None, drafters))
         entry = pair.target.entry
         notices = (
             entry.notice if entry else "",
@@ -130,7 +130,7 @@ def _load_planned(planned: LoadPlan, trial_notice: str, progress: Progress | Non
             drafts[0].notice if drafts[0] else "",
         )
         runtime = Runtime(
-            *places[0],
+            *session_models[0],
             defaults={
                 "method": arguments["method"],
                 "draft_length": arguments["draft_length"],
@@ -152,7 +152,7 @@ def _load_planned(planned: LoadPlan, trial_notice: str, progress: Progress | Non
             ),
             unadapted_acceptance=_unadapted_acceptance(pair, options),
             mapped=_mapped_files(pair, options, has_copy="lowbit" in drafters.names),
-            more_places=places[1:],
+            more_models=session_models[1:],
         )
         undo.pop_all()
         return runtime

@@ -179,7 +179,7 @@ def measure_speed(progress: Progress | None = None) -> None:
     if (free_bytes := available_bytes()) < _MEASURING_BYTES:
         raise MemoryBudgetError(
             f"measuring the speed of this machine needs {format_bytes(_MEASURING_BYTES)} of memory, but only"
-            f" {format_bytes(free_bytes)} are free",
+            f" {format_bytes(free_bytes)} is free",
             "close other programs",
         )
     measure_machine(format_of("gguf"), progress)

@@ -56,7 +56,7 @@ class PairEstimator:
         self.target = open_estimator(pair.target, self._options)
         undo.callback(self.target.close)
         self._undo = undo
-        # Keys are "" for the requested draft model, and the names of its lower-bit versions.
+        # Keyed by the names of the draft model's lower-bit versions, and by "" for the requested draft model.
         self._drafts: dict[str, tuple[Resolved, MemoryEstimator]] = {}
         if pair.draft:
             self._drafts[""] = pair.draft, self._open_draft(pair.draft)

@@ -375,7 +375,7 @@ def _check_trainable(
     window: AttentionWindow | None,
 ) -> None:
     if not found.file_format.online_training:
-        why, hint = "only MLX draft models can be trained", "use an MLX draft model"
+        why, hint = "--learn works only with MLX draft models", "use an MLX draft model"
     elif not draft.capabilities.trainable:
         why, hint = "it has a recurrent state", "use a draft model without one"
     elif not same_vocabulary:
@@ -385,13 +385,13 @@ def _check_trainable(
         why, hint = "it reads only the end of the text", "use --draft-window 0"
     else:
         return
-    raise OptionError(f"the draft model {found.name} cannot learn: {why}", f"{hint}, or omit --learn")
+    raise OptionError(f"the draft model {found.name} cannot be trained: {why}", f"{hint}, or omit --learn")
 
 
 def _load_models(found: Resolved, options: LoadOptions, progress: Progress | None) -> Sequence[LanguageModel]:
     form, arguments = found.file_format, (str(found.path), found.name, options, progress)
-    if options.parallel > 1 and form.load_places:
-        return form.load_places(*arguments)
+    if options.parallel > 1 and form.load_slots:
+        return form.load_slots(*arguments)
     return [form.load(*arguments)]
 
 

@@ -23,7 +23,7 @@ __all__ = [
 
 # Prompt length in tokens for predicting the time to the first token.
 _PROMPT_TOKENS = 1000
-# Approximate numbers of layers of models with up to this many parameters.
+# Approximate layer counts: (maximum number of parameters, layers) pairs.
 _LAYERS = ((7e8, 26), (2e9, 26), (5e9, 32), (1e10, 34), (2e10, 44), (4e10, 62), (float("inf"), 80))
 
 

@@ -64,12 +64,12 @@ def _matching(path: str, folder: Path, *pattern: str) -> tuple[Path, ...]:
     smaller = "attach a smaller folder, or a pattern such as @src/*.py"
     if len(found) > _MAX_FILES:
         raise AttachmentError(
-            f"{path} has {len(found):,} files, but at most {_MAX_FILES} can be attached", smaller
+            f"{path} contains {len(found):,} files, but at most {_MAX_FILES} can be attached", smaller
         )
     if not listing.complete:
         raise AttachmentError(f"the folder {shown_path(folder)} has too many files to search", smaller)
     if not found:
-        raise NoSuchFileError(f"there are no files in {path}", "check the path")
+        raise NoSuchFileError(f"{path} contains no files", "check the path")
     return tuple(folder / each for each in found)
 
 

@@ -47,10 +47,10 @@ def pdf_text(name: str, data: bytes) -> str:
 
     def poll() -> None:
         if monotonic() > deadline:
-            raise _failure(name, f"extracting its text takes more than {_MAX_SECONDS:.0f} seconds")
+            raise _failure(name, f"extracting the text takes more than {_MAX_SECONDS:.0f} seconds")
         if process.memory_bytes > _MEMORY_BYTES:
             raise _failure(
-                name, f"extracting its text needs more than {format_bytes(_MEMORY_BYTES)} of memory"
+                name, f"extracting the text needs more than {format_bytes(_MEMORY_BYTES)} of memory"
             )
 
     try:
@@ -58,9 +58,9 @@ def pdf_text(name: str, data: bytes) -> str:
     finally:
         process.close()
     if len(answer) > _MAX_TEXT_BYTES:
-        raise _failure(name, f"it has more than {format_bytes(_MAX_TEXT_BYTES)} of text")
+        raise _failure(name, f"the file has more than {format_bytes(_MAX_TEXT_BYTES)} of text")
     if not answer:
-        raise _failure(name, "extracting its text needs too much memory or time")
+        raise _failure(name, "extracting the text needs too much memory or time")
     text, problem = json.loads(answer)
     if problem:
         raise _failure(name, problem)

@@ -29,7 +29,7 @@ def main() -> None:
         text, problem = "", "extracting its text needs too much memory"
     except Exception:
         # pypdf can raise almost any exception for a damaged file.
-        text, problem = "", "it is damaged"
+        text, problem = "", "the file is damaged"
     sys.stdout.write(json.dumps([text, problem]))
 
 
@@ -46,7 +46,11 @@ def _extracted(data: bytes) -> tuple[str, str]:
     except (DependencyError, FileNotDecryptedError):
         return "", "it is protected by a password"
     text = "\n\n".join(filter(None, pages))
-    return (text, "") if text else ("", "it contains no text, perhaps because its pages are scanned images")
+    return (
+        (text, "")
+        if text
+        else ("", "the file contains no text, perhaps because the pages are scanned images")
+    )
 
 
 def _set_limits() -> None:

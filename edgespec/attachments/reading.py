@@ -63,7 +63,7 @@ def read_files(path: str) -> ReadFiles:
         total_bytes += len(files[-1].text)
         if total_bytes > _MAX_TOTAL_BYTES:
             raise AttachmentError(
-                f"the files in {path} have more than {format_bytes(_MAX_TOTAL_BYTES)} of text",
+                f"the files in {path} contain more than {format_bytes(_MAX_TOTAL_BYTES)} of text",
                 "attach fewer files",
             )
     if problem and not files:
@@ -85,8 +85,8 @@ def _read(path: Path) -> AttachedFile:
         ) from error
     if max(size_bytes, len(data)) > limit_bytes:
         raise AttachmentError(
-            f"{name} has {format_bytes(max(size_bytes, len(data)))}, but files of at most"
-            f" {format_bytes(limit_bytes)} can be attached",
+            f"{name} is {format_bytes(max(size_bytes, len(data)))} in size, which exceeds the limit of"
+            f" {format_bytes(limit_bytes)} for attached files",
             "copy the part you need to a smaller file",
         )
     return AttachedFile(name, pdf_text(name, data) if b"%PDF-" in start else _decoded(name, data))
@@ -95,7 +95,7 @@ def _read(path: Path) -> AttachedFile:
 def _decoded(name: str, data: bytes) -> str:
     if data.startswith(_IMAGES) or (data.startswith(b"RIFF") and data[8:12] == b"WEBP"):
         raise AttachmentError(
-            f"{name} is an image, but edgespec can only attach text", "describe it in words"
+            f"{name} is an image, but edgespec can only attach text", "describe the image in words"
         )
     encoding = next((name for mark, name in _MARKS if data.startswith(mark)), "utf-8")
     try:

@@ -43,7 +43,8 @@ class AcceptanceStats:
     _MODEL_PRIOR = np.array([[0.85, 0.1, 0.05]])
     # Measurements outweigh the assumed acceptance probabilities after this many drafted tokens.
     _PRIOR_WEIGHT = 4.0
-    # The same for long-term rates. It is higher, so that a drafter is not ruled out by a few rejected tokens.
+    # Like `_PRIOR_WEIGHT`, but for long-term rates. Higher, so that a few rejected tokens do not rule out a
+    # drafter.
     _LONG_TERM_PRIOR_WEIGHT = 12.0
     # After a long pause in drafting, all earlier results count only as much as this many drafted tokens.
     _WEIGHT_AFTER_PAUSE = 2.0

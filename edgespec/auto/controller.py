@@ -133,7 +133,8 @@ class AutoController(Drafter):
         self._round: _Round | None = None
         # Mean time spent outside the target's pass when one token is generated, for example on sampling.
         self._overhead_seconds = RunningMean()
-        # Worst-case costs of each drafter that runs a model. Lookups alone need an entry for verify passes.
+        # Worst-case costs by name of the drafter, for drafters that run a model. If there are none, a single
+        # entry holds the costs of verify passes.
         passes = drafter.pass_seconds or {"": 0.0}
         self._worst_cases = {name: WorstCaseCosts(costs, seconds) for name, seconds in passes.items()}
         self._backoff = Backoff()

@@ -190,7 +190,8 @@ class LiveCosts:
         mean_width = self._mean_width(width, other_tokens)
         self._record(mean_width, seconds)
         if width == 1 < mean_width:
-            # Other replies drafted. Do not wait for a pass without drafts.
+            # Other replies drafted in this pass. Count it as a target step all the same, because there may
+            # never be a pass without drafts.
             self._bucket.target_steps += 1
 
     def _record(self, width: int, seconds: float) -> None:

@@ -32,9 +32,9 @@ class ModelSelector:
     """Chooses in each round which of the drafters that run a model should draft, and prefills its model.
 
     At most one of them runs in a round, because two models mostly draft the same tokens, but cost the sum of
-    their times. It is the one with the highest expected gain, if its recent acceptance rate justifies its
-    cost. Others are run instead for a small share of the time, to measure them and to notice when they become
-    better.
+    their times. It is the drafter with the highest expected gain, if its recent acceptance rate justifies
+    its cost. Others are run instead for a small share of the time, to measure them and to notice when they
+    become better.
 
     Args:
         models: The drafters that run a model, by name.
@@ -70,7 +70,7 @@ class ModelSelector:
         self._allowance_seconds, self._exploration_seconds = allowance_seconds, exploration_seconds
         self._clock = clock
         self._estimate = self._other_estimate = RoundEstimate()
-        # A drafter that runs instead of a better one, and for how many more rounds.
+        # The drafter that is tried instead of the best one, if any, and the number of rounds left for it.
         self._challenger: DrafterStats | None = None
         self._challenge_rounds = 0
 
@@ -94,8 +94,8 @@ class ModelSelector:
         is_waiting = False
         for stats in self._ranked(levels):
             gain = self._expected_gain(stats, levels[stats])
-            # While a better drafter waits until there is time for its prefill, run this one only if it is
-            # likely to gain that time.
+            # A better drafter is waiting until the loss limit allows its prefill. Run this drafter meanwhile
+            # only if it is likely to save enough time for that prefill.
             if is_waiting and gain < _MIN_INTERIM_GAIN:
                 return None
             is_challenger = stats is self._challenger
@@ -188,7 +188,8 @@ class ModelSelector:
         token_seconds = stats.prefill_token_seconds(self._target_step_seconds.value)
         if allowance == inf or not all_pending:
             return all_pending
-        # Infinite if a prefill costs almost nothing, so compare it before converting it to an integer.
+        # This can be infinite if a prefill costs almost nothing, so compare it before converting it to an
+        # integer.
         affordable = _PREFILL_SHARE * allowance / token_seconds if token_seconds > 0.0 else 0.0
         if affordable >= all_pending:
             return all_pending

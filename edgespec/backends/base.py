@@ -319,7 +319,7 @@ class LanguageModel(Protocol):
         """
 
     def interrupt(self, enabled: bool) -> None:
-        """Cancel the current and all later computations with CancelledError, or stop cancelling.
+        """End the current and all later computations with CancelledError, or allow them if not `enabled`.
 
         Can be called from any thread.
         """

@@ -98,8 +98,8 @@ class BaseModel(ABC):
 
     def set_adapter_scales(self, scales: Sequence[float]) -> None:  # noqa: ARG002
         raise CapabilityError(
-            f"the scales of adapters for {self.facts.name} are fixed when it is loaded",
-            "load the model again with other values for --adapter",
+            f"the adapter scales of {self.facts.name} are fixed when the model is loaded",
+            "load the model again with other scales in --adapter",
         )
 
     @abstractmethod
@@ -164,5 +164,5 @@ class BaseModel(ABC):
     def _check(self, more: int) -> None:
         """Raise ClosedError if the model is closed, or ContextFullError if `more` tokens do not fit."""
         if self._closed:
-            raise ClosedError(f"{self.facts.name} is closed")
+            raise ClosedError(f"the model {self.facts.name} is closed", "load the model again")
         check_tokens_fit(self, more)

@@ -43,12 +43,12 @@ def _load_gguf(path: str, name: str, options: LoadOptions, progress: Progress | 
     return llamacpp.load(path, name, options, progress)
 
 
-def _load_gguf_places(
+def _load_gguf_slots(
     path: str, name: str, options: LoadOptions, progress: Progress | None
 ) -> Sequence[LanguageModel]:
-    from edgespec.backends.llamacpp.place_model import load_places
+    from edgespec.backends.llamacpp.slot_model import load_slots
 
-    return load_places(path, name, options, progress)
+    return load_slots(path, name, options, progress)
 
 
 def _estimate_gguf(path: str, name: str, _options: LoadOptions) -> MemoryEstimator:
@@ -210,7 +210,7 @@ _GGUF = FileFormat(
     recognise=lambda path: not path.is_dir(),
     load=_load_gguf,
     open_estimator=_estimate_gguf,
-    load_places=_load_gguf_places,
+    load_slots=_load_gguf_slots,
     read_info=read_gguf_info,
     read_tokens=_gguf_tokens,
     files=gguf_files,

@@ -21,8 +21,8 @@ class TrainingBatch:
 
     Attributes:
         tokens: int32 [conversations, tokens].
-        replied: Whether the target wrote a token in a reply, bool [conversations, tokens]. A drafter learns
-            to guess these tokens only.
+        replied: Whether each token is part of a reply of the target, bool [conversations, tokens]. A drafter
+            learns to guess these tokens only.
     """
 
     tokens: NDArray[np.int32]

@@ -1,4 +1,4 @@
-"""Find the longest piece of a vocabulary, which gives a lower bound on the number of tokens of a text."""
+"""Find the longest piece of a vocabulary, which gives a lower bound on the number of tokens in a text."""
 
 from __future__ import annotations
 

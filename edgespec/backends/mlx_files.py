@@ -42,8 +42,8 @@ MAX_JSON_BYTES = 1 << 28
 # File name pattern of the weights that mlx-lm loads.
 WEIGHTS = "model*.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
-# File name patterns of the weights of heads, of which the first that matches any file counts. The others are
-# those of PyTorch.
+# File name patterns of head weights, in order of preference. The first pattern that matches any file is used.
+# All patterns but the first are PyTorch formats.
 HEAD_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 # File name patterns of tokenizers. An MLX model needs at least one of these files.
 TOKENIZERS = (
@@ -130,7 +130,7 @@ def missing_from_head(folder: Path) -> list[str]:
 
 
 def is_complete_without_config(weights: Iterable[str]) -> bool:
-    """Return whether these are the weight files of a Medusa or Hydra head, whose shapes tell all sizes."""
+    """Return whether these are the weights of a Medusa or Hydra head, whose shapes determine all sizes."""
     return any(residual_head_method(Path(name)) for name in weights)
 
 

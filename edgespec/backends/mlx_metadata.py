@@ -103,7 +103,7 @@ def read_head_info(folder: Path) -> ModelInfo:
     """Return the metadata of a head in the layout of Hugging Face.
 
     Reads its configuration and the names of its files. The names of its tensors are read only if these do not
-    tell what kind of head it is, as for EAGLE-1. Its kind is `model` if nothing tells that it is a head.
+    identify the kind of head, as for EAGLE-1. The kind is `model` if the files do not belong to a head.
 
     Raises:
         ModelFileError: The files are missing or damaged.
@@ -168,7 +168,7 @@ def _kind(config: Mapping[str, Any]) -> Kind:
 def _architectures(config: Mapping[str, Any]) -> list[str]:
     named = config.get("architectures")
     names = [str(name) for name in named] if isinstance(named, list) else []
-    # Heads made with the library speculators.
+    # Heads made with the speculators library name their kind in a separate setting.
     return [*names, str(config["speculators_model_type"])] if "speculators_model_type" in config else names
 
 

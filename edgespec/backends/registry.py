@@ -85,7 +85,7 @@ class FileFormat:
         recognise: Returns whether the file or folder at a path is in this format.
         load: Loads the model at a path, given its name for messages.
         open_estimator: Opens a memory estimator for the model at a path.
-        load_places: Loads the model at a path for `LoadOptions.parallel` replies that share its forward
+        load_slots: Loads the model at a path for `LoadOptions.parallel` replies that share its forward
             passes, and returns one model per reply. None if replies cannot share passes.
         read_info: Returns the metadata of the model at a path. Raises ModelFileError.
         read_tokens: Returns the model's tokens, or None if its files do not list them.
@@ -131,7 +131,7 @@ class FileFormat:
     recognise: Callable[[Path], bool]
     load: Callable[[str, str, LoadOptions, Progress | None], LanguageModel]
     open_estimator: Callable[[str, str, LoadOptions], MemoryEstimator]
-    load_places: Callable[[str, str, LoadOptions, Progress | None], Sequence[LanguageModel]] | None = None
+    load_slots: Callable[[str, str, LoadOptions, Progress | None], Sequence[LanguageModel]] | None = None
     read_info: Callable[[Path], ModelInfo] = _no_info
     read_tokens: Callable[[Path], TokenList | None] = lambda _path: None
     files: Callable[[Path], list[Path]] = all_files

@@ -23,7 +23,7 @@ from edgespec.heads.residual_network import ResidualNetwork
 
 __all__ = ["ResidualHeadTarget", "WeightBytes", "estimate_residual_heads", "load_residual_heads"]
 
-# Returns the memory in bytes that the heads' weights take.
+# Function that returns the memory in bytes for the weights of heads.
 WeightBytes: TypeAlias = Callable[[ResidualHeads], int]
 
 _FLOAT32_BYTES = 4

@@ -62,7 +62,10 @@ class SelfDraftView(ABC, Generic[M]):
         pass
 
     def set_adapter_scales(self, scales: Sequence[float]) -> None:  # noqa: ARG002
-        raise CapabilityError(f"{self.facts.name} has no adapters", "set the scales of the target's adapters")
+        raise CapabilityError(
+            f"{self.facts.name} is a view of the target and has no adapters of its own",
+            "call `set_adapter_scales` on the target",
+        )
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:  # noqa: ARG002
         self._check()
@@ -130,5 +133,5 @@ class SelfDraftView(ABC, Generic[M]):
 
     def _check(self) -> None:
         if self._closed:
-            raise ClosedError(f"{self.facts.name} is closed")
+            raise ClosedError(f"the model {self.facts.name} is closed", "load the model again")
         self._target.check_open()

@@ -51,7 +51,7 @@ _CODE = (
     " from edgespec.backends.trial_load import main; main(request)"
 )
 _PASSED, _REFUSED = "passed", "refused"
-# The C++ exception for a failed allocation. This does not mean that a model file is damaged.
+# Name of the C++ exception for a failed allocation, which does not mean that a model file is damaged.
 _OUT_OF_MEMORY = "std::bad_alloc"
 # Memory limit of the child process that loads models for a trial, excluding mapped files.
 _MAX_MEMORY_BYTES = 4 * 2**30

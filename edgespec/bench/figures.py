@@ -172,7 +172,7 @@ def _pairing_key(row: Measurement) -> tuple[str, float, int]:
 
 
 def _speed(row: Measurement) -> float:
-    # The prompt's last pass can compute the only token of a reply.
+    # A reply of one token has no decoding speed if the last pass over the prompt computed the token.
     return row.reply.stats.tokens_per_second or _whole_speed(row)
 
 

@@ -119,7 +119,13 @@ class Race:
 
     @property
     def is_faster(self) -> bool:
-        return self.is_fair and self.speed_up > 1 + _EQUAL_SPEEDS
+        # Without accepted tokens, a higher speed can only come from other programs or the order of the runs.
+        return self.is_fair and self.has_accepted and self.speed_up > 1 + _EQUAL_SPEEDS
+
+    @property
+    def has_accepted(self) -> bool:
+        """Whether the other method drafted tokens that were accepted."""
+        return self.other.reply.stats.accepted_tokens > 0
 
     def headline(self) -> str:
         """Return a sentence that says which method was faster, or that the race was not fair."""
@@ -134,8 +140,12 @@ class Race:
             )
         if self.is_faster:
             return f"{name} was {self.speed_up:.2f}x as fast as plain decoding: {speeds}."
-        slower = f"slower ({self.speed_up:.2f}x)" if self.speed_up < 1 - _EQUAL_SPEEDS else "no faster"
-        return f"{name} was {slower} here: {speeds}. Reason: {self.other.reply.method.reason}."
+        reason = f"Reason: {self.other.reply.method.reason}."
+        if self.speed_up < 1 - _EQUAL_SPEEDS:
+            return f"{name} was slower ({self.speed_up:.2f}x) here: {speeds}. {reason}"
+        if not self.has_accepted:
+            return f"{name} brought nothing here: no drafted tokens were accepted ({speeds}). {reason}"
+        return f"{name} was no faster here: {speeds}. {reason}"
 
     def remarks(self) -> list[str]:
         """Return sentences that say whether the texts are the same, and how the race was run."""
@@ -178,7 +188,7 @@ def check_race(method: str, options: Mapping[str, Any]) -> None:
         raise OptionError("a race needs a method other than none", "use --method auto")
     if options.get("acceptance") == "rejection":
         raise OptionError(
-            "a race needs replies that can be compared, which acceptance 'rejection' does not give",
+            "a race compares replies token by token, which acceptance 'rejection' does not allow",
             "use acceptance 'invariant'",
         )
 

@@ -32,7 +32,7 @@ _CELL_WIDTH, _LINE_HEIGHT, _MARGIN = 8.4, 19, 20
 
 
 class Event(NamedTuple):
-    """A text that appears at one position on the screen.
+    """Text that appears at one position on the screen.
 
     Attributes:
         seconds: Time at which it appears, in seconds since the start.
@@ -69,7 +69,7 @@ class Picture:
         rows: Number of rows.
         columns: Width in cells.
         seconds: Duration of the slower reply.
-        events: All texts, in the order in which they appear. A text replaces earlier ones at its position.
+        events: All events in chronological order. Each replaces the text of earlier events at its position.
     """
 
     def __init__(self, race: Race, prompt: str, columns: int, max_rows: int | None = None) -> None:
@@ -190,7 +190,8 @@ def check_picture_path(path: Path) -> None:
     """Raise OptionError if a race cannot be saved to this path."""
     if path.suffix.lower() not in (".svg", ".cast"):
         raise OptionError(
-            f"{str(path)!r} is not a name for a picture of a race", "use a name that ends in .svg or .cast"
+            f"{str(path)!r} is not a valid file name for a picture of a race",
+            "use a name that ends in .svg or .cast",
         )
     if not path.absolute().parent.is_dir():
         raise OptionError(
@@ -242,7 +243,7 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 
 def _broken(text: str, width: int) -> Iterator[_Line]:
-    """Break a text into lines of at most `width` cells, between words if possible.
+    """Break text into lines of at most `width` cells, between words if possible.
 
     The line break or space between two lines is part of neither.
     """

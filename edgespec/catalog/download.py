@@ -351,7 +351,7 @@ def _translated(repository: str, error: Exception) -> EdgespecError:
             )
         case httpx2.HTTPError():
             return DownloadError(
-                f"{constants.ENDPOINT} cannot be reached for {repository}: {_network_reason(error)}",
+                f"cannot reach {constants.ENDPOINT} to download {repository}: {_network_reason(error)}",
                 "check the network and try again, or specify the path of a file",
             )
         case Timeout():

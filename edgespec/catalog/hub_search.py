@@ -16,7 +16,7 @@ _TIMEOUT_SECONDS = 10.0
 
 
 def search_hub(text: str, limit: int = 20) -> list[ModelEntry]:
-    """Return catalogue entries for the GGUF models on Hugging Face that match a text.
+    """Return catalogue entries for the GGUF models on Hugging Face that match a search text.
 
     Args:
         text: Words that the repository's name contains, such as `qwen coder`.
@@ -50,9 +50,11 @@ def search_hub(text: str, limit: int = 20) -> list[ModelEntry]:
             _entry(each["id"], each.get("gguf") or {}, bool(each.get("gated"))) for each in response.json()
         ]
     except OfflineModeIsEnabled as error:
-        raise _failed("offline mode is on", "unset HF_HUB_OFFLINE") from error
+        raise _failed("Hugging Face's offline mode is on", "unset HF_HUB_OFFLINE") from error
     except httpx2.HTTPStatusError as error:
-        raise _failed(f"it answered with status {error.response.status_code}", "try again later") from error
+        raise _failed(
+            f"{constants.ENDPOINT} answered with status {error.response.status_code}", "try again later"
+        ) from error
     except httpx2.HTTPError as error:
         raise _failed(f"{constants.ENDPOINT} cannot be reached", "check the network and try again") from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -64,7 +64,7 @@ def lmstudio_model(repository: str, quantisation: str | None = None) -> StoredMo
 
 
 def lmstudio_file(reference: str) -> StoredModel | None:
-    """Return LM Studio's model `publisher/repository/file.gguf`, or None."""
+    """Return the LM Studio model named `publisher/repository/file.gguf`, or None if there is none."""
     publisher, _, rest = reference.partition("/")
     name, _, file = rest.partition("/")
     return lmstudio_model(f"{publisher}/{name}", file) if file.lower().endswith(".gguf") else None

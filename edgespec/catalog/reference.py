@@ -145,7 +145,7 @@ def follow_aliases(typed: str) -> Reference:
         if text.lower() in seen:
             raise ModelNotFoundError(
                 f"the alias {typed} refers to itself ({' -> '.join([*seen, text])})",
-                f"correct it in {user_aliases_path()}",
+                f"correct the alias in {user_aliases_path()}",
             )
         seen.append(text.lower())
 
@@ -317,7 +317,7 @@ def _check_folder(folder: Path, missing_from_folder: Callable[[Path], list[str]]
         hint = "use the path of a .gguf file, or write hf:user/repo for a Hugging Face repository"
     if models := _models_in(folder):
         hint = f"use the path of {'the' if len(models) == 1 else 'a'} GGUF file in it: {folder / models[0]}"
-    raise ModelFileError(f"{folder} is {what}: it lacks {shown}", hint)
+    raise ModelFileError(f"{folder} is {what}, because it lacks {shown}", hint)
 
 
 def _is_head(folder: Path) -> bool:

@@ -14,11 +14,12 @@ from edgespec.files import delete_files, error_reason, write_advice
 
 __all__ = ["RemovalPlan", "plan_removal"]
 
-_HINTS = {
-    "embedded": "this model comes with edgespec",
-    "ollama": "it belongs to Ollama; use `ollama rm`",
-    "lmstudio": "it belongs to LM Studio; delete it there",
-    "path": "it is your own file; delete it yourself",
+# Why edgespec does not remove a model, and a hint, keyed by where the model was found.
+_REFUSALS = {
+    "embedded": ("it is part of edgespec", ""),
+    "ollama": ("it belongs to Ollama", "use `ollama rm`"),
+    "lmstudio": ("it belongs to LM Studio", "delete it in LM Studio"),
+    "path": ("it is your own file", "delete the file yourself"),
 }
 
 
@@ -62,7 +63,8 @@ def plan_removal(resolved: Resolved) -> RemovalPlan:
         OptionError: The model is not in the Hugging Face cache.
     """
     if resolved.source != "hub":
-        raise OptionError(f"edgespec cannot remove {resolved.name}", _HINTS[resolved.source])
+        reason, hint = _REFUSALS[resolved.source]
+        raise OptionError(f"edgespec does not remove {resolved.name}, because {reason}", hint)
     cache = hub_cache_folder().resolve()
     if resolved.path.is_dir():
         links = sorted(path for path in resolved.path.iterdir() if path.is_file())
@@ -70,7 +72,9 @@ def plan_removal(resolved: Resolved) -> RemovalPlan:
         links = gguf_files(resolved.path)
     repository = next((p for p in resolved.path.absolute().parents if p.name.startswith("models--")), None)
     if repository is None or not repository.resolve().is_relative_to(cache):
-        raise OptionError(f"{resolved.path} is not in the Hugging Face cache {cache}", "delete it yourself")
+        raise OptionError(
+            f"{resolved.path} is not in the Hugging Face cache {cache}", "delete the model yourself"
+        )
     own = {link.absolute() for link in links}
     others = {
         path.resolve()
@@ -80,6 +84,7 @@ def plan_removal(resolved: Resolved) -> RemovalPlan:
     blobs = {link.resolve() for link in links} - others
     if not all(blob.is_relative_to(cache) for blob in blobs):
         raise OptionError(
-            f"{resolved.path} links to files outside the Hugging Face cache {cache}", "delete it yourself"
+            f"{resolved.path} links to files outside the Hugging Face cache {cache}",
+            "delete the model yourself",
         )
     return RemovalPlan(tuple(links), tuple(sorted(blobs)))

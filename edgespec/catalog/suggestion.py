@@ -14,8 +14,8 @@ _ALIAS_SUFFIX = {"gguf": "-q4", "mlx": "-mlx"}
 # Maximum download size. Larger models take hours to download, and are slow on most machines that can hold
 # them.
 _MAX_DOWNLOAD_BYTES = 10_000_000_000
-# Memory for a KV cache of 8,192 tokens of a model with eight billion parameters. That of other models grows
-# with the square root of their number of parameters.
+# Memory for a KV cache of 8,192 tokens of a model with eight billion parameters. For other models, it is
+# scaled by the square root of their number of parameters.
 _CACHE_BYTES, _CACHE_PARAMETERS = 1 << 30, 8e9
 # Memory for compute buffers, the draft model's KV cache and Python.
 _OTHER_BYTES = 768 << 20

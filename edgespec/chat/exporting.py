@@ -35,12 +35,12 @@ def messages_as_markdown(messages: tuple[Message, ...]) -> str:
 
 
 def as_markdown(chat: SavedChat) -> str:
-    """Return the messages on a chat's open path as Markdown."""
+    """Return the messages on a chat's current branch as Markdown."""
     return f"# {_title(chat)}\n\n{messages_as_markdown(_all_messages(chat))}\n"
 
 
 def as_html(chat: SavedChat) -> str:
-    """Return the messages on a chat's open path as a self-contained HTML page."""
+    """Return the messages on a chat's current branch as a self-contained HTML page."""
     # With `html` off, tags in a reply are shown as text, so that the page cannot run scripts from a model.
     markdown = MarkdownIt("gfm-like", {"html": False, "linkify": False})
     sections = "".join(

@@ -122,7 +122,7 @@ def _unpack(path: Path, unpacked: BinaryIO) -> None:
             with archive.open(entry) as packed:
                 shutil.copyfileobj(packed, unpacked)
     except KeyError:
-        raise OSError(f"it has no {_CHATS_IN_ZIP}") from None
+        raise OSError(f"the ZIP file contains no {_CHATS_IN_ZIP}") from None
     except OSError:
         raise
     except Exception as error:
@@ -133,7 +133,7 @@ def _unpack(path: Path, unpacked: BinaryIO) -> None:
 def _chat(item: Any, left_out: Counter[str]) -> SavedChat:
     """Convert a chat in any known format. Raises ValueError or ChatFileError if the format is unknown."""
     if not isinstance(item, dict):
-        raise ValueError("a chat must be an object")
+        raise ValueError("a chat in the file is not a JSON object")
     if "version" in item and "created" in item:
         return chat_from_json(item)
     if isinstance(item.get("mapping"), dict):

@@ -14,7 +14,7 @@ _PART_CHARACTERS = 1 << 20
 
 
 class ItemTooLargeError(Exception):
-    """An item of the list is longer than allowed."""
+    """Raised when an item of the list is longer than allowed."""
 
 
 def json_items(stream: TextIO, max_characters: int) -> Iterator[Any]:
@@ -48,7 +48,7 @@ class _Reader:
     def __init__(self, stream: TextIO, max_characters: int) -> None:
         self._stream, self._max_characters = stream, max_characters
         self._decode = json.JSONDecoder().raw_decode
-        # The text that was read but not used yet begins at `_at`.
+        # The text that was read but not parsed yet begins at `_at`.
         self._text, self._at = "", 0
 
     def skip(self, mark: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -33,6 +34,7 @@ class Message:
         tool_call_id: For a message with the role `tool`, the id of the call.
         name: For a message with the role `tool`, the name of the tool.
         files: The files attached to a user message. In the prompt, they precede `content`.
+        reasoning_seconds: The time that the model spent on `reasoning`. None if it was not measured.
     """
 
     role: Role
@@ -43,6 +45,7 @@ class Message:
     tool_call_id: str = ""
     name: str = ""
     files: tuple[AttachedFile, ...] = ()
+    reasoning_seconds: float | None = field(default=None, compare=False)
 
     @property
     def text(self) -> str:
@@ -150,7 +153,19 @@ def as_message(number: int, item: Message | Mapping[str, Any]) -> Message:
         return replace(reply_message(content), tool_calls=calls)
     call_id, name = (_text(number, item, key) if role == "tool" else "" for key in ("tool_call_id", "name"))
     files = as_attached_files(number, item.get("files") or []) if role == "user" else ()
-    return Message(role, content, reasoning, (markers[0], markers[1]), calls, call_id, name, files)
+    seconds = _seconds(number, item.get("reasoning_seconds"))
+    return Message(role, content, reasoning, (markers[0], markers[1]), calls, call_id, name, files, seconds)
+
+
+def _seconds(number: int, value: object) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise OptionError(
+            f"the reasoning_seconds of message {number} must be a number of seconds, not {value!r}",
+            "pass a number that is at least 0, or leave it out",
+        )
+    return float(value)
 
 
 def _text(number: int, item: Mapping[str, Any], key: str) -> str:

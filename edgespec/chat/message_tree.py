@@ -14,7 +14,7 @@ S = TypeVar("S")
 
 @dataclass(frozen=True, slots=True)
 class MessageTree(Generic[T]):
-    """The messages of a chat as a tree, and the open path: the conversation that is currently shown.
+    """The messages of a chat as a tree, and the current branch: the conversation that is shown.
 
     Each message follows its parent. Messages with the same parent are versions of each other, such as several
     replies to one question. A message is identified by its index in `messages`, which the code calls its
@@ -24,7 +24,7 @@ class MessageTree(Generic[T]):
     Attributes:
         messages: All messages, in the order in which they were added.
         parents: The index of each message's parent, which is lower than its own. None for a first message.
-        tip: Index of the last message on the open path. None if the path is empty.
+        tip: Index of the last message on the current branch. None if the branch is empty.
         deleted: Indexes of the deleted messages, in the order of deletion. All messages that follow a deleted
             one count as deleted, too.
     """
@@ -43,7 +43,7 @@ class MessageTree(Generic[T]):
 
     @property
     def path(self) -> tuple[int, ...]:
-        """The indexes of the messages on the open path, from the first message to `tip`."""
+        """The indexes of the messages on the current branch, from the first message to `tip`."""
         places, place = [], self.tip
         while place is not None:
             places.append(place)
@@ -52,7 +52,7 @@ class MessageTree(Generic[T]):
 
     @property
     def open_messages(self) -> tuple[T, ...]:
-        """The messages on the open path."""
+        """The messages on the current branch."""
         return tuple(self.messages[place] for place in self.path)
 
     def versions(self, place: int) -> tuple[int, ...]:
@@ -69,12 +69,12 @@ class MessageTree(Generic[T]):
         return not self._children(place)
 
     def add(self, message: T, parent: int | None) -> MessageTree[T]:
-        """Add a message after `parent`, and end the open path with it."""
+        """Add a message after `parent`, and end the current branch with it."""
         place = len(self.messages)
         return replace(self, messages=(*self.messages, message), parents=(*self.parents, parent), tip=place)
 
     def ending_at(self, tip: int | None) -> MessageTree[T]:
-        """Let the open path end at the message `tip`, or make it empty if `tip` is None."""
+        """Make the branch that ends at the message `tip` current, or an empty one if `tip` is None."""
         return replace(self, tip=tip)
 
     def opened(self, place: int) -> MessageTree[T]:
@@ -90,7 +90,7 @@ class MessageTree(Generic[T]):
     def without(self, place: int) -> MessageTree[T]:
         """Delete a message and all messages after it.
 
-        If the message was on the open path, the path continues with the nearest other version of the message.
+        If the message was on the current branch, the branch continues with the nearest other version of it.
         If there is none, the path ends before the message.
         """
         tree = replace(self, deleted=(*self.deleted, place))

@@ -84,7 +84,7 @@ def opening_marker(prompt: str) -> str:
 
 
 def split_at_markers(text: str) -> list[tuple[str, bool]]:
-    """Split a text at possible reasoning markers. Return each part and whether it is such a marker."""
+    """Split text at possible reasoning markers. Return each part and whether it is such a marker."""
     return [(part, place % 2 == 1) for place, part in enumerate(_MARKER_TOKEN.split(text))]
 
 

@@ -13,9 +13,9 @@ from typing import TypeVar
 from edgespec.chat.message import Message, as_message
 from edgespec.chat.message_tree import MessageTree
 from edgespec.errors import ChatFileError, OptionError
-from edgespec.files import error_reason, regular_file_bytes
+from edgespec.files import error_reason, format_bytes, regular_file_bytes
 
-__all__ = ["SavedChat", "Setting", "chat_from_json", "read_chat", "title_of"]
+__all__ = ["MAX_CHAT_BYTES", "SavedChat", "Setting", "chat_from_json", "read_chat", "title_of"]
 
 Setting = str | int | float | bool | list[str]
 """Type of the value of one setting in a chat file."""
@@ -24,8 +24,12 @@ Setting = str | int | float | bool | list[str]
 VERSION = 2
 # Maximum length, in characters, of a title taken from the first message.
 _MAX_TITLE = 60
-# Files above this size are rejected without being read. No real chat gets this long.
-_MAX_FILE_BYTES = 64 * 1024 * 1024
+MAX_CHAT_BYTES = 64 << 20
+"""Size of a chat's file from which on the chat takes no further messages."""
+
+# Files above this size are neither written nor read. The distance from `MAX_CHAT_BYTES` is far more than a
+# message and its reply can have, so that no reply is lost.
+_MAX_FILE_BYTES = 2 * MAX_CHAT_BYTES
 _TEXTS = ("id", "created", "updated", "title", "target")
 _KINDS: dict[type, str] = {
     dict: "an object", list: "a list", str: "text", int: "an integer", bool: "true or false",
@@ -75,8 +79,21 @@ class SavedChat:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The messages on the open path: one version of each."""
+        """The messages on the current branch, with one version of each."""
         return self.tree.open_messages
+
+    def encoded(self) -> bytes:
+        """Return the contents of the chat's file. Raises ChatFileError if it is too large to read."""
+        text = json.dumps(self.to_json(), ensure_ascii=False, indent=1) + "\n"
+        # Pasted text can contain lone surrogates, which cannot be encoded as UTF-8 and are replaced.
+        data = text.encode("utf-8", "replace")
+        if len(data) > _MAX_FILE_BYTES:
+            raise ChatFileError(
+                f"the chat has {format_bytes(len(data))}, but a chat can have at most"
+                f" {format_bytes(_MAX_FILE_BYTES)}",
+                "start a new chat",
+            )
+        return data
 
     def to_json(self) -> dict[str, object]:
         """Return the chat as a JSON object of the current format version."""
@@ -100,6 +117,8 @@ def _message_json(message: Message) -> dict[str, object]:
     data: dict[str, object] = {"role": message.role, "content": message.content}
     if message.reasoning:
         data["reasoning"] = message.reasoning
+    if message.reasoning_seconds is not None:
+        data["reasoning_seconds"] = round(message.reasoning_seconds, 3)
     if any(message.markers):
         data["markers"] = list(message.markers)
     if message.files:
@@ -173,7 +192,9 @@ def chat_from_json(data: Mapping[str, object]) -> SavedChat:
     """
     version = _typed(data.get("version"), int, "`version`")
     if not 1 <= version <= VERSION:
-        raise ValueError(f"the chat has format version {version}")
+        raise ValueError(
+            f"the chat has format version {version}, but only versions 1 to {VERSION} are supported"
+        )
     return replace(_from_json(data, version), id="")
 
 

@@ -5,7 +5,6 @@ A file that cannot be read is reported and left unchanged.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
@@ -78,13 +77,11 @@ class ChatStore:
 
     def save(self, chat: SavedChat) -> Path:
         """Save a chat atomically, replacing any older version. Raises ChatFileError."""
-        path = self._path(chat.id)
-        # Pasted text can contain lone surrogates, which cannot be encoded as UTF-8 and are replaced.
-        text = json.dumps(chat.to_json(), ensure_ascii=False, indent=1) + "\n"
+        path, data = self._path(chat.id), chat.encoded()
         try:
             if not path.exists():
                 delete_stale_temporaries(self.folder)
-            write_private_file(path, text.encode("utf-8", "replace"))
+            write_private_file(path, data)
         except OSError as error:
             raise ChatFileError(
                 f"cannot save the chat to {path}: {error_reason(error)}",
@@ -137,6 +134,12 @@ class ChatStore:
             yield
         finally:
             lock.release()
+
+    def size_bytes(self, chat_id: str) -> int:
+        """Return the size of a chat's file, or 0 if it has none."""
+        with suppress(OSError):
+            return self._path(chat_id).stat().st_size
+        return 0
 
     def load(self, chat_id: str) -> SavedChat:
         """Read the chat with this ID. Raises ChatFileError."""

@@ -71,7 +71,7 @@ class ChatTemplate:
         self.call_form = call_form(source)
         self._source = source
         self._tool_support = ToolSupport(source, self.call_form)
-        # Mistral's templates accept only ids of this length.
+        # Mistral's templates accept only tool call ids of nine characters.
         self._has_short_ids = bool(re.search(r"length\s*!=\s*9", source))
         # DeepSeek R1's templates take a message for a tool call if its content is missing.
         self._empty_content = None if re.search(r"content['\"]\]\s+is none", source) else ""
@@ -133,8 +133,9 @@ class ChatTemplate:
             reply = self._ask(self._started(progress), request, progress)
         if "error" not in reply:
             return reply["text"]
-        # Some templates need valid arguments. Others, such as those of Qwen 3.5, accept a system message only
-        # at the start, or have no system role, such as Gemma's.
+        # Some templates require valid JSON arguments. Others accept a system message only at the start, such
+        # as those of Qwen 3.5, or have no system role, such as Gemma's. Change one of these things at a time,
+        # and try again.
         for change in (_with_valid_arguments, _without_later_system, _without_system):
             if changed := change(messages):
                 return self._render(changed, progress, settings)
@@ -158,7 +159,7 @@ class ChatTemplate:
             process = self._process = TemplateProcess()
             if self._closed:
                 process.close()
-                raise ClosedError("the model is closed", "load it again")
+                raise ClosedError("the model is closed", "load the model again")
             reply = self._ask(process, {"source": self._source}, progress)
             if "error" in reply:
                 process.close()
@@ -175,7 +176,7 @@ class ChatTemplate:
             return process.ask(request, progress)
         except TemplateError:
             if self._closed:
-                raise ClosedError("the model was closed", "load it again") from None
+                raise ClosedError("the model was closed", "load the model again") from None
             raise
 
     def close(self) -> None:

@@ -79,13 +79,13 @@ def command(
     the built-in demo model.
     """
     if sys.stdin is None:
-        raise click.UsageError("the chat needs an input, but stdin is closed", ctx)
+        raise click.UsageError("the chat needs input, but stdin is closed", ctx)
     is_plain = plain or not _has_screen()
 
     from edgespec.installation import chat_command
     from edgespec.options import load_arguments_for_another_model
     from edgespec.tui.app import run_chat
-    from edgespec.tui.plain import run_plain_chat
+    from edgespec.tui.plain_run import run_plain_chat
 
     def load(progress: Progress) -> Runtime:
         import edgespec
@@ -112,12 +112,14 @@ def command(
         "system": system,
         "settings": settings,
         "resume": resume,
+        "load_other": load_other,
+        "tools": tools,
     }
     if is_plain:
         ended = run_plain_chat(load, **asked)
     else:
-        looks = {"light": light, "mouse": not no_mouse, "remember": options["remember"], "tools": tools}
-        ended = run_chat(load, load_other=load_other, **asked, **looks)
+        looks = {"light": light, "mouse": not no_mouse, "remember": options["remember"]}
+        ended = run_chat(load, **asked, **looks)
     if ended.signalled:
         return INTERRUPTED
     if ended.resume:

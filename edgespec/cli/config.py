@@ -237,7 +237,7 @@ def set_value(ctx: click.Context, key: str, values: tuple[str, ...], as_json: bo
     path = _key_path(key)
     option = _option_at(path, ctx)
     if len(values) > 1 and not option.multiple:
-        raise click.UsageError(f"{key} takes one value, not {len(values)}; put it in quotes", ctx)
+        raise click.UsageError(f"{key} takes one value, not {len(values)}; put the value in quotes", ctx)
     try:
         value = setting_value(path[-1], values if option.multiple else values[0])
         literal = _literal(option, values, value)
@@ -292,7 +292,9 @@ def _option_at(path: KeyPath, ctx: click.Context) -> SettingOption:
             step = suggestion(path[0], [name for name in COMMANDS if settings_of(name)])
             raise click.UsageError(f"{path[0]!r} is not a command that has settings; {step}", ctx)
     elif len(path) > 2:
-        raise click.UsageError(f"{'.'.join(path)!r} is not a key; use one such as chat.temperature", ctx)
+        raise click.UsageError(
+            f"{'.'.join(path)!r} is not a valid key; use a key such as chat.temperature", ctx
+        )
     if path[-1] not in options:
         raise click.UsageError(f"there is no setting {path[-1]!r}; {suggestion(path[-1], options)}", ctx)
     return options[path[-1]]

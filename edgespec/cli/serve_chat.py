@@ -13,7 +13,7 @@ from edgespec.cli.screen import note, print_json
 
 __all__ = ["DEFAULT_CHAT_PORT", "chat_words", "serve_chat"]
 
-# Not the default port of the API server, so that both servers can run at the same time.
+# Default port of the chat. It differs from that of the API server, so that both can run at the same time.
 DEFAULT_CHAT_PORT = 11436
 # Options that `edgespec serve --chat` handles itself. All others are passed to the chat processes.
 _OWN_NAMES = ("chat", "port", "api_key", "as_json")

@@ -27,7 +27,7 @@ __all__ = ["ConstraintCompiler"]
 
 # Maximum length of a constraint, in characters.
 _MAX_CHARACTERS = 1 << 18
-# Maximum length of a text quoted in an error message, in characters.
+# Maximum number of characters to quote in an error message.
 _MAX_SHOWN_CHARACTERS = 300
 # Match the reason in llguidance's error messages about regular expressions and JSON schemas.
 _REGEX_ERROR = re.compile(r"^error: (.+)$", re.MULTILINE)
@@ -49,7 +49,7 @@ _KINDS = {
     "schema": _Kind("JSON schema", "change this part of the schema, or remove it"),
     "regex": _Kind("regular expression", "use the syntax of Rust's regex package, without look-around"),
     "grammar": _Kind("grammar", "correct the grammar; llguidance's documentation describes the syntax"),
-    "choice": _Kind("list of choices", "use one or more texts"),
+    "choice": _Kind("list of choices", "use one or more non-empty strings"),
 }
 
 
@@ -106,9 +106,10 @@ class ConstraintCompiler:
             start = AnswerStart(tokenizer, self._vocabulary, prompt, reply_start, answer_tokens)
             given = tokenizer.for_llguidance.tokenize_str(start.text)
         if matcher.try_consume_tokens(given) < len(given):
+            name = _KINDS[constraint.option].name
             raise OptionError(
-                f"the reply starts with {_shortened(start.text)!r}, which violates the {constraint.option}",
-                "continue the reply without it, or ask for a new reply",
+                f"the reply starts with {_shortened(start.text)!r}, which violates the {name}",
+                f"continue the reply without the {name}, or ask for a new reply",
             )
         return ConstraintProcessor(tokenizer, matcher, start)
 
@@ -146,7 +147,10 @@ class ConstraintCompiler:
     def _compile(self, option: str, text: str, trial: ConstraintTrial) -> _Compiled:
         result = trial.run(option, text)
         if isinstance(result, str):
-            raise OptionError(f"the {_KINDS[option].name} cannot be used: {result}", "use a simpler one")
+            raise OptionError(
+                f"the {_KINDS[option].name} cannot be used: {result}",
+                f"use a simpler {_KINDS[option].name}",
+            )
         with self._lock:
             tokenizer = self._tokenizer.for_llguidance
         try:
@@ -172,7 +176,7 @@ def _checked_text(constraint: Constraint) -> str:
         raise OptionError(
             f"the {_KINDS[constraint.option].name} has {len(text):,} characters, more than the limit of"
             f" {_MAX_CHARACTERS:,}",
-            "use a shorter one",
+            f"use a shorter {_KINDS[constraint.option].name}",
         )
     return text
 

@@ -36,8 +36,8 @@ def new_matcher(option: str, text: str, tokenizer: LLTokenizer) -> LLMatcher:
     This can crash the process, or take minutes. See `trial.py`.
 
     Args:
-        option: The option of the constraint.
-        text: The text from `text_of`.
+        option: Name of the option that sets the constraint: `schema`, `regex`, `grammar` or `choice`.
+        text: The constraint as text, from `text_of`.
         tokenizer: The vocabulary.
 
     Raises:

@@ -15,7 +15,7 @@ __all__ = ["ConstraintTrial", "borrowed_trial"]
 
 # Maximum CPU time in seconds for compiling a constraint. A schema of 250,000 characters takes about 1 second.
 _CPU_SECONDS = 5.0
-# Seconds after which to give up if the child process gets little CPU time.
+# Maximum time in seconds to wait for the child process, which may get little CPU time.
 _MAX_SECONDS = 30.0
 # Seconds that a crashed process can take to exit.
 _EXIT_SECONDS = 5.0
@@ -25,7 +25,7 @@ _MAX_TRIALS = 2
 
 
 class ConstraintTrial:
-    """A child process that compiles constraints on trial. It starts with the first constraint.
+    """A child process that tries to compile constraints. It starts with the first constraint.
 
     Use it from one thread at a time. The process ends with this object, and with the process that owns it.
     """
@@ -39,8 +39,8 @@ class ConstraintTrial:
         The result does not say whether the constraint is valid, because checking that needs no child process.
 
         Args:
-            option: The option of the constraint.
-            text: The text from `text_of`.
+            option: Name of the option that sets the constraint: `schema`, `regex`, `grammar` or `choice`.
+            text: The constraint as text, from `text_of`.
 
         Returns:
             The approximate memory of the compiled constraint in bytes, or the reason why compiling it failed.

@@ -17,8 +17,8 @@ __all__ = ["main"]
 
 # Address space of this process. Python and llguidance need about 220 MiB, of which they use a sixth.
 _MEMORY_BYTES = 384 << 20
-# The stack on which constraints are compiled. Those of the threads that compile them later are larger, so a
-# constraint that fits here cannot overflow them. About 400 rules fit, each of which uses the next one.
+# Stack size in bytes for compiling a constraint in this process. The threads that compile it later have
+# larger stacks, so a constraint that fits here cannot overflow them. About 400 nested rules fit.
 _STACK_BYTES = 2 << 20
 
 

@@ -25,10 +25,10 @@ __all__ = ["MEASURED_WIDTHS", "CostCurve", "CostFunction", "assumed_cost", "meas
 # A function v(m) that returns the duration of an m-token pass, relative to a single-token pass.
 CostFunction: TypeAlias = Callable[[int], float]
 
-# Numbers of tokens per pass to measure. Small numbers are spaced more closely, because backends use different
-# kernels for them.
+# Pass widths to measure. Small widths are spaced more closely, because backends use different kernels for
+# them.
 MEASURED_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
-# Numbers of tokens per pass to measure even if the time budget is spent.
+# Pass widths to measure even if the time budget is spent.
 _REQUIRED_WIDTHS = (1, 2, 4, 8)
 # Minimum time budget for a measurement, as a multiple of the duration of a single-token pass.
 _MIN_BUDGET_STEPS = 12

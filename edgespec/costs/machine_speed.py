@@ -41,7 +41,7 @@ _PROMPT_TOKENS = 32
 # All types are measured this many times in turn, because other activity can slow a machine for a few seconds.
 # The shortest durations count.
 _ROUNDS = 2
-# Saved times per byte of weights outside this range, in seconds, are damaged.
+# Saved times per byte of weights, in seconds, count as damaged if they are outside this range.
 _MIN_BYTE_SECONDS, _MAX_BYTE_SECONDS = 1e-15, 1e-3
 # Time budget for measuring the passes of one quantisation type once.
 _TYPE_SECONDS = 0.6

@@ -22,7 +22,7 @@ from edgespec.saved_arrays import SavedArrays, models_fingerprint
 
 __all__ = ["fastest_threads", "thread_counts", "use_fastest_threads"]
 
-# Numbers of threads to compare, relative to the number of physical cores. For example, half of the cores of
+# Thread counts to compare, relative to the number of physical cores. For example, half of the cores of
 # many laptops are slow, and few cores can use all of the memory bandwidth.
 _SHARES = (1.0, 0.75, 0.5, 0.34)
 _ROUNDS = 3
@@ -38,7 +38,7 @@ _MAX_BUSY_CORES = 0.3
 
 
 def thread_counts(cores: int, logical_cores: int) -> tuple[int, ...]:
-    """Return the numbers of threads to compare, starting with the number of physical cores.
+    """Return the thread counts to compare, starting with the number of physical cores.
 
     A single thread is left out, because some attention kernels round differently with it.
     """
@@ -62,8 +62,8 @@ def use_fastest_threads(
 ) -> Mapping[int, float]:
     """Make a model use the number of CPU threads that is fastest on this machine.
 
-    The numbers are compared once for each model and machine, in an empty context. If other programs are busy,
-    the result is not used, and the comparison is repeated when the model is next loaded.
+    Thread counts are compared once for each model and machine, in an empty context. If other programs are
+    busy, the result is not used, and the comparison is repeated when the model is next loaded.
 
     Args:
         model: The loaded model. Its cache is cleared.
@@ -87,7 +87,7 @@ def use_fastest_threads(
     seconds = {} if again else _from_arrays(store.load())
     if set(seconds) != set(counts):
         if progress and not progress("finding the best number of CPU threads", 0.0):
-            raise CancelledError("the comparison of numbers of CPU threads was cancelled")
+            raise CancelledError("measuring the best number of CPU threads was cancelled")
         seconds = _measure(model, counts)
         if CPU_LOAD.busy_cores() > _MAX_BUSY_CORES:
             model.set_max_threads(cores)

@@ -68,7 +68,8 @@ class ModelDrafter(BudgetedDrafter):
         self._vocab_size = min(vocab_size, model.facts.vocab_size)
         self._min_confidence = min_confidence
         self.cache = cache or DraftCache(model)
-        # Views of the target run each drafted token with the states of the one before.
+        # A self-draft view cannot run several drafted tokens in one pass, because each token needs the hidden
+        # state of the token before it.
         self.drafts_forced = not isinstance(model, SelfDraftView)
         self._tree: _DraftTree | None = None
         if isinstance(branches, tuple):

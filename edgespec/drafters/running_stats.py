@@ -58,7 +58,7 @@ class AcceptanceCounts:
     # Each new token multiplies the earlier counts by this factor. With 0.98, a token loses half of its weight
     # after 34 further tokens.
     DECAY = 0.98
-    # The long-term acceptance rates use this factor instead.
+    # Like `DECAY`, but for the long-term acceptance rates.
     _LONG_DECAY = 0.998
 
     def __init__(self, accepted: NDArray[np.float64], drafted: NDArray[np.float64]) -> None:

@@ -26,7 +26,8 @@ __all__ = ["LayerSet", "ScoredLayerSet", "SwiftDrafter", "SwiftSearch"]
 # Zero-based indices of the skipped layers, in ascending order.
 LayerSet: TypeAlias = tuple[int, ...]
 
-# Number of recent tokens for evaluating a set of skipped layers. More would noticeably delay a new reply.
+# Number of recent tokens on which a set of skipped layers is evaluated. A larger number would noticeably
+# delay a new reply.
 EVALUATION_TOKENS = 64
 _MIN_EVALUATION_TOKENS = 16
 # Maximum number of sets of skipped layers to evaluate in one idle period between replies.

@@ -49,7 +49,7 @@ class LogitsProcessor(ABC):
     Invariants:
 
     - `apply` depends only on the arguments of the constructor and on the pushed tokens.
-    - `pop(n)` restores exactly the state before the last n calls of `push`.
+    - `pop(n)` restores exactly the state before the last n calls to `push`.
     - `apply` keeps token ids in ascending order.
     """
 

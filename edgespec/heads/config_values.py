@@ -11,9 +11,9 @@ def positive(name: str, value: object) -> float:
     """Return the value of a setting as a number.
 
     Raises:
-        ValueError: It is not a positive, finite number.
-        OverflowError: It is too large.
+        ValueError: The value is not a positive, finite number.
+        OverflowError: The value is too large.
     """
     if not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"its {name} is {value!r}, but must be a positive number")
+        raise ValueError(f"{name} is {value!r}, but must be a positive number")
     return float(value)

@@ -67,10 +67,10 @@ def parse_dflash_config(config: Mapping[str, Any]) -> DFlashConfig:
     """
     size, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
     if not 0 < layers <= _MAX_LAYERS:
-        raise ValueError(f"its num_hidden_layers is {layers:,}, but must be from 1 to {_MAX_LAYERS}")
+        raise ValueError(f"num_hidden_layers is {layers:,}, but must be from 1 to {_MAX_LAYERS}")
     for name, supported in (("model_type", "qwen3"), ("hidden_act", "silu"), ("markov_head_type", "vanilla")):
         if (value := config.get(name) or supported) != supported:
-            raise ValueError(f"its {name} {value!r} is not supported")
+            raise ValueError(f"{name} is {value!r}, but edgespec supports only {supported!r}")
     markov_rank = int(config.get("markov_rank") or 0)
     windows = _windows(config, layers)
     result = DFlashConfig(
@@ -87,11 +87,9 @@ def parse_dflash_config(config: Mapping[str, Any]) -> DFlashConfig:
     )
     # A block of one token has no masks. MLX ends the process if it computes with an empty array.
     if not 2 <= result.block_tokens <= MAX_BLOCK_TOKENS:
-        raise ValueError(
-            f"its block_size is {result.block_tokens:,}, but must be from 2 to {MAX_BLOCK_TOKENS}"
-        )
+        raise ValueError(f"block_size is {result.block_tokens:,}, but must be from 2 to {MAX_BLOCK_TOKENS}")
     if not 0 <= result.mask_token < result.vocab_size:
-        raise ValueError(f"its mask token {result.mask_token} is not in its vocabulary")
+        raise ValueError(f"the mask token {result.mask_token} is not in the head's vocabulary")
     return result
 
 
@@ -105,13 +103,13 @@ def _states(config: Mapping[str, Any]) -> tuple[int, ...]:
 def _windows(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     types = config.get("layer_types") or [_FULL] * layers
     if len(types) != layers or not {*types} <= {_SLIDING, _FULL}:
-        raise ValueError(f"its layer_types {types!r} are not supported")
+        raise ValueError(f"edgespec does not support the layer_types {types!r}")
     return tuple(int(config["sliding_window"]) if kind == _SLIDING else 0 for kind in types)
 
 
 def _is_causal(config: Mapping[str, Any], windows: Sequence[int]) -> bool:
     causal = config.get("is_causal")
     if causal is None and len({window > 0 for window in windows}) > 1:
-        raise ValueError("its layers mix causal and bidirectional blocks, which is not supported")
+        raise ValueError("edgespec does not support layers that mix causal and bidirectional blocks")
     # The published code makes layers with a sliding window causal unless the configuration says otherwise.
     return any(windows) if causal is None else bool(causal)

@@ -67,7 +67,7 @@ def read_dflash(folder: Path) -> DFlashFiles:
             tensors.pop("lm_head.weight", None)
         _check_tensors(config, tensors, ids)
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
-        what = f"it lacks the setting {error}" if isinstance(error, KeyError) else shorten(error)
+        what = f"the setting {error} is missing" if isinstance(error, KeyError) else shorten(error)
         raise ModelFileError(
             f"{folder} is not a DFlash or DSpark head that edgespec supports: {what}",
             "choose a folder with the config.json and weights of a DFlash or DSpark head",
@@ -109,13 +109,15 @@ def _check_tensors(
         shapes["markov_head.markov_w1.weight"] = (config.vocab_size, config.markov_rank)
         shapes["markov_head.markov_w2.weight"] = (draft_vocab, config.markov_rank)
     if any(name.startswith(_SELECTOR) for name in tensors):
-        raise ValueError("it is a DFlash 2 head, which edgespec cannot run")
+        raise ValueError("edgespec cannot run DFlash 2 heads")
     if missing := shapes.keys() - tensors.keys():
-        raise ValueError(f"it lacks {min(missing)}")
+        raise ValueError(f"the tensor {min(missing)} is missing")
     for name, tensor in tensors.items():
         if name not in shapes:
-            raise ValueError(f"it contains the unknown tensor {name}")
+            raise ValueError(f"the tensor {name} is unknown")
         if tensor.shape != shapes[name]:
-            raise ValueError(f"its {name} has the shape {tensor.shape} instead of {shapes[name]}")
+            raise ValueError(f"the tensor {name} has the shape {tensor.shape} instead of {shapes[name]}")
         if not tensor.is_floating:
-            raise ValueError(f"its {name} has the type {tensor.dtype}, which is not a floating-point type")
+            raise ValueError(
+                f"the tensor {name} has the type {tensor.dtype}, which is not a floating-point type"
+            )

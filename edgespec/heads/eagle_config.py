@@ -71,9 +71,9 @@ def parse_config(config: Mapping[str, Any], version: Literal[1, 3]) -> EagleConf
     layers = config.get("eagle_aux_hidden_state_layer_ids")
     activation = config.get("hidden_act") or "silu"
     if activation != "silu":
-        raise ValueError(f"its activation function {activation!r} is not supported")
+        raise ValueError(f"hidden_act is {activation!r}, but edgespec supports only 'silu'")
     if int(config.get("num_hidden_layers") or 1) != 1:
-        raise ValueError(f"it has {config['num_hidden_layers']} layers, but only one is supported")
+        raise ValueError(f"the head has {config['num_hidden_layers']} layers, but edgespec supports only one")
     result = EagleConfig(
         version=version,
         hidden_size=size,
@@ -85,5 +85,5 @@ def parse_config(config: Mapping[str, Any], version: Literal[1, 3]) -> EagleConf
         norm_output=bool(config.get("norm_output")),
     )
     if result.target_size <= 0:
-        raise ValueError(f"its target_hidden_size is {result.target_size}")
+        raise ValueError(f"target_hidden_size is {result.target_size}, but must be positive")
     return result

@@ -91,7 +91,7 @@ def read_eagle(folder: Path) -> EagleFiles:
         ids = None if offsets is None else target_ids(offsets, config.vocab_size)
         _check_tensors(config, tensors, config.vocab_size if ids is None else len(ids))
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
-        what = f"it lacks the setting {error}" if isinstance(error, KeyError) else shorten(error)
+        what = f"the setting {error} is missing" if isinstance(error, KeyError) else shorten(error)
         raise ModelFileError(
             f"{folder} is not an EAGLE head that edgespec supports: {what}",
             "choose a folder with the config.json and weights of an EAGLE head",
@@ -114,34 +114,36 @@ def target_ids(offsets: StoredTensor, vocab_size: int) -> NDArray[np.int64]:
         ValueError: `offsets` contains no token ids, or ids outside the target's vocabulary.
     """
     if offsets.is_floating or len(offsets.shape) != 1:
-        raise ValueError("its d2t contains no token ids")
+        raise ValueError("the tensor d2t contains no token ids")
     ids = np.arange(offsets.shape[0]) + offsets.read().astype(np.int64)
     if not (ids.size and 0 <= ids.min() <= ids.max() < vocab_size):
-        raise ValueError(f"its d2t contains token ids outside the vocabulary of {vocab_size:,} tokens")
+        raise ValueError(f"the tensor d2t contains token ids outside the vocabulary of {vocab_size:,} tokens")
     return ids
 
 
 def _check_tensors(config: EagleConfig, tensors: Mapping[str, StoredTensor], draft_vocab: int) -> None:
     """Raise ValueError if a tensor is missing or unknown, or if its shape contradicts the configuration."""
     if config.version == 1 and draft_vocab != config.vocab_size:
-        raise ValueError("it has a d2t, but no LM head of its own")
+        raise ValueError("the head has a tensor d2t, but no LM head of its own")
     needed, optional = _shapes(config, tensors, draft_vocab)
     if missing := needed.keys() - tensors.keys():
-        raise ValueError(f"it lacks {min(missing)}")
+        raise ValueError(f"the tensor {min(missing)} is missing")
     for name, tensor in tensors.items():
         shape = needed.get(name) or optional.get(name)
         if shape is None:
-            raise ValueError(f"it contains the unknown tensor {name}")
+            raise ValueError(f"the tensor {name} is unknown")
         if tensor.shape != shape:
-            raise ValueError(f"its {name} has the shape {tensor.shape} instead of {shape}")
+            raise ValueError(f"the tensor {name} has the shape {tensor.shape} instead of {shape}")
         if not tensor.is_floating:
-            raise ValueError(f"its {name} has the type {tensor.dtype}, which is not a floating-point type")
+            raise ValueError(
+                f"the tensor {name} has the type {tensor.dtype}, which is not a floating-point type"
+            )
     if (
         config.version == 1
         and "embed_tokens.weight" not in tensors
         and config.hidden_size != config.target_size
     ):
-        raise ValueError("its hidden size differs from the target's")
+        raise ValueError("the head's hidden size differs from the target's")
 
 
 _Shapes = dict[str, tuple[int, ...]]
@@ -173,7 +175,7 @@ def _shapes(
     states = fused // config.target_size
     if states < 1 or fused % config.target_size or len(config.layers or range(3)) != states:
         raise ValueError(
-            f"its fc.weight reads {fused:,} values, which does not match the configured hidden states"
+            f"the tensor fc.weight reads {fused:,} values, which does not match the configured hidden states"
         )
     needed |= {
         "fc.weight": (size, fused),

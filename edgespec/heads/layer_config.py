@@ -51,7 +51,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads(read_regular_file(path, _MAX_CONFIG_BYTES).decode("utf-8"))
         if not isinstance(config, dict):
-            raise ValueError("it contains no JSON object")
+            raise ValueError("the file contains no JSON object")
         for name in _NESTED:
             nested = config.get(name)
             config |= nested if isinstance(nested, dict) else {}
@@ -74,7 +74,11 @@ def layer_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     feed_forward_size, vocab_size = int(config["intermediate_size"]), int(config["vocab_size"])
     sizes = (size, feed_forward_size, heads, kv_heads, head_size, vocab_size)
     if min(sizes) <= 0 or head_size % 2 or heads % kv_heads:
-        raise ValueError("its sizes are impossible")
+        raise ValueError(
+            f"the layer sizes are invalid: hidden_size is {size}, with {heads} attention heads, {kv_heads}"
+            " key-value"
+            f" heads and a head size of {head_size}"
+        )
     return {
         "feed_forward_size": feed_forward_size,
         "heads": heads,

@@ -35,7 +35,7 @@ class _Layout:
 
     Attributes:
         prefix: Regular expression for the start of all names. Its group matches the number of the MTP module,
-            or an empty text if modules are not numbered.
+            or an empty string if modules are not numbered.
         marker: Name of a tensor that only MTP modules have. It is needed because DeepSeek numbers MTP modules
             like ordinary layers.
         names: Qwen3-Next's names for the tensors outside the decoder layers, by their names without
@@ -109,7 +109,7 @@ def read_mtp(folder: Path) -> list[dict[str, StoredTensor]]:
     for layout in _LAYOUTS:
         if modules := _modules(stored, layout):
             return [_checked(tensors, layout, folder) for tensors in modules]
-    raise _unusable(folder, "it has no tensors of an MTP layer")
+    raise _unusable(folder, "no tensors of an MTP layer were found")
 
 
 def _checked(tensors: dict[str, StoredTensor], layout: _Layout, folder: Path) -> dict[str, StoredTensor]:
@@ -121,7 +121,7 @@ def _checked(tensors: dict[str, StoredTensor], layout: _Layout, folder: Path) ->
     for name in _NEEDED:
         if f"{name}.weight" not in tensors:
             original = next(each for each, renamed in layout.names.items() if renamed == name)
-            raise _unusable(folder, f"the layer lacks the tensor {original}.weight")
+            raise _unusable(folder, f"the tensor {original}.weight is missing")
     if not layout.hidden_first:
         return tensors
     return {

@@ -74,15 +74,17 @@ def read_pickled_tensors(path: Path) -> dict[str, StoredTensor]:
             stored = {one.filename: one for one in archive.infolist() if one.compress_type == ZIP_STORED}
             pickles = [name for name in stored if name.rpartition("/")[2] == "data.pkl"]
             if len(pickles) != 1 or stored[pickles[0]].file_size > _MAX_PICKLE_BYTES:
-                raise ValueError("it does not contain exactly one data.pkl of a plausible size")
+                raise ValueError(
+                    "the archive does not contain exactly one data.pkl, or data.pkl is too large"
+                )
             root = pickles[0].removesuffix("data.pkl")
             order = stored.get(f"{root}byteorder")
             if order and (order.file_size != len("little") or archive.read(order) != b"little"):
-                raise ValueError("its byte order is not little-endian")
+                raise ValueError("the byte order is not little-endian")
             sizes = {name: entry.file_size for name, entry in stored.items()}
             value = _Interpreter(path, root, sizes).run(archive.read(pickles[0]))
         if not isinstance(value, dict):
-            raise ValueError("it contains no dictionary of tensors")
+            raise ValueError("the file contains no dictionary of tensors")
         return {name: one for name, one in value.items() if isinstance(one, StoredTensor)}
     except OSError as error:
         raise ModelFileError(f"{path} cannot be read: {error_reason(error)}", "download it again") from error
@@ -172,14 +174,14 @@ class _Interpreter:
                     # Drop the attributes of a state dictionary, such as module versions. They are not needed.
                     self._stack.pop()
                 case _:
-                    raise self._refused(f"the instruction {opcode.name}")
+                    raise self._refused(f"the pickle uses the instruction {opcode.name}")
         (value,) = self._stack
         return value
 
     def _pop_many(self, count: int) -> list[Any]:
         values = self._stack[len(self._stack) - count :]
         if len(values) != count:
-            raise ValueError("an instruction lacks its operands")
+            raise ValueError("an instruction of the pickle lacks operands")
         del self._stack[len(self._stack) - count :]
         return values
 
@@ -188,26 +190,29 @@ class _Interpreter:
 
     def _append(self, values: list[Any]) -> None:
         if type(container := self._stack[-1]) is not list:
-            raise ValueError("it appends values to something other than a list")
+            raise ValueError("the pickle appends values to an object that is not a list")
         container.extend(values)
 
     def _set_items(self, values: list[Any]) -> None:
         if type(container := self._stack[-1]) is not dict:
-            raise ValueError("it sets items of something other than a dictionary")
+            raise ValueError("the pickle sets items of an object that is not a dictionary")
         # Hashing other keys could take forever, for example nested tuples that repeat the same tuple.
         if not all(isinstance(key, str) for key in values[::2]):
-            raise ValueError("a key of a dictionary is not a string")
+            raise ValueError("a dictionary in the pickle has a key that is not a string")
         container.update(zip(values[::2], values[1::2], strict=True))
 
     def _storage(self, identity: Any) -> _Storage:
         kind, storage, key, _, count = identity
         if kind != "storage" or not isinstance(storage, _Global) or not isinstance(key, str):
-            raise self._refused("a reference to something other than the data of a tensor")
+            raise self._refused("the pickle refers to something other than the data of a tensor")
         if storage.name not in _STORAGES:
-            raise self._refused(f"the type {shorten(storage.name.replace(' ', '.'))}")
+            raise self._refused(f"the pickle refers to the type {shorten(storage.name.replace(' ', '.'))}")
         dtype, entry = _STORAGES[storage.name], f"{self._root}data/{key}"
         if self._sizes[entry] != count * ITEM_BYTES[dtype]:
-            raise ValueError(f"{entry} has {self._sizes[entry]:,} bytes instead of {count:,} elements")
+            raise ValueError(
+                f"the tensor data {entry} has {self._sizes[entry]:,} bytes, which does not match {count:,}"
+                " elements"
+            )
         return _Storage(entry, dtype, count)
 
     def _call(self, function: Any, arguments: Any) -> Any:
@@ -221,8 +226,8 @@ class _Interpreter:
                 storage, offset, shape, strides, *_ = arguments
                 return self._tensor(storage, offset, tuple(shape), tuple(strides))
             case _Global(name):
-                raise self._refused(f"a call of {shorten(name.replace(' ', '.'))}")
-        raise self._refused("a call of an object")
+                raise self._refused(f"the pickle calls {shorten(name.replace(' ', '.'))}")
+        raise self._refused("the pickle calls an object")
 
     def _tensor(
         self, storage: Any, offset: Any, shape: tuple[Any, ...], strides: tuple[Any, ...]
@@ -231,10 +236,10 @@ class _Interpreter:
         if not isinstance(storage, _Storage) or not all(type(number) is int for number in numbers):
             raise ValueError("a tensor has no data or shape")
         if len(shape) > _MAX_DIMENSIONS or min(numbers) < 0 or math.prod(shape) > storage.elements:
-            raise ValueError("a tensor is larger than its data")
+            raise ValueError("a tensor has more elements than its data")
         last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         if 0 not in shape and last >= storage.elements:
-            raise ValueError("a tensor is larger than its data")
+            raise ValueError("a tensor has more elements than its data")
         read = partial(self._read, storage, offset, shape, strides)
         return StoredTensor(storage.dtype, shape, read)
 
@@ -257,6 +262,6 @@ class _Interpreter:
 
     def _refused(self, what: str) -> ModelFileError:
         return ModelFileError(
-            f"{self._path} contains more than tensors: {what}. edgespec does not execute files that it loads",
-            "use a version in safetensors format",
+            f"{self._path} contains more than tensors: {what}",
+            "use a version in safetensors format, because edgespec never runs code from model files",
         )

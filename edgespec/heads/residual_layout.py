@@ -165,13 +165,13 @@ def _read_config(path: Path) -> Mapping[str, Any]:
     """Return the settings in `config.json`. The file is optional, because the weights determine all sizes."""
     try:
         if path.stat().st_size > _MAX_CONFIG_BYTES:
-            raise ValueError("it is too large")
+            raise ValueError(f"the file is larger than {_MAX_CONFIG_BYTES:,} bytes")
         config = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(config, dict):
-            raise ValueError("it contains no settings")
+            raise ValueError("the file contains no JSON object")
         offset = config.get("hidden_state_offset")
         if offset is not None and not (isinstance(offset, int) and 0 <= offset < 1 << 20):
-            raise ValueError(f"hidden_state_offset is {offset!r}")
+            raise ValueError(f"hidden_state_offset is {offset!r}, but must be a whole number of at least 0")
     except FileNotFoundError:
         return {}
     except OSError as error:
@@ -210,7 +210,7 @@ class _NamedTensors:
     def tensor(self, name: str) -> StoredTensor:
         """Return a tensor. Raises ModelFileError if it is missing."""
         if name not in self._tensors:
-            raise self.error(f"it lacks {name}")
+            raise self.error(f"the tensor {name} is missing")
         return self._tensors[name]
 
     def has(self, start: str) -> bool:
@@ -230,7 +230,7 @@ def _medusa_heads(tensors: _NamedTensors) -> tuple[ResidualHead, ...]:
     while blocks := tensors.blocks(start := f"{len(heads)}."):
         outputs = tensors.numbers(start, ".weight")
         if len(outputs) > 1:
-            raise tensors.error(f"head {len(heads)} has {len(outputs)} output matrices")
+            raise tensors.error(f"head {len(heads)} has {len(outputs)} output matrices instead of one")
         heads.append(ResidualHead(blocks, tensors.linear(f"{start}{outputs[0]}") if outputs else None))
     return tuple(heads)
 
@@ -245,7 +245,7 @@ def _hydra_heads(tensors: _NamedTensors) -> tuple[ResidualHead, ...]:
         name = f"hydra_lm_head.{len(heads)}"
         output = tensors.linear(f"{name}.1") or tensors.linear(name)
         if output is None:
-            raise tensors.error(f"it lacks {name}.weight")
+            raise tensors.error(f"the tensor {name}.weight is missing")
         heads.append(ResidualHead(blocks, output))
     return tuple(heads)
 
@@ -266,7 +266,7 @@ def _checked(
 ) -> ResidualHeads:
     """Check the shapes of the heads and return them. Raises ModelFileError if shapes do not match."""
     if not heads:
-        raise tensors.error("it contains no heads")
+        raise tensors.error("the file contains no heads")
     size = _matrix_shape(tensors, heads[0].blocks[0].linear.weight)[0]
     output = heads[0].output
     vocab_size = _matrix_shape(tensors, output.weight)[0] if output else 0
@@ -276,13 +276,13 @@ def _checked(
         for index, block in enumerate(head.blocks):
             if (block.shortcut is not None) != (reads_tokens and index == 0):
                 raise tensors.error(
-                    f"block {index} of head {number} has an unexpected res_connection, or lacks one"
+                    f"the res_connection of block {index} of head {number} is missing or unexpected"
                 )
             for linear in block:
                 _check_shape(tensors, linear, (size, inputs))
             inputs = size
         if (head.output is None) != (output is None):
-            raise tensors.error(f"only some heads have output matrices: head {number} differs from head 0")
+            raise tensors.error(f"only one of head 0 and head {number} has an output matrix")
         _check_shape(tensors, head.output, (vocab_size, size))
     if prefix:
         _check_prefix_shapes(tensors, prefix, size)
@@ -291,7 +291,7 @@ def _checked(
 
 def _matrix_shape(tensors: _NamedTensors, tensor: StoredTensor) -> tuple[int, int]:
     if len(tensor.shape) != 2 or not all(tensor.shape):
-        raise tensors.error(f"a matrix has the shape {list(tensor.shape)}")
+        raise tensors.error(f"a tensor with the shape {list(tensor.shape)} is not a matrix")
     return tensor.shape[0], tensor.shape[1]
 
 
@@ -309,11 +309,11 @@ def _check_prefix_shapes(tensors: _NamedTensors, prefix: AttentionLayer, size: i
         (size,), (inner, size), (inner, size), (size, inner), (size,),
     )  # fmt: skip
     for name, tensor, shape in zip(prefix._fields, prefix, shapes, strict=True):
-        _check_tensor(tensors, f"its {name}", tensor, shape)
+        _check_tensor(tensors, f"the tensor {name}", tensor, shape)
 
 
 def _check_tensor(tensors: _NamedTensors, name: str, tensor: StoredTensor, shape: tuple[int, ...]) -> None:
     if tensor.shape != shape:
         raise tensors.error(f"{name} has the shape {list(tensor.shape)} instead of {list(shape)}")
     if not tensor.is_floating:
-        raise tensors.error(f"{name} has the type {tensor.dtype}")
+        raise tensors.error(f"{name} has the type {tensor.dtype}, which is not a floating-point type")

@@ -42,5 +42,5 @@ def parse_rope(config: Mapping[str, Any]) -> RopeSettings:
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     numbers = {name: positive(name, scaling[name]) for name in _POSITIVE if scaling.get(name) is not None}
     if kind == "llama3" and numbers.get("low_freq_factor") == numbers.get("high_freq_factor"):
-        raise ValueError("its low_freq_factor and high_freq_factor must both be given, and must differ")
+        raise ValueError("low_freq_factor and high_freq_factor must both be set, and must differ")
     return RopeSettings(positive("rope_theta", theta), kind, scaling)

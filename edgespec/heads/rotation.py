@@ -31,7 +31,7 @@ class Rotation:
 
     def __init__(self, rope: RopeSettings, size: int) -> None:
         if rope.kind not in ROPE_KINDS:
-            raise ValueError(f"its rope_scaling of type {rope.kind!r} is not supported")
+            raise ValueError(f"edgespec does not support rope_scaling of the type {rope.kind!r}")
         self._frequencies = rope.theta ** (-np.arange(0, size, 2) / size)
         self._scale = np.float32(1.0)
         if rope.kind == "linear":
@@ -42,7 +42,7 @@ class Rotation:
             self._frequencies /= _yarn_divisors(rope, size)
             self._scale = np.float32(_yarn_scale(rope))
         if not np.isfinite(self._frequencies).all():
-            raise ValueError("its rope_scaling is impossible")
+            raise ValueError("rope_scaling results in rotation frequencies that are not finite")
 
     def __call__(self, heads: Array, positions: NDArray[np.int64]) -> Array:
         """Rotate vectors [heads, tokens, size], given the position of each token."""

@@ -68,7 +68,7 @@ def _stored(path: Path, tensor: Any, file_bytes: int) -> StoredTensor:
             "use a version of the head with 16-bit weights",
         )
     if not all(type(size) is int and size >= 0 for size in (start, size_bytes, *tensor.shape)):
-        raise ValueError("a tensor's shape or position is not a whole number")
+        raise ValueError("the shape or position of a tensor is not given in whole numbers")
     if size_bytes != math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype] or start + size_bytes > file_bytes:
         raise ValueError(f"the data of a tensor of shape {list(tensor.shape)} is incomplete")
     return StoredTensor(tensor.dtype, tensor.shape, partial(_read, path, tensor))

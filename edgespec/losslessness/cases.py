@@ -73,7 +73,7 @@ def count_case_replies(cases: Sequence[Case], acceptance: str, samples: int) -> 
 
 
 def check_at_once(acceptance: str, cases: int) -> None:
-    """Raise OptionError if replies cannot be generated at once with these arguments of `verify`.
+    """Raise OptionError if `verify` cannot generate concurrent replies with these arguments.
 
     Args:
         acceptance: The acceptance rule.
@@ -82,7 +82,7 @@ def check_at_once(acceptance: str, cases: int) -> None:
     if acceptance != "invariant":
         raise OptionError(
             f"--acceptance {acceptance} cannot be combined with --parallel",
-            "omit one of them; replies generated at once are compared token by token",
+            "omit one of them, because concurrent replies are compared token by token",
         )
     if cases < 2:
         raise OptionError("there is only one reply, so --parallel has no effect", "use more prompts")

@@ -89,7 +89,7 @@ def _messages(entry: Any) -> tuple[Message, ...]:
     items = entry.get("messages", [{"role": "user", "content": entry.get("prompt")}])
     is_list = isinstance(items, list) and all(isinstance(item, dict) for item in items)
     if not is_list or not all(isinstance(item.get("content"), str) for item in items):
-        raise ValueError("the prompt or the content of a message is not text")
+        raise ValueError("the prompt or the content of a message is not a string")
     broken = [item for item in items if item.get("role") not in _ROLES or not item["content"].strip()]
     if broken or not items or items[-1]["role"] != "user":
         raise ValueError("the last message must have the role user, and no message may be empty")

@@ -85,8 +85,8 @@ def rescore(
         model: The model.
         prompt: Tokens of the prompt.
         reply: The first tokens of the reply.
-        widths: Numbers of tokens per verify pass to compare with single-token passes.
-        batch_sizes: Numbers of tokens per prefill pass to compare with a single prefill pass.
+        widths: Sizes of verify passes, in tokens, to compare with single-token passes.
+        batch_sizes: Sizes of prefill passes, in tokens, to compare with a single prefill pass.
 
     Returns:
         The logits after the last token of `reply`, and the largest difference that was found.

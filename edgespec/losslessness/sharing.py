@@ -28,7 +28,8 @@ __all__ = ["SharingErrors", "measure_sharing"]
 _MAX_MEASUREMENTS = 64
 # Stop after this many measurements with a rounding error.
 _ENOUGH_ERRORS = 4
-# Maximum number of positions in a text at which other replies give up KV cells, so that its own cells move.
+# Maximum number of positions in the reply's text at which other replies give up KV cells, so that the reply's
+# cells move.
 _MAX_MOVES = 3
 # Number of tokens that each other model keeps. They reveal errors that make a reply read foreign KV cells.
 _KEPT_TOKENS = 32

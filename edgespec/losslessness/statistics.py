@@ -15,7 +15,7 @@ __all__ = ["Sample", "holm", "p_value"]
 # Counts of tokens sampled after the same prefix, and the distribution that they should follow.
 Sample = tuple[Counter[int], Distribution]
 
-# Number of simulated trials in the first batch, in total, and in each further batch.
+# Number of simulated trials: in the first batch, in total at most, and in each further batch.
 _FIRST_TRIALS, _MAX_TRIALS, _BATCH_TRIALS = 2_000, 100_000, 10_000
 # P-values below this are computed with more simulated trials, so that they stay precise after Holm's
 # correction.

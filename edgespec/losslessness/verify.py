@@ -113,8 +113,8 @@ def verify(
         check_at_once(acceptance, len(cases))
         if runtime.parallel == 1 and not runtime.target.capabilities.exact:
             raise OptionError(
-                f"{runtime.target.name} generates only one reply at a time, so there are no replies at once"
-                " to compare",
+                f"{runtime.target.name} generates only one reply at a time, so there are no concurrent"
+                " replies to compare",
                 "omit --parallel",
             )
     compared, sampled = count_case_replies(cases, acceptance, samples)
@@ -203,7 +203,7 @@ class _Verification:
         return stream.reply
 
     def check_at_once(self, cases: Sequence[Case], findings: Mapping[str, MethodFindings]) -> None:
-        """Generate several replies at once. Compare each one with plain decoding's reply, generated alone."""
+        """Generate concurrent replies. Compare each one with plain decoding's reply, generated alone."""
         for case in cases:
             self.description = f"{case.prompt.name}, alone"
             self.runtime.clear_cache()
@@ -211,7 +211,7 @@ class _Verification:
         self._run_idle_work()
         self.runtime.clear_cache()
         self.description = f"{self.runtime.parallel} replies at once"
-        # With this order, replies to different prompts are generated at once.
+        # Sort the cases so that replies to different prompts are generated together.
         mixed = sorted(cases, key=lambda case: (case.temperature, case.draft_length, case.method))
         with ThreadPoolExecutor(self.runtime.parallel) as pool:
             running = [(case, pool.submit(self._generate, case, **self._drafting(case))) for case in mixed]

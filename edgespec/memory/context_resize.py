@@ -137,7 +137,7 @@ class ResizableContext:
         if tokens > size:
             raise ContextFullError(
                 f"the prompt has {tokens:,} tokens, but there is only enough memory for a context of"
-                f" {size:,}",
+                f" {size:,} tokens",
                 "shorten the prompt, close other programs, or choose a smaller model",
             )
 

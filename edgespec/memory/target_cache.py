@@ -168,8 +168,8 @@ class TargetCache:
         The prefill computes the hidden state. Otherwise, the head would lose all that it has read.
         """
         length, capabilities = self._target.length, self._target.facts.capabilities
-        # Exclude recurrent models, which would lose all tokens since their last checkpoint. They are the ones
-        # that cannot verify token trees.
+        # Exclude recurrent models, which would lose all tokens since their last checkpoint. They are the
+        # models that cannot verify token trees.
         can_drop = self._reuse_is_exact and (capabilities.partial_truncate or capabilities.tree)
         if can_drop and any(head.needs_last_state(tokens[:length]) for head in self._heads):
             self._target.truncate(length - 1)

@@ -1,22 +1,22 @@
-"""The HTTP server: any program can use edgespec's models through the protocols of OpenAI and others.
+"""The HTTP server: any program can use edgespec's models through the APIs of OpenAI, Anthropic and Ollama.
 
 A request passes through these modules:
 
 1. `http_server.py` runs uvicorn with limits for slow clients, and stops gracefully.
 2. `security.py` checks the Host and Origin headers and the API key.
-3. `endpoint.py` reads the body, validates it against the operation's pydantic model, and calls the
-   operation's handler. A client that disconnects ends the handler, which cancels its replies.
+3. `endpoint.py` reads the body, validates it against the endpoint's pydantic model, and calls the
+   endpoint's handler. A client that disconnects ends the handler, which cancels its replies.
 4. The handler translates the request into `ReplyRequest`s, opens `Service.generate`, and turns the events of
-   the `Generation` into JSON or into an event stream. `reply_builder.py` does so for protocols whose streams
+   the `Generation` into JSON or into an event stream. `reply_builder.py` does so for APIs whose streams
    consist of named events.
 5. `models.py` lends the loaded model. `generation.py` reads the replies of the model's `RequestQueue`.
 
-To add a protocol, write a package beside `openai`:
+To add an API, write a package beside `openai`:
 
-- For each operation, a pydantic request model derived from `RequestFields`, a `TypedDict` for its responses,
+- For each endpoint, a pydantic request model derived from `RequestFields`, a `TypedDict` for its responses,
   and an async handler that receives a `Call` and returns a `Response`.
-- A `Protocol` record with the path prefix, the operations, and a function that formats errors as the
-  protocol's clients expect. Add the record to `PROTOCOLS` in `app.py`.
+- A `Protocol` record with the path prefix, the endpoints, and a function that formats errors as the
+  API's clients expect. Add the record to `PROTOCOLS` in `app.py`.
 
 The OpenAPI description, error formats, limits and cancellation follow from the record. All server code runs
 in one asyncio event loop. Only `ModelPool` (loading models) and `Generation` (reading replies) use other

@@ -1,4 +1,4 @@
-"""The ASGI application. It checks who may use the server, then routes requests to the protocols."""
+"""The ASGI application. It checks who may use the server, then routes requests to the endpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from edgespec.server.errors import ApiError
 from edgespec.server.ollama import OLLAMA
 from edgespec.server.openai import OPENAI
 from edgespec.server.openapi import describe
-from edgespec.server.protocol import Operation, Protocol
+from edgespec.server.protocol import Endpoint, Protocol
 from edgespec.server.security import Guard
 from edgespec.server.service import Service
 from edgespec.server.system import SYSTEM
@@ -29,14 +29,14 @@ PROTOCOLS = (SYSTEM, OPENAI, ANTHROPIC, OLLAMA)
 
 
 def create_app(service: Service) -> ASGIApp:
-    """Return the application that serves all protocols."""
+    """Return the application that serves all APIs."""
     routes = [
-        Route(path, PathEndpoint(service, protocol, operations))
+        Route(path, PathEndpoint(service, protocol, endpoints))
         for protocol in PROTOCOLS
-        for path, operations in _by_path(protocol).items()
+        for path, endpoints in _by_path(protocol).items()
     ]
     routes.append(Route("/openapi.json", PathEndpoint(service, SYSTEM, {"GET": describe(PROTOCOLS)})))
-    public = {each.path for protocol in PROTOCOLS for each in protocol.operations if each.public}
+    public = {each.path for protocol in PROTOCOLS for each in protocol.endpoints if each.public}
     router = Router(routes, redirect_slashes=False, default=_unknown_path)
     app: ASGIApp = Guard(router, service.settings, _protocol_of, frozenset(public))
     if service.settings.allowed_origins:
@@ -47,15 +47,15 @@ def create_app(service: Service) -> ASGIApp:
     return app
 
 
-def _by_path(protocol: Protocol) -> Mapping[str, Mapping[str, Operation]]:
-    paths: dict[str, dict[str, Operation]] = {}
-    for operation in protocol.operations:
-        paths.setdefault(operation.path, {})[operation.method] = operation
+def _by_path(protocol: Protocol) -> Mapping[str, Mapping[str, Endpoint]]:
+    paths: dict[str, dict[str, Endpoint]] = {}
+    for endpoint in protocol.endpoints:
+        paths.setdefault(endpoint.path, {})[endpoint.method] = endpoint
     return paths
 
 
 def _protocol_of(path: str) -> Protocol:
-    """Return the protocol with the longest prefix of the path."""
+    """Return the API that the path belongs to, which is the one with the longest matching prefix."""
     prefixes = {prefix: protocol for protocol in PROTOCOLS for prefix in protocol.prefixes}
     return prefixes[max((prefix for prefix in prefixes if path.startswith(prefix)), key=len, default="/")]
 

@@ -1,4 +1,4 @@
-"""Turn an operation into an ASGI application: read and check the body, call the handler, report errors."""
+"""Serve an endpoint as an ASGI application: read and check the body, call the handler, report errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from edgespec.errors import BusyError, EdgespecError
 from edgespec.files import format_bytes
 from edgespec.server.errors import ApiError, api_error, validation_error
 from edgespec.server.fields import RequestFields
-from edgespec.server.protocol import Call, Operation, Protocol
+from edgespec.server.protocol import Call, Endpoint, Protocol
 from edgespec.server.responses import SEND_SECONDS, json_response
 from edgespec.server.service import Service
 
@@ -36,22 +36,22 @@ _log = logging.getLogger(__name__)
 
 
 class PathEndpoint:
-    """All operations with the same path.
+    """All endpoints with the same path.
 
     Args:
         service: The server's state.
-        protocol: The protocol of the operations.
-        operations: The operations by HTTP method.
+        protocol: The protocol that the endpoints belong to.
+        endpoints: The endpoints by HTTP method.
     """
 
-    def __init__(self, service: Service, protocol: Protocol, operations: Mapping[str, Operation]) -> None:
-        self._service, self._protocol, self._operations = service, protocol, operations
+    def __init__(self, service: Service, protocol: Protocol, endpoints: Mapping[str, Endpoint]) -> None:
+        self._service, self._protocol, self._endpoints = service, protocol, endpoints
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request. If the client disconnects, cancel the handler."""
         started = time.monotonic()
-        operation = self._operations.get("GET" if scope["method"] == "HEAD" else scope["method"])
-        path = operation.path if operation else next(iter(self._operations.values())).path
+        endpoint = self._endpoints.get("GET" if scope["method"] == "HEAD" else scope["method"])
+        path = endpoint.path if endpoint else next(iter(self._endpoints.values())).path
         status = 499  # As in nginx, the client closed the connection before the response.
 
         async def counting_send(message: Message) -> None:
@@ -61,14 +61,14 @@ class PathEndpoint:
             await send(message)
 
         try:
-            body = await self._read(operation, scope, receive)
+            body = await self._read(endpoint, scope, receive)
             if isinstance(body, ApiError):
                 response = error_response(self._protocol, body)
                 async with asyncio.timeout(SEND_SECONDS):
                     await response(scope, receive, counting_send)
-            elif operation:
+            elif endpoint:
                 await _unless_disconnected(
-                    self._respond(operation, body, scope, receive, counting_send), receive
+                    self._respond(endpoint, body, scope, receive, counting_send), receive
                 )
         except (ClientDisconnect, TimeoutError):
             pass
@@ -77,21 +77,21 @@ class PathEndpoint:
             _log.info("%s %s %s %.2f s", scope["method"], path, status, time.monotonic() - started)
 
     async def _read(
-        self, operation: Operation | None, scope: Scope, receive: Receive
+        self, endpoint: Endpoint | None, scope: Scope, receive: Receive
     ) -> BaseModel | ApiError | None:
         """Return the validated body, or the error if it is invalid."""
-        if operation is None:
-            allowed = ", ".join(self._operations)
+        if endpoint is None:
+            allowed = ", ".join(self._endpoints)
             return ApiError(
                 405, f"{scope['method']} is not supported here; use {allowed}", headers={"Allow": allowed}
             )
         try:
             data = await self._read_body(scope, receive)
-            return operation.body.model_validate_json(data) if operation.body else None
+            return endpoint.body.model_validate_json(data) if endpoint.body else None
         except (ApiError, BusyError) as error:
             return api_error(error)
         except ValidationError as error:
-            body = operation.body or RequestFields
+            body = endpoint.body or RequestFields
             return validation_error(error, body.known_fields(), body.advice)
 
     async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
@@ -130,23 +130,23 @@ class PathEndpoint:
             self._service.buffered_bytes -= len(body)
 
     async def _respond(
-        self, operation: Operation, body: BaseModel | None, scope: Scope, receive: Receive, send: Send
+        self, endpoint: Endpoint, body: BaseModel | None, scope: Scope, receive: Receive, send: Send
     ) -> None:
         try:
             call = Call(self._service, body, scope.get("path_params", {}), Headers(scope=scope))
-            response = await operation.handle(call)
+            response = await endpoint.handle(call)
         except Exception as error:
             if not isinstance(error, EdgespecError | ApiError):
                 # Do not log the message of the exception, because it may contain text of the prompt.
                 frames = "".join(traceback.format_tb(error.__traceback__))
-                _log.error("%s in %s:\n%s", type(error).__name__, operation.path, frames)
-            prompt_field = operation.body.prompt_field if operation.body else None
+                _log.error("%s in %s:\n%s", type(error).__name__, endpoint.path, frames)
+            prompt_field = endpoint.body.prompt_field if endpoint.body else None
             response = error_response(self._protocol, api_error(error, prompt_field))
         await response(scope, receive, send)
 
 
 def error_response(protocol: Protocol, error: ApiError) -> Response:
-    """Return an error response in the format of the protocol."""
+    """Return an error response in the format of the API."""
     return json_response(protocol.error_body(error), error.status, error.headers)
 
 

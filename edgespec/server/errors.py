@@ -1,4 +1,4 @@
-"""Errors that the server reports to clients, independent of the protocol."""
+"""Errors that the server reports to clients, independent of the API."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _TYPE = re.compile(r"\[|-|^(?:str|int|float|bool|dict|[A-Z]\w*)$")
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """An error to report to the client. Each protocol formats it in its own way.
+    """An error to report to the client. Each API formats it in its own way.
 
     Attributes:
         status: The HTTP status.
@@ -57,18 +57,18 @@ class ApiError(Exception):
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-def invalid_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+def invalid_request(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
     """Return the error for an invalid request, with status 400."""
     return ApiError(400, message, code=code, param=param)
 
 
-def unsupported_content(place: str, kind: str) -> ApiError:
+def unsupported_content(kind: str, *, param: str) -> ApiError:
     """Return the error for a part of a message that is not text, such as an image."""
     return invalid_request(
-        f"{place} has the type {kind[:40]!r}, but edgespec's models read only text;"
+        f"{param} has the type {kind[:40]!r}, but edgespec's models read only text;"
         " remove it, or describe it in words",
-        place,
-        "unsupported_content",
+        param=param,
+        code="unsupported_content",
     )
 
 
@@ -107,8 +107,8 @@ def _context_error(error: ContextFullError, prompt_field: str | None) -> ApiErro
     code, kind = "context_length_exceeded", "exceed_context_size_error"
     if error.prompt_tokens is None or error.context_tokens is None:
         return ApiError(400, str(error), kind, code, prompt_field)
-    # Programs such as opencode, and those that use LiteLLM, look for OpenAI's words about the maximum context
-    # length, to shorten the conversation.
+    # Use OpenAI's wording about the maximum context length, which programs such as opencode, and those that
+    # use LiteLLM, look for to know when to shorten the conversation.
     message = (
         f"{error.what}; this model's maximum context length is {error.context_tokens} tokens, so shorten it,"
         " or start the server with a larger --context"
@@ -124,11 +124,11 @@ def validation_error(
 
     Args:
         error: The exception.
-        known: Names of the fields that the operation supports, to suggest one for a misspelt name.
-        advice: Advice for fields that only other operations support, by field name.
+        known: Names of the fields that the endpoint supports, to suggest one for a misspelt name.
+        advice: Advice for fields that only other endpoints support, by field name.
     """
     problems = error.errors(include_url=False)
-    # A field of another operation explains why the right field is missing, so report it first.
+    # A field of another endpoint explains why the right field is missing, so report it first.
     elsewhere = (each for each in problems if _place(each["loc"]) in advice)
     first = _place(next(elsewhere, problems[0])["loc"])
     # If a field allows several types, pydantic reports a problem for each. The client probably meant the type
@@ -137,7 +137,7 @@ def validation_error(
     problem = max(same_field, key=lambda each: _place(each["loc"]).count("."))
     place = _place(problem["loc"])
     if isinstance(wrong := problem.get("ctx", {}).get("error"), OptionError):
-        return invalid_request(_shortened(str(wrong)), place)
+        return invalid_request(_shortened(str(wrong)), param=place)
     if problem["type"] == "json_invalid":
         if "recursion limit" in problem["msg"]:
             return invalid_request("the request body is nested too deeply; use at most 200 levels")
@@ -155,16 +155,18 @@ def validation_error(
         else:
             hint = f"did you mean {' or '.join(near)}?" if near else "leave it out"
         return invalid_request(
-            f"unknown field {_shown(place)}; {hint}", place[:_MAX_SHOWN_CHARACTERS], "unknown_field"
+            f"unknown field {_shown(place)}; {hint}",
+            param=place[:_MAX_SHOWN_CHARACTERS],
+            code="unknown_field",
         )
     if not place:
         return invalid_request("the request body must be a JSON object; enclose its fields in braces")
     if problem["type"] == "too_short" and not problem["input"]:
-        return invalid_request(f"{place} is empty; add at least one", place)
+        return invalid_request(f"{place} is empty; add at least one", param=place)
     messages = [each["msg"] for each in problems if _place(each["loc"]) == place]
     message = ", or ".join(text[:1].lower() + text[1:] for text in dict.fromkeys(messages))
     given = "" if problem["type"] == "missing" else f", not {_shown(problem['input'])}"
-    return invalid_request(f"{place}: {message}{given}", place)
+    return invalid_request(f"{place}: {message}{given}", param=place)
 
 
 def _near(place: str, known: Sequence[str]) -> list[str]:

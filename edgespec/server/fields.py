@@ -33,7 +33,7 @@ class RequestFields(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     advice: ClassVar[Mapping[str, str]] = {}
-    """What to do instead of setting fields that other operations support, by the name of the field."""
+    """What to do instead of setting fields that other endpoints support, by the name of the field."""
 
     prompt_field: ClassVar[str] = "messages"
     """Name of the field that contains the prompt. Error messages about the prompt's length mention it."""
@@ -127,7 +127,7 @@ def reply_options(fields: ReplyFields) -> dict[str, Any]:
 def combined_options(options: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     """Combine the options set by two groups of fields. Raises ApiError if both set the same option."""
     for name in options.keys() & more.keys():
-        raise invalid_request(f"two fields of the request set the {name}; leave out one of them", name)
+        raise invalid_request(f"two fields of the request set the {name}; leave out one of them", param=name)
     return {**options, **more}
 
 
@@ -135,4 +135,4 @@ def require_fields(place: str, given: RequestFields, names: Sequence[str]) -> No
     """Raise ApiError if one of the named fields, required for this type of object, is missing."""
     for name in names:
         if getattr(given, name) is None:
-            raise invalid_request(f"{place}.{name} is missing; add it", f"{place}.{name}")
+            raise invalid_request(f"{place}.{name} is missing; add this field", param=f"{place}.{name}")

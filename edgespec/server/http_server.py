@@ -73,7 +73,7 @@ class HttpServer:
         """Stop accepting requests, give replies a few seconds to end, then end them."""
         self._stop_requested = True
         if self._loop:
-            # The loop is closed if the server has already stopped.
+            # The event loop is closed if the server has already stopped.
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._stopped.set)
 

@@ -1,4 +1,4 @@
-"""The OpenAPI description of the server, generated from the definitions of its protocols."""
+"""The OpenAPI description of the server, generated from the definitions of its endpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
 
 from edgespec import __version__
-from edgespec.server.protocol import Call, Operation, Protocol
+from edgespec.server.protocol import Call, Endpoint, Protocol
 from edgespec.server.responses import json_response
 
 __all__ = ["describe"]
@@ -32,23 +32,23 @@ _ERRORS = {
 }
 
 
-def describe(protocols: Sequence[Protocol]) -> Operation:
-    """Return the operation that serves the OpenAPI description of all protocols."""
+def describe(protocols: Sequence[Protocol]) -> Endpoint:
+    """Return the endpoint that serves the OpenAPI description of all APIs."""
     document = _document(protocols)
 
     async def openapi(_call: Call[None]) -> Response:
         return json_response(document)
 
-    return Operation("GET", "/openapi.json", "Return this description.", openapi)
+    return Endpoint("GET", "/openapi.json", "Return this description.", openapi)
 
 
 def _document(protocols: Sequence[Protocol]) -> dict[str, Any]:
-    operations = [(protocol, each) for protocol in protocols for each in protocol.operations]
-    bodies = [(each.body, "validation") for _, each in operations if each.body]
+    endpoints = [(protocol, each) for protocol in protocols for each in protocol.endpoints]
+    bodies = [(each.body, "validation") for _, each in endpoints if each.body]
     _, definitions = models_json_schema(bodies, ref_template=_SCHEMAS)  # type: ignore[arg-type]
     schemas = definitions.get("$defs", {})
     paths: dict[str, dict[str, Any]] = {}
-    for protocol, each in operations:
+    for protocol, each in endpoints:
         path = _PARAMETER.sub(r"{\1}", each.path)
         paths.setdefault(path, {})[each.method.lower()] = _operation(protocol, each, schemas)
     return {
@@ -63,30 +63,30 @@ def _document(protocols: Sequence[Protocol]) -> dict[str, Any]:
     }
 
 
-def _operation(protocol: Protocol, operation: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
+def _operation(protocol: Protocol, endpoint: Endpoint, schemas: dict[str, Any]) -> dict[str, Any]:
     content: dict[str, Any] = {}
-    if operation.response is str:
+    if endpoint.response is str:
         content["text/plain"] = {"schema": {"type": "string"}}
     else:
-        schema = TypeAdapter(operation.response).json_schema(ref_template=_SCHEMAS)
+        schema = TypeAdapter(endpoint.response).json_schema(ref_template=_SCHEMAS)
         schemas.update(schema.pop("$defs", {}))
         content["application/json"] = {"schema": schema}
-    if operation.streams:
+    if endpoint.streams:
         content[protocol.stream_media_type] = {"schema": {"type": "string"}}
     errors = {
         str(status): {"description": text, "content": {"application/json": {"schema": {"type": "object"}}}}
         for status, text in _ERRORS.items()
     }
     described: dict[str, Any] = {
-        "summary": operation.summary,
+        "summary": endpoint.summary,
         "tags": [protocol.name],
         "responses": {"200": {"description": "The result.", "content": content}, **errors},
     }
-    if operation.body:
-        reference = _SCHEMAS.format(model=operation.body.__name__)
+    if endpoint.body:
+        reference = _SCHEMAS.format(model=endpoint.body.__name__)
         body = {"application/json": {"schema": {"$ref": reference}}}
         described["requestBody"] = {"required": True, "content": body}
-    if names := _PARAMETER.findall(operation.path):
+    if names := _PARAMETER.findall(endpoint.path):
         described["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
         ]

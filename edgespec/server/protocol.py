@@ -1,4 +1,4 @@
-"""The dataclasses that define a protocol and its operations."""
+"""The dataclasses that describe the APIs of the server and their endpoints."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from edgespec.server.errors import ApiError
 from edgespec.server.fields import RequestFields
 from edgespec.server.service import Service
 
-__all__ = ["Call", "Operation", "Protocol"]
+__all__ = ["Call", "Endpoint", "Protocol"]
 
 _Body = TypeVar("_Body", bound=BaseModel | None)
 
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[_Body]):
-    """A request for an operation, with a validated body.
+    """A request to an endpoint, with a validated body.
 
     Attributes:
         service: The server's state.
-        body: The validated body, or None if the operation has none.
+        body: The validated body, or None if the endpoint has none.
         path_values: Values of the parameters in the path.
         headers: The HTTP headers, with lower-case names.
     """
@@ -36,18 +36,18 @@ class Call(Generic[_Body]):
 
 
 @dataclass(frozen=True)
-class Operation:
-    """An operation of a protocol.
+class Endpoint:
+    """An endpoint of an API.
 
     Attributes:
         method: The HTTP method.
         path: The path, with parameters in braces, as in `/v1/models/{model:path}`.
         summary: One sentence for the OpenAPI description.
-        handle: Handles a call. Raises ApiError or any other exception, which `api_error` converts.
+        handle: Handles a call. `api_error` converts any exception that it raises, unless it is an ApiError.
         body: The pydantic model of the request body, or None if there is no body.
-        response: The `TypedDict` of the JSON response, or str for a text.
-        streams: Whether the response can be a stream.
-        public: Whether clients need no API key.
+        response: The `TypedDict` of the JSON response, or str for plain text.
+        streams: Whether the endpoint can stream its response.
+        public: Whether clients can use it without an API key.
     """
 
     method: Literal["GET", "POST"]
@@ -62,19 +62,19 @@ class Operation:
 
 @dataclass(frozen=True)
 class Protocol:
-    """A protocol that the server speaks.
+    """One of the APIs that the server provides, such as OpenAI's.
 
     Attributes:
         name: Its name in the OpenAPI description.
-        prefixes: Prefixes of its paths. Errors for unknown paths use the format of the protocol with the
-            longest matching prefix.
-        operations: Its operations.
+        prefixes: Prefixes of its paths. Errors for unknown paths have the format of the API with the longest
+            matching prefix.
+        endpoints: Its endpoints.
         error_body: Returns the body of an error response.
         stream_media_type: The media type of streams.
     """
 
     name: str
     prefixes: tuple[str, ...]
-    operations: tuple[Operation, ...]
+    endpoints: tuple[Endpoint, ...]
     error_body: Callable[[ApiError], Mapping[str, Any]]
     stream_media_type: str = "text/event-stream"

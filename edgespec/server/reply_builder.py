@@ -1,4 +1,4 @@
-"""Generate a reply for a protocol whose streams consist of named events that build up the whole response."""
+"""Generate a reply for an API whose streams consist of named events that build up the whole response."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def respond(
         call: A request whose body has the fields `model` and `stream`.
         request: The reply to generate.
         builder: Builds the response.
-        error_event: Returns the event for an error after the start of the stream.
+        error_event: Returns the event that reports an error after the stream has started.
     """
     if call.body.stream:
         return await open_stream(_stream(call, request, builder), error_event)

@@ -28,7 +28,7 @@ class Guard:
     Args:
         app: The application to protect.
         settings: The server's settings.
-        protocol_of: Returns the protocol of a path, for the format of errors.
+        protocol_of: Returns the API that a path belongs to, for the format of errors.
         public_paths: Paths that need no API key.
     """
 

@@ -1,4 +1,4 @@
-"""The state that the handlers of all protocols share: settings, models and metrics."""
+"""The state that the handlers of all endpoints share: settings, models and metrics."""
 
 from __future__ import annotations
 

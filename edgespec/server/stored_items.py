@@ -9,7 +9,7 @@ from typing import Any
 
 __all__ = ["StoredItems"]
 
-# Total size of all items. About as much as 400 replies of the default maximum length.
+# Maximum total size of all items in bytes: about 400 replies of the default maximum length.
 _MAX_BYTES = 16 * 2**20
 
 

@@ -1,4 +1,4 @@
-"""Operations that report the server's health and metrics."""
+"""Endpoints that report the server's health and metrics."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from starlette.responses import PlainTextResponse, Response
 from typing_extensions import TypedDict
 
 from edgespec.server.openai.errors import error_body
-from edgespec.server.protocol import Call, Operation, Protocol
+from edgespec.server.protocol import Call, Endpoint, Protocol
 from edgespec.server.responses import json_response
 
 __all__ = ["SYSTEM"]
@@ -36,10 +36,10 @@ SYSTEM = Protocol(
     "edgespec",
     (),
     (
-        Operation(
+        Endpoint(
             "GET", "/health", "Report that the server is running.", health, response=Health, public=True
         ),
-        Operation("GET", "/metrics", "Return the server's counters for Prometheus.", metrics, response=str),
+        Endpoint("GET", "/metrics", "Return the server's counters for Prometheus.", metrics, response=str),
     ),
     error_body,
 )

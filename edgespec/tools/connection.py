@@ -93,7 +93,7 @@ class ServerConnection:
             # The SDK can raise any exception, for example if the server returns a result of the wrong type.
             problem = f"{name} failed: {_reason(error)}"
             if is_connection_lost(error):
-                # The transport finds out shortly afterwards why the connection was lost.
+                # Wait briefly for the transport to find out why the connection was lost.
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._ended.wait(), _REASON_SECONDS)
             if self.problem:

@@ -53,7 +53,7 @@ def _text(content: Any) -> str:
 
 
 def limited(text: str, max_characters: int) -> str:
-    """Shorten a text that is too long, and append a note that says how much is missing."""
+    """Shorten text that is too long, and append a note that says how much is missing."""
     if len(text) <= max_characters:
         return text
     left_out = len(text) - max_characters

@@ -72,11 +72,12 @@ def _server(path: Path, text: str, name: str, table: Any) -> ServerConfig:
         return error_at(path, text, (name, *key), problem, next_step)
 
     if not isinstance(table, dict):
-        raise refuse(f"{name[:60]!r} is not in a section", "write a section such as [files] for each server")
-    if not _NAME.fullmatch(name):
         raise refuse(
-            f"{name[:60]!r} cannot be the name of a server", "use up to 32 letters, digits and hyphens"
+            f"the setting {name[:60]!r} is not in a section",
+            "write a section such as [files] for each server",
         )
+    if not _NAME.fullmatch(name):
+        raise refuse(f"{name[:60]!r} is not a valid server name", "use up to 32 letters, digits and hyphens")
     for key, value in table.items():
         if key not in _KEYS:
             near = nearest(key, _KEYS)

@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 class Toolbox:
     """Connections to MCP servers. The methods can be called from any thread.
 
-    The first call of `start` or `call` starts the thread. Until then, nothing runs.
+    The first call to `start` or `call` starts the thread. Until then, nothing runs.
 
     Args:
         configs: The servers.

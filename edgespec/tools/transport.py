@@ -40,7 +40,7 @@ logging.getLogger("mcp").propagate = False
 
 
 class FloodError(Exception):
-    """The server sent more data than the limit allows."""
+    """Raised when a server sends more data than the limit allows."""
 
 
 class Problems:
@@ -62,12 +62,12 @@ class Problems:
     def describe(self) -> str:
         """Return why the connection ended, or an empty string if the reason is unknown."""
         if self.flooded:
-            return f"it sent more than {MAX_RECEIVED_BYTES >> 20} MiB at once"
+            return f"the server sent more than {MAX_RECEIVED_BYTES >> 20} MiB at once"
         lines = self.stderr.decode("utf-8", "replace").strip().splitlines()
         wrote = f": {lines[-1]}" if lines else ""
         if self.exit_status is not None:
-            return f"its program ended with status {self.exit_status}{wrote}"
-        return f"it wrote{wrote}" if wrote else ""
+            return f"the program ended with status {self.exit_status}{wrote}"
+        return f"the program wrote{wrote}" if wrote else ""
 
 
 class _Allowance:
@@ -140,7 +140,9 @@ class _LimitedStream(httpx2.AsyncByteStream):
             try:
                 self._allowance.count(len(chunk))
             except FloodError:
-                raise httpx2.ReadError("the server sent too much") from None
+                raise httpx2.ReadError(
+                    f"the server sent more than {MAX_RECEIVED_BYTES >> 20} MiB at once"
+                ) from None
             yield chunk
 
     async def aclose(self) -> None:

@@ -101,7 +101,9 @@ class TrainingFolder:
         if not file.exists():
             # The folder is deleted after training, so it must not contain unrelated files.
             if any(path.iterdir()):
-                raise OptionError(f"{path} contains other files", "choose another folder with --to")
+                raise OptionError(
+                    f"{path} contains files that edgespec did not create", "choose another folder with --to"
+                )
             _write_json(file, asdict(settings))
             return
         found = _read_json(file)

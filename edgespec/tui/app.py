@@ -6,11 +6,11 @@ import asyncio
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from textual import work
 from textual.app import App
@@ -33,15 +33,10 @@ from edgespec.tui.screens.loading import LoadingScreen
 from edgespec.tui.texts import sentences
 from edgespec.tui.themes import DARK
 from edgespec.tui.user_themes import find_theme
-from edgespec.tui.worker import Load, ModelThread
+from edgespec.tui.worker import Load, LoadOther, ModelThread, load_named
 
-if TYPE_CHECKING:
-    from edgespec import Runtime
-    from edgespec.catalog import Progress
+__all__ = ["ChatApp", "ChatEnd", "quick_screen", "run_chat"]
 
-__all__ = ["ChatApp", "ChatEnd", "LoadOther", "load_named", "quick_screen", "run_chat"]
-
-LoadOther: TypeAlias = Callable[[str], Load]
 _T = TypeVar("_T")
 _TICK_SECONDS = 1 / 25
 _QUIT_SECONDS = 5.0
@@ -51,17 +46,6 @@ _SWITCH_SECONDS = 5e-5
 # default of 10, that would delay every sixth page of a long chat by about 20 ms.
 _FULL_COLLECTION_THRESHOLD = 100
 _NO_CONTROLS = NoControls()
-
-
-def load_named(reference: str) -> Load:
-    """Return a function that loads a model with the default options."""
-
-    def load(progress: Progress) -> Runtime:
-        import edgespec
-
-        return edgespec.load(reference, progress=progress)
-
-    return load
 
 
 class ChatApp(App[None]):

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
 from threading import Lock, Thread
 from time import monotonic, time
 
-from edgespec.chat.saved_chat import SavedChat, title_of
+from edgespec.chat.saved_chat import MAX_CHAT_BYTES, SavedChat, title_of
 from edgespec.chat.search import find_chat
 from edgespec.chat.store import ChatStore, StoredChat
-from edgespec.errors import ChatFileError
+from edgespec.errors import ChatFileError, OptionError
+from edgespec.files import format_bytes
 from edgespec.tui.open_chat import OpenChat, RunningTurn
 
 __all__ = ["UNDO_SECONDS", "Archive"]
@@ -42,6 +45,18 @@ class Archive:
         self._lock = Lock()
         # The chats in `unsaved`, to be saved later even if another chat is open then, and their models.
         self._waiting: dict[str, tuple[OpenChat, str]] = {}
+
+    def check_size(self, chat: OpenChat, turn: RunningTurn) -> None:
+        """Raise OptionError if the chat is too long for a further message or reply."""
+        size_bytes = self._store.size_bytes(chat.id) if chat.id else 0
+        files = turn.prompt[-1].files if turn.sent and turn.prompt else ()
+        added = len(turn.sent) + sum(len(file.text) for file in files)
+        if size_bytes + added > MAX_CHAT_BYTES:
+            raise OptionError(
+                f"This chat has {format_bytes(size_bytes)}, and with your message it would exceed"
+                f" {format_bytes(MAX_CHAT_BYTES)}, the most that a chat can have",
+                "Start a new chat with /new, or with a part of this one: select a message and press f",
+            )
 
     async def save(self, chat: OpenChat, target: str) -> None:
         """Save the chat without blocking the event loop. See `save_now`."""
@@ -161,6 +176,28 @@ class Archive:
             # Let replies be saved between the chats of a large import.
             with self._lock:
                 self._store.add(chat)
+
+    async def change(self, chat_id: str, *, title: str | None = None, pinned: bool | None = None) -> None:
+        """Rename, pin or unpin a saved chat. It keeps its place in the list of chats.
+
+        Args:
+            chat_id: The chat, which must not be the open one.
+            title: The new title. None keeps the title.
+            pinned: Whether the chat stays at the top of the list. None keeps that.
+        """
+        await asyncio.to_thread(self._change, chat_id, title, pinned)
+
+    def _change(self, chat_id: str, title: str | None, pinned: bool | None) -> None:
+        with self._lock:
+            saved = self._store.load(chat_id)
+            changed = replace(
+                saved,
+                title=saved.title if title is None else title,
+                pinned=saved.pinned if pinned is None else pinned,
+                # The time tells other programs that the file has changed. The smallest step keeps the order.
+                updated=saved.updated + timedelta(microseconds=1),
+            )
+            self._store.save_after(changed, saved.updated)
 
     async def hide(self, chat_id: str) -> None:
         """Remove a chat from the list. Its file is kept until `finish_deletion`."""

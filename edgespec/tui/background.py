@@ -36,7 +36,7 @@ async def in_thread(function: Callable[[], _T]) -> _T:
             result = function()
         except Exception as error:
             failure = error
-        # The loop is closed if the chat ended in the meantime.
+        # The event loop is closed if the chat ended in the meantime.
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(finish, result, failure)
 

@@ -98,7 +98,7 @@ class BrowserChat(Server):
         """End all chats and the server. Can be called from any thread and from signal handlers."""
         self._stop_requested = True
         if self._loop is not None:
-            # The loop is closed if the server has already stopped.
+            # The event loop is closed if the server has already stopped.
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._stopped.set)
 

@@ -11,9 +11,9 @@ from textual.binding import Binding, BindingType
 from edgespec.chat.message import Message
 from edgespec.errors import OptionError
 from edgespec.tui import commands, saved_chats, selection
+from edgespec.tui.chat_list import delete_chat, pin_chat, rename_chat, restore_in_list
 from edgespec.tui.chat_settings import edit_settings, edit_system
 from edgespec.tui.copying import copy_text
-from edgespec.tui.deletion import delete_chat
 from edgespec.tui.editor import write_prompt
 from edgespec.tui.files import sending
 from edgespec.tui.model_choice import pick_model
@@ -223,8 +223,22 @@ class ChatScreen(TurnScreen):
 
     async def action_delete_chat(self) -> None:
         """Delete the chat highlighted in the list."""
-        if isinstance(option := self.sidebar.highlighted_option, ChatOption):
-            await delete_chat(self, option.chat)
+        if (chat := self.sidebar.chat) is not None:
+            await delete_chat(self, chat)
+
+    def action_rename_chat(self) -> None:
+        """Rename the chat highlighted in the list."""
+        if (chat := self.sidebar.chat) is not None:
+            self.run_worker(rename_chat(self, chat))
+
+    async def action_pin_chat(self) -> None:
+        """Pin or unpin the chat highlighted in the list."""
+        if (chat := self.sidebar.chat) is not None:
+            await pin_chat(self, chat)
+
+    async def action_restore_chat(self) -> None:
+        """Restore the chat that was deleted last."""
+        await restore_in_list(self)
 
     async def action_chats(self) -> None:
         if "sidebar" in self._panels:
@@ -234,11 +248,11 @@ class ChatScreen(TurnScreen):
             await self.show_chats()
         self.post_message(self.PreferencesChanged())
 
-    async def show_chats(self) -> None:
-        """Show the list of chats and focus it. It begins with all chats, whatever was searched for last."""
+    async def show_chats(self, query: str = "") -> None:
+        """Show the list of chats and focus it. It contains the chats that match `query`."""
         if "sidebar" not in self._panels:
-            self.sidebar.clear_query()
             await self.toggle_panel("sidebar")
+        self.sidebar.filter(query)
         self.sidebar.focus()
 
     def action_system(self) -> None:
@@ -302,6 +316,12 @@ class ChatScreen(TurnScreen):
 
     async def action_message_key(self, key: str) -> None:
         await selection.run(self, key)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Leave Ctrl+R and Ctrl+P to the list of chats while it has the focus."""
+        if action in ("regenerate", "edit_last") and self.sidebar.has_focus:
+            return False
+        return super().check_action(action, parameters)
 
     def on_key(self, event: events.Key) -> None:
         """If a character is typed while another widget has the focus, add it to the text input."""

@@ -32,7 +32,7 @@ from edgespec.tui.widgets.files import FileChips, PathList
 from edgespec.tui.widgets.message_widget import MessageWidget
 from edgespec.tui.widgets.messages import Panel, Welcome
 from edgespec.tui.widgets.prompt import PromptInput
-from edgespec.tui.widgets.sidebar import Sidebar
+from edgespec.tui.widgets.sidebar import Sidebar, chat_list_hint
 from edgespec.tui.widgets.status import StatusFacts, StatusLine
 from edgespec.tui.widgets.transcript import Transcript
 from edgespec.tui.worker import ChatState, ModelThread
@@ -180,7 +180,7 @@ class ChatView(Screen[None]):
             speed_up=speed_up_short(method, stats),
             writing=self.writing,
             tokens_per_second=stats.tokens_per_second if stats else None,
-            acceptance_rate=stats.acceptance_rate if stats else None,
+            acceptance_rate=stats.acceptance_rate if stats and method.effective != "none" else None,
             context_used_tokens=min(used, self.runtime.context_tokens),
             context_tokens=self.runtime.context_tokens,
             memory_bytes=self._memory_bytes,
@@ -218,6 +218,8 @@ class ChatView(Screen[None]):
             label = "" if message.place is None else version_label(self.current_chat.tree, message.place)
             prompt.border_title = f"Version {label}" if label else ""
             hint = selection.hint(prompt.size.width - 2, versions=bool(label))
+        elif self.sidebar.has_focus:
+            hint = chat_list_hint(narrow=narrow)
         elif editing:
             hint = "Esc cancels" if narrow else "Enter resends · Esc cancels"
         elif typed := commands.hint(prompt.text, prompt.size.width - 2):

@@ -11,9 +11,9 @@ from edgespec import spelling
 from edgespec.chat.exporting import messages_as_markdown
 from edgespec.errors import OptionError
 from edgespec.tui import selection
+from edgespec.tui.chat_list import restore_chat
 from edgespec.tui.chat_settings import set_settings, set_system
-from edgespec.tui.copying import copy_text
-from edgespec.tui.deletion import restore_chat
+from edgespec.tui.copying import copy_text, unknown_copy_argument
 from edgespec.tui.editor import show_message
 from edgespec.tui.model_choice import choose_model
 from edgespec.tui.presets import preset
@@ -57,10 +57,7 @@ async def _copy(screen: ChatScreen, argument: str) -> None:
     elif part in ("", "reply", "last"):
         await screen.action_copy_reply()
     else:
-        raise OptionError(
-            f"Unknown argument {argument!r} for /copy",
-            "Type /copy for the last reply, /copy code for its last code block, or /copy chat for everything",
-        )
+        raise unknown_copy_argument(argument)
 
 
 async def _editor(screen: ChatScreen, _argument: str) -> None:
@@ -124,6 +121,10 @@ async def _load(screen: ChatScreen, argument: str) -> None:
         await open_by_title(screen, unquoted(argument))
     else:
         await screen.show_chats()
+
+
+async def _search(screen: ChatScreen, argument: str) -> None:
+    await screen.show_chats(unquoted(argument))
 
 
 async def _fork(screen: ChatScreen, _argument: str) -> None:
@@ -205,6 +206,7 @@ COMMANDS = (
     Command("preset", "[name|save name]", "use or save a system prompt, model and settings", preset),
     Command("new", "", "start a new chat; this one stays saved", "new_chat"),
     Command("load", "[title]", "open a saved chat", _load, ("open", "chats", "list")),
+    Command("search", "[text]", "search the titles and messages of all chats", _search, ("find",)),
     Command("regen", "", "regenerate the last reply", "regenerate", ("regenerate", "retry", "again")),
     Command("continue", "", "finish an interrupted reply in this chat or the previous one", continue_reply),
     Command("edit", "", "edit and resend your last message", "edit_last"),

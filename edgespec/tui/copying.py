@@ -1,8 +1,9 @@
-"""Copy texts, and the code blocks of a message, to the clipboard."""
+"""Copy text, and the code blocks of a message, to the clipboard."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from edgespec.errors import OptionError
@@ -13,7 +14,7 @@ from edgespec.tui.open_chat import ChatEntry, code_blocks
 if TYPE_CHECKING:
     from edgespec.tui.chat_screen import ChatScreen
 
-__all__ = ["CodeCopier", "copy_text"]
+__all__ = ["CodeCopier", "copy_text", "numbered_place", "unknown_copy_argument"]
 
 
 async def copy_text(screen: ChatScreen, text: str, name: str) -> None:
@@ -46,14 +47,31 @@ class CodeCopier:
     async def copy_numbered(self, screen: ChatScreen, entry: ChatEntry | None, number: str) -> None:
         """Copy the code block with this number, counted from 1. Raises OptionError if it does not exist."""
         blocks = code_blocks(entry.content) if entry is not None else []
-        if not blocks:
-            raise OptionError("The last reply has no code block", "Type /copy to copy all of it")
-        if not (number.isdecimal() and 1 <= int(number) <= len(blocks)):
-            raise OptionError(
-                f"There is no code block {number}. The last reply has {count(len(blocks), 'code block')}",
-                "Type /copy code for the last one, or a number, such as /copy code 1",
-            )
-        await _copy(screen, blocks, int(number) - 1)
+        await _copy(screen, blocks, numbered_place(blocks, number))
+
+
+def numbered_place(blocks: Sequence[str], number: str) -> int:
+    """Return the index of the code block with this number, counted from 1.
+
+    Raises:
+        OptionError: There is no such block.
+    """
+    if not blocks:
+        raise OptionError("The last reply has no code block", "Type /copy to copy all of it")
+    if not (number.isdecimal() and 1 <= int(number) <= len(blocks)):
+        raise OptionError(
+            f"There is no code block {number}. The last reply has {count(len(blocks), 'code block')}",
+            "Type /copy code for the last one, or a number, such as /copy code 1",
+        )
+    return int(number) - 1
+
+
+def unknown_copy_argument(argument: str) -> OptionError:
+    """Return the error for an argument of `/copy` that does not exist."""
+    return OptionError(
+        f"Unknown argument {argument!r} for /copy",
+        "Type /copy for the last reply, /copy code for its last code block, or /copy chat for everything",
+    )
 
 
 async def _copy(screen: ChatScreen, blocks: list[str], place: int) -> None:

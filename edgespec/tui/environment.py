@@ -26,28 +26,37 @@ def check_textual_variables() -> None:
     """
     colours = ("auto", *COLOR_SYSTEMS)
     if constants.COLOR_SYSTEM not in colours:
-        raise _error("TEXTUAL_COLOR_SYSTEM", constants.COLOR_SYSTEM, f"use one of {', '.join(colours)}")
+        raise ConfigurationError(
+            f"the environment variable TEXTUAL_COLOR_SYSTEM is {constants.COLOR_SYSTEM!r}, which is not a"
+            " colour system that Textual knows",
+            f"unset it, or use one of {', '.join(colours)}",
+        )
     if constants.DRIVER is not None and not _is_driver(constants.DRIVER):
-        raise _error(
-            "TEXTUAL_DRIVER",
-            constants.DRIVER,
-            "use the module and class of a Textual driver, such as textual.drivers.linux_driver:LinuxDriver",
+        raise ConfigurationError(
+            f"the environment variable TEXTUAL_DRIVER is {constants.DRIVER!r}, which is not a Textual driver",
+            "unset it, or use a module and class, such as textual.drivers.linux_driver:LinuxDriver",
         )
     if constants.MAX_FPS > _MAX_FRAMES_PER_SECOND:
-        raise _error(
-            "TEXTUAL_FPS", str(constants.MAX_FPS), f"use a number from 1 to {_MAX_FRAMES_PER_SECOND}"
+        raise ConfigurationError(
+            f"the environment variable TEXTUAL_FPS is {constants.MAX_FPS}, but the chat draws at most"
+            f" {_MAX_FRAMES_PER_SECOND} frames per second",
+            f"unset it, or use a number from 1 to {_MAX_FRAMES_PER_SECOND}",
         )
     if constants.LOG_FILE is not None:
         try:
             open(constants.LOG_FILE, "a").close()
         except OSError as error:
-            reason = f"cannot be written: {error_reason(error)}"
-            raise _error(
-                "TEXTUAL_LOG", constants.LOG_FILE, "use a file that you can write to", reason
+            raise ConfigurationError(
+                f"the environment variable TEXTUAL_LOG is {constants.LOG_FILE!r}, which cannot be written:"
+                f" {error_reason(error)}",
+                "unset it, or use a file that you can write to",
             ) from error
     folder = constants.SCREENSHOT_LOCATION
     if constants.SCREENSHOT_DELAY >= 0 and folder and not Path(folder).is_dir():
-        raise _error("TEXTUAL_SCREENSHOT_LOCATION", folder, "use an existing folder")
+        raise ConfigurationError(
+            f"the environment variable TEXTUAL_SCREENSHOT_LOCATION is {folder!r}, which is not a folder",
+            "unset it, or use an existing folder",
+        )
 
 
 def _is_driver(name: str) -> bool:
@@ -58,9 +67,3 @@ def _is_driver(name: str) -> bool:
     except Exception:  # Importing the driver's module can raise any exception.
         return False
     return isinstance(driver, type) and issubclass(driver, Driver)
-
-
-def _error(name: str, value: str | None, advice: str, reason: str = "cannot be used") -> ConfigurationError:
-    return ConfigurationError(
-        f"the environment variable {name} is {value!r}, which {reason}", f"unset it, or {advice}"
-    )

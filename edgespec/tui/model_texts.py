@@ -23,7 +23,7 @@ _PLACES = {
     "search": "on Hugging Face",
 }
 # The width of each column, and the minimum width of a row that shows it. Both are in cells.
-_COLUMNS = {"size": (12, 0), "fits": (11, 46), "speed": (13, 58), "draft": (18, 74)}
+_COLUMNS = {"size": (12, 0), "fits": (11, 46), "speed": (13, 58), "draft": (28, 92)}
 
 
 def row_text(model: AvailableModel, width: int, *, is_used: bool, download: Download | None) -> Content:
@@ -35,7 +35,7 @@ def row_text(model: AvailableModel, width: int, *, is_used: bool, download: Down
         "draft": f"+ {model.draft}" if model.draft else "",
     }
     columns = [(name, size) for name, (size, least) in _COLUMNS.items() if width >= least]
-    right = "".join(f"  {values[name]}"[:size].ljust(size) for name, size in columns)
+    right = "".join(_cell(values[name], size) for name, size in columns)
     if download is not None and not model.is_installed:
         right = f"  {download.state}".ljust(len(right))
     name_width = width - len(right) - 2
@@ -47,12 +47,17 @@ def row_text(model: AvailableModel, width: int, *, is_used: bool, download: Down
     )
 
 
+def _cell(text: str, width: int) -> str:
+    """Return a table cell of this width, with two spaces before the text."""
+    return f"  {text if len(text) <= width - 2 else f'{text[: width - 3]}…'}".ljust(width)
+
+
 def _size(model: AvailableModel) -> str:
     return format_bytes(model.size_bytes) if model.size_bytes else "size ?"
 
 
 def speed_text(model: AvailableModel) -> str:
-    """Return the expected speed, such as `12 tok/s`, or an empty text if this machine was not measured."""
+    """Return the expected speed, such as `12 tok/s`, or an empty string if this machine was not measured."""
     if model.speed is None:
         return ""
     speed = model.speed.fastest_tokens_per_second

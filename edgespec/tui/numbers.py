@@ -1,4 +1,4 @@
-"""Formats numbers, rates and times for display."""
+"""Format numbers, rates and times for display."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from threading import Event
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from markdown_it import MarkdownIt
 from edgespec.chat.message import Message, Role, reply_message
 from edgespec.chat.message_tree import MessageTree
 from edgespec.chat.saved_chat import SavedChat, Setting, title_of
+from edgespec.tui.numbers import count
 
 if TYPE_CHECKING:
     from edgespec import Reply, TextChunk
@@ -24,14 +25,12 @@ __all__ = ["ChatEntry", "OpenChat", "RunningTurn", "code_blocks", "version_label
 class ChatEntry:
     """A message in the open chat.
 
-    `chunks`, `reply` and `thought_seconds` are set only for replies generated since the chat was opened.
-    `thought_seconds` is the time that the model spent on its reasoning.
+    `chunks` and `reply` are set only for replies generated since the chat was opened.
     """
 
     message: Message
     chunks: tuple[TextChunk, ...] = ()
     reply: Reply | None = None
-    thought_seconds: float | None = None
 
     @property
     def role(self) -> Role:
@@ -45,13 +44,22 @@ class ChatEntry:
     def reasoning(self) -> str:
         return self.message.reasoning
 
+    @property
+    def thought_seconds(self) -> float | None:
+        """The time that the model spent on its reasoning, or None if it was not measured."""
+        return self.message.reasoning_seconds
+
+    @thought_seconds.setter
+    def thought_seconds(self, seconds: float | None) -> None:
+        self.message = replace(self.message, reasoning_seconds=seconds)
+
 
 @dataclass(frozen=True, slots=True)
 class RunningTurn:
     """A message and its reply while the reply is being generated.
 
     Attributes:
-        tree: The chat's messages. The open path ends with the message to reply to.
+        tree: The chat's messages. The current branch ends with the message to reply to.
         sent: The text that the user sent to start this turn. Empty if it continues or regenerates a reply.
         edited: Index of the message that `sent` replaces, or None if `sent` is a new message.
         continued: Index of the reply that is being continued, or None if this is a new reply.
@@ -135,12 +143,12 @@ class OpenChat:
 
     @property
     def entries(self) -> list[ChatEntry]:
-        """The messages on the open path: one version of each."""
+        """The messages on the current branch, with one version of each."""
         return list(self.tree.open_messages)
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The messages on the open path, without the data that is used only for display."""
+        """The messages on the current branch, without the data that is used only for display."""
         return tuple(entry.message for entry in self.entries)
 
     @property
@@ -153,7 +161,7 @@ class OpenChat:
         return next((entry for entry in reversed(self.entries) if entry.role == "assistant"), None)
 
     def last_place(self, *roles: Role) -> int | None:
-        """Return the index in `tree` of the last message on the open path that has one of these roles."""
+        """Return the index of the last message on the current branch that has one of these roles."""
         path = reversed(self.tree.path)
         return next((place for place in path if self.tree.messages[place].role in roles), None)
 
@@ -181,6 +189,21 @@ class OpenChat:
         if self.tree.messages[place].role != "assistant":
             return RunningTurn(self.tree.ending_at(place))
         return RunningTurn(self.tree.ending_at(self.tree.parents[place]), continued=place)
+
+    def forked(self, place: int) -> OpenChat:
+        """Return a new chat with the messages up to and including the one at `place`."""
+        entries = self.tree.ending_at(place).open_messages
+        return OpenChat(
+            self.system,
+            dict(self.settings),
+            title=f"{self.shown_title} (fork)",
+            tree=MessageTree.linear(ChatEntry(entry.message) for entry in entries),
+        )
+
+    def fork_text(self, fork: OpenChat) -> str:
+        """Return the note that a fork of this chat begins with."""
+        messages = count(len(fork.entries), "message")
+        return f"This is a new chat with {messages} from “{self.shown_title}”, which is unchanged."
 
     def begin_turn(self, turn: RunningTurn) -> None:
         """Mark `turn` as running. Until `finish_turn`, `saved` includes the text generated so far."""
@@ -240,12 +263,12 @@ class OpenChat:
 
 
 def version_label(tree: MessageTree[ChatEntry], place: int) -> str:
-    """Return the number of a message's version, such as `2/3`, or an empty text if it has no others."""
+    """Return the number of a message's version, such as `2/3`, or an empty string if it has no others."""
     versions = tree.versions(place)
     return f"{versions.index(place) + 1}/{len(versions)}" if len(versions) > 1 else ""
 
 
 def code_blocks(markdown: str) -> list[str]:
-    """Return the code blocks of a Markdown text, without their fences."""
+    """Return the code blocks in Markdown, without their fences."""
     tokens = MarkdownIt("gfm-like").parse(markdown)
     return [token.content for token in tokens if token.type in ("fence", "code_block")]

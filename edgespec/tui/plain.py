@@ -2,51 +2,42 @@
 
 from __future__ import annotations
 
-import _thread
-import os
-import select
-import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from queue import Empty
 from time import monotonic
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
-from edgespec.chat.message import Message
 from edgespec.chat.saved_chat import Setting
-from edgespec.chat.store import ChatStore
-from edgespec.errors import ChatFileError, EdgespecError
+from edgespec.errors import ChatFileError, EdgespecError, OptionError
 from edgespec.tui import commands, plain_commands
 from edgespec.tui.archive import Archive
-from edgespec.tui.chat_end import ChatEnd, resume_value
-from edgespec.tui.controls import without_controls
-from edgespec.tui.ending import EndWatch
+from edgespec.tui.downloads import Downloads
+from edgespec.tui.files.attachments import AttachmentReader
 from edgespec.tui.numbers import rate
 from edgespec.tui.open_chat import OpenChat, RunningTurn
+from edgespec.tui.plain_files import with_files
+from edgespec.tui.plain_streams import InputLines, ReplyPieces, write
+from edgespec.tui.plain_tools import PlainTools
 from edgespec.tui.settings import accepted
 from edgespec.tui.texts import error_text, facts_line, sentences, speed_up_short
-from edgespec.tui.worker import Ask, ChatState, Load, ModelThread
+from edgespec.tui.worker import Ask, ChatState, LoadOther, ModelThread
 
 if TYPE_CHECKING:
     from types import FrameType
 
     from edgespec import MethodReport, Runtime, Stats, TextChunk
     from edgespec.chat.store import StoredChat
+    from edgespec.chat.tool_calls.calls import ToolCall
 
-__all__ = ["PlainChat", "run_plain_chat"]
+__all__ = ["PlainChat"]
 
 _WAIT_SECONDS = 0.05
 # Maximum time in seconds between two presses of Ctrl-C that quit the chat.
 _TWICE_SECONDS = 2.0
-_QUIT_SECONDS = 5.0
-# Maximum time in seconds until the chat reacts to a signal while it waits for input.
-_SIGNAL_SECONDS = 0.2
-# Minimum number of characters to write at once. Screen readers pause between pieces, so short ones are hard
-# to follow.
-_PIECE_CHARACTERS = 60
 _QUOTES = '"""'
 
 
@@ -60,11 +51,17 @@ class PlainChat:
         thread: The model thread, in which the model is loaded.
         runtime: The loaded models.
         archive: The saved chats.
+        load_other: Returns a function that loads another model, given a reference to it.
+        model_name: The model reference, which presets contain.
         system: System prompt of new chats.
         settings: Settings of new chats.
 
     Attributes:
         current_chat: The open chat.
+        tools: The tools that the model can call.
+        downloads: The downloads of models.
+        interrupted: Set when the user presses Ctrl-C. Whoever starts long work clears it first.
+        switched_to: A reference to the loaded model. Empty if the user has not switched models.
         leaving: True once the chat is about to end.
         stats: Statistics of the last reply, or None.
         method: Drafting method of the last reply, or the default method.
@@ -76,25 +73,39 @@ class PlainChat:
         runtime: Runtime,
         archive: Archive,
         *,
+        load_other: LoadOther,
+        model_name: str,
         system: str | None,
         settings: Mapping[str, Setting],
     ) -> None:
         self.model_thread, self.runtime, self.archive = thread, runtime, archive
+        self.load_other, self.model_name, self.switched_to = load_other, model_name, ""
         self.first_system, self.first_settings = system, dict(settings)
         self.current_chat = OpenChat(system, dict(settings))
         self.leaving = False
+        self.interrupted = threading.Event()
+        self.downloads = Downloads()
+        self.tools = PlainTools(self)
         self.stats: Stats | None = None
         self.method: MethodReport = runtime.method
         self._interrupted_at = -_TWICE_SECONDS
         self._is_reading = False
         self._is_interactive = sys.stdin.isatty()
-        self._input = _InputLines()
+        self._input = InputLines()
+        self._reader = AttachmentReader(runtime)
 
-    def run(self, resume: str | None) -> None:
-        """Read messages and commands until the input ends or the user quits."""
+    def run(self, resume: str | None, *, tools: bool) -> None:
+        """Read messages and commands until the input ends or the user quits.
+
+        Args:
+            resume: The ID or title of the saved chat to open, `last` for the newest, or None for a new chat.
+            tools: Whether to start the MCP servers at once.
+        """
         self.note(f"Model: {facts_line(self.runtime.target)}. Type /help for the commands, /quit to end.")
         if resume is not None:
             self.resume(resume)
+        if tools:
+            self._reporting(lambda: self.tools.command("on"))
         while not self.leaving and (text := self._read_message()) is not None:
             if text.strip():
                 self._take(text)
@@ -107,17 +118,18 @@ class PlainChat:
         now = monotonic()
         self.leaving = self.leaving or now - self._interrupted_at < _TWICE_SECONDS
         self._interrupted_at = now
+        self.interrupted.set()
         self.model_thread.cancel()
         if self._is_reading:
             raise KeyboardInterrupt
 
     def note(self, text: str) -> None:
         """Print a message from edgespec, as opposed to the model, to stderr."""
-        _write(sys.stderr, f"{text}\n")
+        write(sys.stderr, f"{text}\n")
 
     def answer(self, text: str) -> None:
         """Print the result of a command to stdout."""
-        _write(sys.stdout, f"{text}\n")
+        write(sys.stdout, f"{text}\n")
 
     def save(self) -> None:
         """Save the chat, or print why it cannot be saved."""
@@ -138,7 +150,7 @@ class PlainChat:
         try:
             found = self.archive.find_now(wanted)
             if found is not None:
-                self._open(found)
+                self.open(found)
                 return
         except ChatFileError as error:
             self.note(sentences(error.what, error.next_step))
@@ -152,7 +164,8 @@ class PlainChat:
         self.stats, self.method = None, self.runtime.method
         self.note("This is a new chat.")
 
-    def _open(self, stored: StoredChat) -> None:
+    def open(self, stored: StoredChat) -> None:
+        """Open a saved chat, and print its last reply. Raises ChatFileError."""
         saved = self.archive.load_now(stored.id)
         settings, problems = accepted(saved.sampling)
         self.current_chat = OpenChat.opened(saved, settings)
@@ -165,23 +178,57 @@ class PlainChat:
         if saved.unfinished:
             self.note("The last reply is unfinished. Type /continue to finish it.")
 
+    def use_runtime(self, runtime: Runtime) -> None:
+        """Continue the chat with another model. Remove settings that the model does not support."""
+        self.runtime, self._reader = runtime, AttachmentReader(runtime)
+        self.stats, self.method = None, runtime.method
+        settings = self.current_chat.settings
+        try:
+            if "method" in settings:
+                runtime.method_for(str(settings["method"]))
+        except OptionError as error:
+            self.note(sentences("The setting method was removed", error.what))
+            del settings["method"]
+        self.save()
+
+    def ask(self, question: str, answers: Sequence[str]) -> str:
+        """Ask a question until the user types one of the answers.
+
+        Returns:
+            The answer. Empty if the user pressed Ctrl-C or the input ended.
+        """
+        self.note(question)
+        while True:
+            line = self._read_line("? ")
+            if not line:
+                return ""
+            if (answer := line.strip().lower()) in answers:
+                return answer
+            self.note(f"Type {', '.join(answers[:-1])} or {answers[-1]}.")
+
+    def _read_line(self, prompt: str) -> str | None:
+        """Return the next line of the input, or an empty string at its end. Return None after Ctrl-C."""
+        if self._is_interactive:
+            write(sys.stderr, prompt)
+        try:
+            self._is_reading = True
+            return self._input.read_line()
+        except KeyboardInterrupt:
+            return None
+        finally:
+            self._is_reading = False
+
     def _read_message(self) -> str | None:
         """Return the next message, or None at the end of the input. Triple quotes enclose several lines."""
         lines: list[str] = []
         while True:
-            if self._is_interactive:
-                _write(sys.stderr, "... " if lines else "> ")
-            try:
-                self._is_reading = True
-                line = self._input.read_line()
-            except KeyboardInterrupt:
+            line = self._read_line("... " if lines else "> ")
+            if line is None:
                 lines.clear()
                 if self.leaving:
                     return None
                 self.note("\nPress Ctrl-C again to quit. The chat is saved.")
                 continue
-            finally:
-                self._is_reading = False
             if not line:
                 return "\n".join(lines) or None
             lines.append(line.rstrip("\r\n"))
@@ -193,24 +240,53 @@ class PlainChat:
 
     def _take(self, text: str) -> None:
         typed = commands.read(text)
+        if typed is None:
+            self._reporting(lambda: self._send(text.strip()))
+        else:
+            self._reporting(lambda: plain_commands.run(self, typed))
+
+    def _reporting(self, work: Callable[[], None]) -> None:
+        """Do some work, and print its error if it fails."""
         try:
-            if typed is None:
-                self.take_turn(self.current_chat.send(Message("user", text.strip())))
-            else:
-                plain_commands.run(self, typed)
+            work()
         except EdgespecError as error:
             self.note(sentences(error.what, error.next_step))
 
+    def _send(self, text: str) -> None:
+        message = with_files(text, self._reader, self.note)
+        self.tools.answer_pending(self.current_chat)
+        self.take_turn(self.current_chat.send(message))
+
     def take_turn(self, turn: RunningTurn) -> None:
-        """Generate a reply, print it as it arrives, and save it."""
+        """Generate a reply, print it as it arrives, and save it. Make the tool calls in it, and go on.
+
+        Raises:
+            OptionError: The chat is too long for a further message.
+        """
+        while calls := self._take_one_turn(turn):
+            if (following := self.make_calls(calls)) is None:
+                return
+            turn = following
+
+    def make_calls(self, calls: Sequence[ToolCall]) -> RunningTurn | None:
+        """Make the calls of a reply. Return the turn that sends the results, or None if the user stopped."""
+        if not self.tools.make_calls(calls):
+            return None
+        place = self.current_chat.last_place("tool")
+        assert place is not None
+        return self.current_chat.continue_reply(place)
+
+    def _take_one_turn(self, turn: RunningTurn) -> Sequence[ToolCall]:
+        """Generate one reply and return its tool calls."""
         chat = self.current_chat
+        self.archive.check_size(chat, turn)
         chat.begin_turn(turn)
         if turn.sent:
             self.save()
-        ask = Ask(chat.system, turn.prompt, dict(chat.settings), turn.written)
+        ask = Ask(chat.system, turn.prompt, {**chat.settings, **self.tools.options}, turn.written)
         job = self.model_thread.ask(ask)
         self.archive.save_while_written(chat, self.runtime.target.name)
-        self._print_reply(job)
+        thought_seconds = self._print_reply(job)
         try:
             state: ChatState | None = job.result()
         except Exception as error:
@@ -219,6 +295,7 @@ class PlainChat:
         reply = state.reply if state is not None else None
         entry = chat.finish_turn(reply, None if state is None else state.messages[-1], leaving=self.leaving)
         if entry is not None:
+            entry.thought_seconds = thought_seconds
             self.save()
         if reply is not None:
             self.stats, self.method = reply.stats, reply.method
@@ -227,21 +304,27 @@ class PlainChat:
             elif reply.finish_reason == "length":
                 self.note("The reply reached its maximum length. Type /continue to extend it.")
             self.note(f"({speed_up_short(reply.method, reply.stats)}, {rate(reply.stats.tokens_per_second)})")
+        return () if reply is None or entry is None or self.leaving else entry.message.tool_calls
 
-    def _print_reply(self, job: Future[ChatState]) -> None:
-        """Print the reply while it is generated."""
-        out = _Pieces()
+    def _print_reply(self, job: Future[ChatState]) -> float | None:
+        """Print the reply while it is generated. Return how long the model reasoned, or None."""
+        out = ReplyPieces()
         is_thinking = ended = False
+        began, seconds = 0.0, None
         while not ended:
             # Check whether the reply has ended before reading its chunks, so that none are missed.
             ended = job.done()
             for chunk in self._new_chunks():
                 if chunk.reasoning and not is_thinking:
                     self.note("The model is thinking.")
+                    began = monotonic()
+                elif is_thinking and not chunk.reasoning:
+                    seconds = monotonic() - began
                 is_thinking = chunk.reasoning
                 if not chunk.reasoning:
                     out.write(chunk.text)
         out.end()
+        return monotonic() - began if is_thinking else seconds
 
     def _new_chunks(self) -> Iterator[TextChunk]:
         """Yield the chunks of the reply that have arrived. Wait briefly if there are none yet."""
@@ -250,127 +333,3 @@ class PlainChat:
             yield queue.get(timeout=_WAIT_SECONDS)
             while True:
                 yield queue.get_nowait()
-
-
-class _Pieces:
-    """Writes a growing text to stdout: whole lines, or long pieces that end at a space."""
-
-    def __init__(self) -> None:
-        self._text = ""
-        self._last = "\n"
-
-    def write(self, text: str) -> None:
-        self._text += text
-        end = self._text.rfind("\n") + 1
-        if len(self._text) - end >= _PIECE_CHARACTERS:
-            end = max(end, self._text.rfind(" ") + 1)
-        self._flush(end)
-
-    def end(self) -> None:
-        """Write the rest of the text, and a line break unless the text ends with one."""
-        self._flush(len(self._text))
-        if self._last != "\n":
-            _write(sys.stdout, "\n")
-
-    def _flush(self, end: int) -> None:
-        if end:
-            _write(sys.stdout, self._text[:end])
-            self._last, self._text = self._text[end - 1], self._text[end:]
-
-
-def _write(stream: TextIO, text: str) -> None:
-    stream.write(without_controls(text))
-    stream.flush()
-
-
-class _InputLines:
-    """Reads stdin line by line.
-
-    Python runs a signal handler only after the current system call. A signal that arrives just before
-    `sys.stdin.readline()` blocks would wait for the next line. So on POSIX, this waits in short steps.
-    """
-
-    def __init__(self) -> None:
-        self._unread = b""
-
-    def read_line(self) -> str:
-        """Return the next line, or an empty string at the end of the input."""
-        if sys.platform == "win32":
-            return sys.stdin.readline()
-        number = sys.stdin.fileno()
-        while b"\n" not in self._unread:
-            if not select.select([number], [], [], _SIGNAL_SECONDS)[0]:
-                continue
-            new = os.read(number, 1 << 16)
-            self._unread += new
-            if not new:
-                break
-        line, newline, self._unread = self._unread.partition(b"\n")
-        return (line + newline).decode(sys.stdin.encoding, "replace")
-
-
-def run_plain_chat(
-    load: Load,
-    *,
-    model_name: str,
-    system: str | None = None,
-    settings: Mapping[str, Setting] | None = None,
-    resume: str | None = None,
-    store: ChatStore | None = None,
-) -> ChatEnd:
-    """Run the plain chat until the user quits or the input ends. See `ChatApp` for the arguments.
-
-    Raises:
-        CancelledError: Loading was cancelled.
-        ChatFileError: A chat could not be saved.
-        EdgespecError: Loading failed.
-    """
-    store = store if store is not None else ChatStore()
-    thread, archive = ModelThread(load), Archive(store)
-    chat: PlainChat | None = None
-
-    def save() -> None:
-        if chat is not None:
-            chat.save_turn()
-
-    def leave() -> bool:
-        if chat is not None:
-            chat.leaving = True
-        thread.cancel_load()
-        thread.cancel()
-        _interrupt_main()
-        return True
-
-    def stop() -> bool:
-        thread.close()
-        return thread.join(_QUIT_SECONDS)
-
-    with EndWatch(save, leave, stop) as watch:
-        try:
-            _write(sys.stderr, f"Loading {model_name}.\n")
-            chat = PlainChat(thread, _loaded(thread), archive, system=system, settings=settings or {})
-            # From now on, Ctrl-C stops the reply. Other signals still end the chat.
-            signal.signal(signal.SIGINT, chat.on_interrupt)
-            chat.run(resume)
-        finally:
-            save()
-            if not stop():
-                sys.stdout.flush()
-                # A normal exit would wait for the model thread, which is still running.
-                os._exit(130)
-    archive.check_saved()
-    return ChatEnd(watch.signalled, resume_value(chat.current_chat, store))
-
-
-def _loaded(thread: ModelThread) -> Runtime:
-    """Load the model. Ctrl-C and other signals cancel loading."""
-    signal.signal(signal.SIGINT, lambda _number, _frame: thread.cancel_load())
-    return thread.start().result()
-
-
-def _interrupt_main() -> None:
-    """Raise KeyboardInterrupt in the main thread, even while it waits for a line of input."""
-    if sys.platform == "win32":
-        _thread.interrupt_main()
-    else:
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)

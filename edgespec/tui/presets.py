@@ -9,9 +9,9 @@ from edgespec.errors import ConfigurationError, OptionError
 from edgespec.presets import Preset, preset_names, preset_path, read_preset, write_preset
 from edgespec.tui.chat_settings import set_settings
 from edgespec.tui.model_choice import choose_model
+from edgespec.tui.preset_values import NO_PRESETS, preset_from_chat, preset_values, saved_text
 from edgespec.tui.screens.dialogs import ConfirmScreen
 from edgespec.tui.screens.presets import PresetScreen
-from edgespec.tui.settings import SCHEMA, SETTINGS, accepted
 from edgespec.tui.texts import sentences
 
 if TYPE_CHECKING:
@@ -34,10 +34,7 @@ async def preset(screen: ChatScreen, argument: str) -> None:
     elif preset_names():
         screen.run_worker(_choose(screen))
     else:
-        await screen.transcript.note(
-            "There are no presets yet. Type /preset save NAME to save the current system prompt, model and"
-            " settings under a name."
-        )
+        await screen.transcript.note(NO_PRESETS)
 
 
 async def _choose(screen: ChatScreen) -> None:
@@ -64,48 +61,20 @@ def _all_presets() -> list[Preset | tuple[str, str]]:
 
 async def _apply(screen: ChatScreen, name: str) -> None:
     """Use a preset from the next message on. Raises OptionError if the preset is invalid or missing."""
-    try:
-        chosen = await asyncio.to_thread(read_preset, name)
-    except ConfigurationError as error:
-        raise OptionError(error.what, error.next_step) from error
-    given = dict(chosen.settings)
-    system = given.pop("system", None)
-    in_chat = {key: _as_chat_value(given.pop(key)) for key in SETTINGS if key in given}
-    settings, problems = accepted(in_chat)
-    if problems:
-        raise OptionError(f"The preset {name} was not applied: {problems[0]}", f"Edit {preset_path(name)}")
-    if SCHEMA in screen.current_chat.settings:
-        settings[SCHEMA] = screen.current_chat.settings[SCHEMA]
-    await set_settings(screen, settings, f"The preset {name} takes effect with your next message.")
-    screen.current_chat.system = system or None
+    values = await asyncio.to_thread(preset_values, name, screen.current_chat)
+    await set_settings(screen, values.settings, f"The preset {name} takes effect with your next message.")
+    screen.current_chat.system = values.system
     await screen.save()
-    target = str(given.pop("target", screen.model_name))
-    if given:
-        keys = " and ".join(given)
-        await screen.transcript.note(
-            f"The preset also sets {keys}, which cannot change while a model is loaded. To use that too, quit"
-            f" and run: edgespec chat --preset {name}"
-        )
-    if target != screen.model_name:
-        await choose_model(screen, target)
-
-
-def _as_chat_value(value: object) -> str | int | float | bool | list[str]:
-    if isinstance(value, tuple):
-        return list(value)
-    assert isinstance(value, str | int | float | bool)
-    return value
+    if values.remark:
+        await screen.transcript.note(values.remark)
+    if values.target and values.target != screen.model_name:
+        await choose_model(screen, values.target)
 
 
 def _save(screen: ChatScreen, name: str) -> None:
     """Save the current system prompt, model and settings. Raises OptionError if the name is invalid."""
-    if not name:
-        raise OptionError("The preset needs a name", "Type /preset save NAME")
-    chat = screen.current_chat
-    settings: dict[str, object] = {"system": chat.system} if chat.system else {}
-    settings["target"] = screen.model_name
-    settings |= {key: value for key, value in chat.settings.items() if key != SCHEMA}
-    screen.run_worker(_write(screen, Preset(name, settings), exists=preset_path(name).exists()))
+    preset = preset_from_chat(name, screen.current_chat, screen.model_name)
+    screen.run_worker(_write(screen, preset, exists=preset_path(name).exists()))
 
 
 async def _write(screen: ChatScreen, chosen: Preset, *, exists: bool) -> None:
@@ -119,9 +88,4 @@ async def _write(screen: ChatScreen, chosen: Preset, *, exists: bool) -> None:
     except (ConfigurationError, OptionError) as error:
         await screen.show_error(error)
         return
-    omitted = (
-        " Without the schema, which presets do not contain." if SCHEMA in screen.current_chat.settings else ""
-    )
-    await screen.transcript.note(
-        f"Saved the preset {name} in {path}.{omitted} To use it, type /preset {name}."
-    )
+    await screen.transcript.note(saved_text(name, path, screen.current_chat))

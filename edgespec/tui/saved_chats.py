@@ -8,13 +8,24 @@ from edgespec.errors import ChatFileError, OptionError
 from edgespec.tui.open_chat import OpenChat
 from edgespec.tui.settings import accepted
 from edgespec.tui.texts import sentences
-from edgespec.tui.tool_use import unanswered_calls
+from edgespec.tui.tool_access import unanswered_calls
 
 if TYPE_CHECKING:
     from edgespec.chat.store import StoredChat
     from edgespec.tui.chat_screen import ChatScreen
 
-__all__ = ["continue_reply", "offer_unfinished", "open_by_title", "open_chat", "resume", "save_as"]
+__all__ = [
+    "MAX_TITLE",
+    "continue_reply",
+    "offer_unfinished",
+    "open_by_title",
+    "open_chat",
+    "resume",
+    "save_as",
+]
+
+MAX_TITLE = 80
+"""Maximum length of a title that the user gives to a chat, in characters."""
 
 
 async def save_as(screen: ChatScreen, title: str) -> None:
@@ -23,7 +34,7 @@ async def save_as(screen: ChatScreen, title: str) -> None:
     if not chat.entries and not screen.writing:
         screen.say("There is nothing to save: the chat is empty.")
         return
-    chat.title = " ".join(title.split())[:80] or chat.title
+    chat.title = " ".join(title.split())[:MAX_TITLE] or chat.title
     if await screen.save(show_again=True):
         screen.refresh_facts()
         screen.say(f"Saved as {chat.shown_title!r}.")

@@ -12,7 +12,7 @@ from edgespec.errors import OptionError
 from edgespec.tui.copying import copy_text
 from edgespec.tui.editor import show_message
 from edgespec.tui.numbers import count
-from edgespec.tui.open_chat import ChatEntry, OpenChat
+from edgespec.tui.open_chat import ChatEntry
 from edgespec.tui.texts import sentences
 
 if TYPE_CHECKING:
@@ -121,19 +121,10 @@ async def fork(screen: ChatScreen, place: int) -> None:
 
     async def begin() -> None:
         old = screen.current_chat
-        entries = old.tree.ending_at(place).open_messages
-        new = OpenChat(
-            old.system,
-            dict(old.settings),
-            title=f"{old.shown_title} (fork)",
-            tree=MessageTree.linear(ChatEntry(entry.message) for entry in entries),
-        )
+        new = old.forked(place)
         await screen.show_chat(new)
         await screen.save()
-        await screen.transcript.note(
-            f"This is a new chat with {count(len(entries), 'message')} from “{old.shown_title}”, which is"
-            " unchanged."
-        )
+        await screen.transcript.note(old.fork_text(new))
 
     await screen.when_free(begin)
 

@@ -131,9 +131,9 @@ def was_cpu_busy(stats: Stats) -> bool:
 
 
 def notices(runtime: Runtime) -> list[str]:
-    """Return notices about the loaded models. For the demo, suggest a real model that fits."""
+    """Return notices about the loaded models. For the demo, suggest real models that fit instead."""
     texts = [facts.notice for facts in (runtime.target, runtime.draft) if facts is not None and facts.notice]
-    return list(dict.fromkeys([*texts, *_real_model(runtime)]))
+    return _real_model(runtime) or list(dict.fromkeys(texts))
 
 
 def _real_model(runtime: Runtime) -> list[str]:
@@ -263,7 +263,7 @@ def sentences(*texts: str) -> str:
 
 
 def error_text(error: Exception) -> tuple[str, str]:
-    """Return a title that says what failed, and a text that says what to do."""
+    """Return a title that says what failed, and advice on what to do."""
     if isinstance(error, EdgespecError):
         return sentences(error.what), sentences(error.next_step)
     message = " ".join(str(error).split())

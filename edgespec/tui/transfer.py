@@ -54,8 +54,8 @@ def file_to_import(argument: str) -> Path:
     """Return the path that follows `/import`. Raises OptionError if it is missing."""
     if not argument:
         raise OptionError(
-            "type /import and the path of a file",
-            "it reads the chats that ChatGPT, Claude, Open WebUI or edgespec exported, as JSON or ZIP",
+            "/import needs the path of a file",
+            "type /import and a JSON or ZIP file that ChatGPT, Claude, Open WebUI or edgespec exported",
         )
     return Path(os.path.expanduser(argument))
 

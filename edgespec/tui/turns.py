@@ -165,6 +165,12 @@ class TurnScreen(ChatView):
     async def take_turn(self, turn: RunningTurn) -> None:
         """Save and show the user's message, and start the reply."""
         transcript, chat = self.transcript, self.current_chat
+        try:
+            self.archive.check_size(chat, turn)
+        except OptionError as error:
+            await transcript.note(sentences(error.what, error.next_step))
+            self._give_back_text(turn)
+            return
         chat.begin_turn(turn)
         self._stopped = self._failure_shown = False
         self.speeds = SpeedHistory()

@@ -65,23 +65,25 @@ def _theme(name: str, path: Path, text: str) -> Theme:
     given = tomllib.loads(text)
     dark = given.pop("dark", True)
     if not isinstance(dark, bool):
-        raise error_at(path, text, ("dark",), f"'dark' is {dark!r}", "use true or false")
+        raise error_at(
+            path, text, ("dark",), f"'dark' must be true or false, not {dark!r}", "change this line"
+        )
     base = DARK if dark else LIGHT
     variables = given.pop("variables", {})
     if not isinstance(variables, dict):
-        raise error_at(path, text, ("variables",), "'variables' is not a table", "write it as [variables]")
+        raise error_at(path, text, ("variables",), "'variables' must be a table", "write it as [variables]")
     for key, value in given.items():
         if key not in _COLOURS:
             near = nearest(key, (*_COLOURS, "dark", "variables"))
             advice = f"did you mean {' or '.join(near)}?" if near else f"use {', '.join(_COLOURS)}"
-            raise error_at(path, text, (key,), f"there is no colour {key[:60]!r} in themes", advice)
+            raise error_at(path, text, (key,), f"themes have no colour named {key[:60]!r}", advice)
         _check_colour(path, text, (key,), value)
     for key, value in variables.items():
         if key not in base.variables:
             near = nearest(key, base.variables)
             advice = f"did you mean {' or '.join(near)}?" if near else f"use {', '.join(base.variables)}"
             raise error_at(
-                path, text, ("variables", key), f"there is no variable {key[:60]!r} in themes", advice
+                path, text, ("variables", key), f"themes have no variable named {key[:60]!r}", advice
             )
         if key != "block-cursor-text-style":
             _check_colour(path, text, ("variables", key), value)
@@ -91,7 +93,7 @@ def _theme(name: str, path: Path, text: str) -> Theme:
 def _check_colour(path: Path, text: str, keys: tuple[str, ...], value: Any) -> None:
     try:
         if not isinstance(value, str):
-            raise ColorParseError("not a text")
+            raise ColorParseError("not a string")
         Color.parse(value)
     except ColorParseError:
         raise error_at(

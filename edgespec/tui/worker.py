@@ -16,10 +16,22 @@ if TYPE_CHECKING:
     from edgespec import Chat, Message, Reply, ReplyStream, Runtime, TextChunk
     from edgespec.catalog import Progress
 
-__all__ = ["Ask", "ChatState", "Load", "ModelThread", "Switched"]
+__all__ = ["Ask", "ChatState", "Load", "LoadOther", "ModelThread", "Switched", "load_named"]
 
 Load = Callable[["Progress"], "Runtime"]
+LoadOther = Callable[[str], Load]
 _T = TypeVar("_T")
+
+
+def load_named(reference: str) -> Load:
+    """Return a function that loads a model with the default options."""
+
+    def load(progress: Progress) -> Runtime:
+        import edgespec
+
+        return edgespec.load(reference, progress=progress)
+
+    return load
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
     scripts/attack                                          # 10,000 requests to the demo model
     scripts/attack --requests 2000 -- --target demo-mlx     # options after -- are options of the server
 
-Many hostile clients send damaged, mutated, slow, incomplete and oversized requests to every operation, flood
+Many hostile clients send damaged, mutated, slow, incomplete and oversized requests to every endpoint, flood
 the server, disconnect at random times, and load and unload models. Each prompt contains a unique word, which
 must not appear in the reply to another client. At the same time, an honest client asks the same questions
 repeatedly and must get the same replies.

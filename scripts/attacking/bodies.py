@@ -1,4 +1,4 @@
-"""Request bodies for every operation of the server, and ways to make them hostile."""
+"""Request bodies for every endpoint of the server, and ways to make them hostile."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ class TestMlx:
             edgespec.load(model, "none", context=256, method=name)
 
     def test_learn_needs_an_mlx_draft(self) -> None:
-        with pytest.raises(OptionError, match="demo-draft cannot learn: only MLX draft models"):
+        with pytest.raises(OptionError, match="demo-draft cannot be trained: --learn works only"):
             edgespec.load("demo", "demo-draft", context=256, learn=True)
         with pytest.raises(OptionError, match="--learn trains the draft model"):
             edgespec.load("demo", "none", context=256, learn=True)
@@ -206,24 +206,24 @@ class TestMlx:
         checkpoints = pytest.importorskip("tests.backends.mlx.tiny_checkpoints")
         draft = str(checkpoints.write_checkpoint(tmp_path / "draft", "llama"))
         with pytest.raises(
-            OptionError, match="cannot learn: its vocabulary differs from that of demo-mlx-draft"
+            OptionError, match="cannot be trained: its vocabulary differs from that of demo-mlx-draft"
         ):
             edgespec.load("demo-mlx-draft", draft, context=256, learn=True)
         monkeypatch.setattr(comparison, "_MIN_TRANSLATED_FRACTION", 0.0)
         with pytest.raises(
-            OptionError, match="cannot learn: its vocabulary differs from that of demo-mlx-draft"
+            OptionError, match="cannot be trained: its vocabulary differs from that of demo-mlx-draft"
         ):
             edgespec.load("demo-mlx-draft", draft, context=256, learn=True)
 
     def test_learn_rejects_a_draft_with_a_window(self) -> None:
         pytest.importorskip("mlx.core")
-        with pytest.raises(OptionError, match="cannot learn: it reads only the end.*--draft-window 0"):
+        with pytest.raises(OptionError, match="cannot be trained: it reads only the end.*--draft-window 0"):
             edgespec.load("demo-mlx-draft", "demo-mlx-draft", context=512, learn=True, draft_window=24)
 
     def test_learn_rejects_a_recurrent_draft(self, tmp_path: Path) -> None:
         checkpoints = pytest.importorskip("tests.backends.mlx.tiny_checkpoints")
         model = str(checkpoints.write_checkpoint(tmp_path / "model", "lfm2"))
-        with pytest.raises(OptionError, match="cannot learn: it has a recurrent state"):
+        with pytest.raises(OptionError, match="cannot be trained: it has a recurrent state"):
             edgespec.load(model, model, context=256, learn=True)
 
     def test_learn_with_an_mlx_draft(self) -> None:

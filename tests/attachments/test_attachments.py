@@ -104,13 +104,13 @@ def _pdf(data: bytes) -> Callable[[], object]:
         (lambda: Path("file").write_bytes(b"a\xe9b"), "not a text file in UTF-8"),
         (lambda: Path("file").write_bytes(b"\x89PNG\r\n"), "is an image"),
         (lambda: Path("file").write_bytes(b"RIFF1234WEBPVP8 "), "is an image"),
-        (_sparse, "file has 1.0 GiB, but files of at most 16.0 MiB can be attached"),
+        (_sparse, "file is 1.0 GiB in size, which exceeds the limit of 16.0 MiB"),
         (lambda: os.mkfifo("file"), "the path is not a regular file"),
         (lambda: Path("file").symlink_to("file"), "too many levels of symbolic links"),
         (lambda: Path("file").symlink_to("/dev/zero"), "the path is not a regular file"),
-        (lambda: Path("file").mkdir(), "there are no files in file"),
-        (_pdf(b"%PDF-1.7\nrubbish"), "file cannot be attached: it is damaged"),
-        (_pdf(pdfs.text_pdf(" ")), "it contains no text, perhaps because its pages are scanned images"),
+        (lambda: Path("file").mkdir(), "file contains no files"),
+        (_pdf(b"%PDF-1.7\nrubbish"), "file cannot be attached: the file is damaged"),
+        (_pdf(pdfs.text_pdf(" ")), "the file contains no text, perhaps because the pages are scanned images"),
         (_pdf(pdfs.circular_pdf()), "file cannot be attached"),
         (_pdf(pdfs.expanding_pdf()), "file cannot be attached"),
     ],
@@ -126,7 +126,7 @@ def test_hostile_files_are_refused_in_one_sentence(make: Callable[[], object], r
 def test_a_pdf_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edgespec.attachments.pdf._MAX_SECONDS", 0.2)
     Path("file").write_bytes(pdfs.slow_pdf())
-    with pytest.raises(AttachmentError, match="extracting its text takes more than"):
+    with pytest.raises(AttachmentError, match="extracting the text takes more than"):
         read_files("file")
 
 
@@ -142,7 +142,7 @@ def test_too_many_files(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("many").mkdir()
     for number in range(501):
         Path("many", f"{number}.txt").touch()
-    with pytest.raises(AttachmentError, match="many has 501 files, but at most 500 can be attached"):
+    with pytest.raises(AttachmentError, match="many contains 501 files, but at most 500 can be attached"):
         read_files("many")
     monkeypatch.setattr("edgespec.attachments.listing._MAX_FILES", 100)
     with pytest.raises(AttachmentError, match="the folder many has too many files to search"):

@@ -12,7 +12,7 @@ import pytest
 from edgespec.backends import llamacpp, mlx
 from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.llamacpp.layerskip import load_layerskip
-from edgespec.backends.llamacpp.place_model import load_places
+from edgespec.backends.llamacpp.slot_model import load_slots
 from edgespec.prepare.layerskip import prepare_layerskip
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 from tests.backends.rewindable import StateModel, replayed_table
@@ -53,12 +53,12 @@ def _llama_made(name: str, write: Callable[[Path], Path]) -> Maker:
     return make
 
 
-def _place(name: str, write: Callable[[Path], Path]) -> Maker:
+def _slot(name: str, write: Callable[[Path], Path]) -> Maker:
     """Return a maker of a model that shares its context with another reply, whose tokens are in the cache."""
 
     def make(folder: Path, demo: Path) -> LanguageModel:
         options = LoadOptions(context_tokens=CONTEXT, max_branches=8, parallel=2)
-        neighbour, model = load_places(str(write(folder / "model.gguf")), name, options)
+        neighbour, model = load_slots(str(write(folder / "model.gguf")), name, options)
         neighbour.prefill(list(range(3, 80)))
         close = model.close
 
@@ -98,8 +98,8 @@ BACKENDS: dict[str, Maker] = {
     "llama.cpp demo": _llama_demo,
     "tabular replay": _replayed_table,
     "llama.cpp tiny": _llama_made("tiny", write_llama),
-    "llama.cpp place": _place("tiny", write_llama),
-    "llama.cpp window place": _place("window", partial(write_gemma2, window=16)),
+    "llama.cpp slot": _slot("tiny", write_llama),
+    "llama.cpp window slot": _slot("window", partial(write_gemma2, window=16)),
     # Narrower than the trees of the tests are deep.
     "llama.cpp window": _llama_made("window", partial(write_gemma2, window=4)),
     "llama.cpp mamba": _llama_made("mamba", write_mamba),

@@ -87,12 +87,12 @@ def test_every_supported_architecture_gives_the_same_logits(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gemma2"}, "its architecture is 'gemma2', not one of llama, qwen2, qwen3"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope_scaling of type 'dynamic'"),
+        ({"model_type": "gemma2"}, "the architecture is 'gemma2', not one of llama, qwen2, qwen3"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope_scaling of the type 'dynamic'"),
         ({"layer_types": ["sliding_attention"] * 2}, "sliding window"),
-        ({"quantization": {"bits": 7, "group_size": 32}}, "quantised in an unknown way"),
-        ({"num_hidden_layers": 1}, "does not know its tensor model.layers.1"),
-        ({"hidden_size": "?"}, "its config.json has invalid settings"),
+        ({"quantization": {"bits": 7, "group_size": 32}}, "the quantisation of .* is unknown"),
+        ({"num_hidden_layers": 1}, "does not know the tensor model.layers.1"),
+        ({"hidden_size": "?"}, "the settings in config.json are invalid"),
     ],
 )
 def test_other_models_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

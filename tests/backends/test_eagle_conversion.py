@@ -92,7 +92,7 @@ def test_a_folder_that_is_no_head_is_not_converted(target_path: Path, tmp_path: 
     with pytest.raises(EdgespecError):
         prepare_head(folder, target_path, output)
     save_file({"fc.weight": np.zeros((2, 2), np.float32)}, folder / "model.safetensors")
-    with pytest.raises(ModelFileError, match="it lacks"):
+    with pytest.raises(ModelFileError, match="is missing"):
         prepare_head(folder, target_path, output)
     (folder / "config.json").write_text("{}")
     with pytest.raises(ModelFileError):
@@ -135,16 +135,16 @@ def test_what_llama_cpp_does_not_support_is_not_converted(target_path: Path, tmp
     llama3 = {**_ROPES[0], "original_max_position_embeddings": 32}
     for number, (changes, message) in enumerate(
         [
-            ({"rope_scaling": {"type": "longrope"}}, "rope_scaling of type 'longrope'"),
+            ({"rope_scaling": {"type": "longrope"}}, "rope_scaling of the type 'longrope'"),
             ({"norm_output": True}, "norm_output"),
             ({"eagle_aux_hidden_state_layer_ids": [7, 8, 9]}, "layers"),
             ({"rope_scaling": {"type": "linear"}}, "factor"),
-            ({"rope_scaling": {"type": "linear", "factor": 0}}, "its factor is 0, but must be a positive"),
-            ({"rope_scaling": {"type": "yarn", "factor": float("nan")}}, "its factor is nan"),
-            ({"rope_scaling": llama3 | {"factor": 0.0}}, "its factor is 0.0"),
+            ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor is 0, but must be a positive"),
+            ({"rope_scaling": {"type": "yarn", "factor": float("nan")}}, "factor is nan"),
+            ({"rope_scaling": llama3 | {"factor": 0.0}}, "factor is 0.0"),
             ({"rope_scaling": llama3 | {"low_freq_factor": 4.0}}, "must differ"),
-            ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "must both be given"),
-            ({"rope_theta": -1.0}, "its rope_theta is -1.0"),
+            ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "must both be set"),
+            ({"rope_theta": -1.0}, "rope_theta is -1.0"),
         ]
     ):
         folder = write_published(tmp_path / str(number), **changes)  # type: ignore[arg-type]
@@ -159,7 +159,7 @@ def test_weights_that_float16_cannot_hold_are_not_converted(
 ) -> None:
     matrix = np.full((32, 64), value, np.float32)
     folder = write_published(tmp_path / "published", changes={"layer.mlp.down_proj.weight": matrix})
-    with pytest.raises(ModelFileError, match="not finite numbers, or too large for float16") as caught:
+    with pytest.raises(ModelFileError, match="not finite or exceed the range of float16") as caught:
         prepare_head(folder, target_path, tmp_path / "head.gguf")
     assert str(folder) in caught.value.what
     assert [path.name for path in tmp_path.iterdir()] == ["published"]

@@ -215,7 +215,7 @@ def no_memory(_plan: ContextPlan) -> None:
     [
         (Gemma4Shape(size=48), "hidden states of size 48, not 32"),
         (Gemma4Shape(words=WORDS[:-1]), "a vocabulary"),
-        (Gemma4Shape(full=(2, 32)), "2 KV heads of size 32 for its layer 2, not 1 KV heads of size 32"),
+        (Gemma4Shape(full=(2, 32)), "2 KV heads of size 32 for its layer 2, not 1 KV head of size 32"),
         (Gemma4Shape(windowed=(2, 32)), "2 KV heads of size 32 for its layer 0, not 2 KV heads of size 16"),
     ],
 )

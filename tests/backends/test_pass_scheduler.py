@@ -13,7 +13,7 @@ import pytest
 from edgespec.backends.llamacpp.pass_scheduler import PassPart, PassScheduler
 from edgespec.errors import CancelledError, ClosedError, ContextFullError
 
-PLACES, MAX_TOKENS, MAX_ROWS = 3, 16, 8
+SLOTS, MAX_TOKENS, MAX_ROWS = 3, 16, 8
 PASS_SECONDS = 0.05
 
 
@@ -26,7 +26,7 @@ class Passes:
         self.interrupted = threading.Event()
         self.blocked = threading.Event()
         self.blocked.set()
-        self.scheduler = PassScheduler(PLACES, MAX_TOKENS, MAX_ROWS, self.run, self.set_interrupt)
+        self.scheduler = PassScheduler(SLOTS, MAX_TOKENS, MAX_ROWS, self.run, self.set_interrupt)
 
     def set_interrupt(self, requested: bool) -> None:
         if requested:
@@ -35,7 +35,7 @@ class Passes:
             self.interrupted.clear()
 
     def run(self, parts: Sequence[PassPart]) -> None:
-        self.ran.append(sorted(part.place for part in parts))
+        self.ran.append(sorted(part.slot for part in parts))
         self.sizes.append(sum(len(part.tokens) for part in parts))
         assert self.blocked.wait(10)
         self.interrupted.wait(PASS_SECONDS)
@@ -44,9 +44,9 @@ class Passes:
                 part.error = ContextFullError("the context is full")
             part.rows = np.array([part.tokens], np.float32).T
 
-    def submit(self, place: int, tokens: Sequence[int] = (1,), needs_logits: bool = True) -> PassPart:
+    def submit(self, slot: int, tokens: Sequence[int] = (1,), needs_logits: bool = True) -> PassPart:
         count = len(tokens)
-        return self.scheduler.run(PassPart(place, tokens, range(count), [[place]] * count, needs_logits))
+        return self.scheduler.run(PassPart(slot, tokens, range(count), [[slot]] * count, needs_logits))
 
 
 @pytest.fixture
@@ -58,12 +58,12 @@ def passes() -> Iterator[Passes]:
 
 
 def test_replies_share_their_passes(passes: Passes) -> None:
-    def generate(place: int) -> list[float]:
-        return [float(passes.submit(place, [10 * place + i]).rows[0, 0]) for i in range(20)]
+    def generate(slot: int) -> list[float]:
+        return [float(passes.submit(slot, [10 * slot + i]).rows[0, 0]) for i in range(20)]
 
     with ThreadPoolExecutor() as pool:
-        replies = list(pool.map(generate, range(PLACES)))
-    assert replies == [[10 * place + i for i in range(20)] for place in range(PLACES)]
+        replies = list(pool.map(generate, range(SLOTS)))
+    assert replies == [[10 * slot + i for i in range(20)] for slot in range(SLOTS)]
     # Replies can miss each other's passes at the beginning.
     assert passes.ran.count([0, 1, 2]) >= 15
 
@@ -73,7 +73,7 @@ def test_a_pass_knows_how_many_tokens_it_has(passes: Passes) -> None:
     with ThreadPoolExecutor() as pool:
         first = pool.submit(passes.submit, 2)
         wait_until(lambda: bool(passes.ran))
-        others = [pool.submit(passes.submit, place, [1] * (2 + place)) for place in range(2)]
+        others = [pool.submit(passes.submit, slot, [1] * (2 + slot)) for slot in range(2)]
         wait_until(lambda: len(passes.scheduler._waiting) == 2)
         passes.blocked.set()
         assert first.result().pass_tokens == 1
@@ -107,7 +107,7 @@ def test_a_reply_that_nobody_reads_is_waited_for_once(passes: Passes) -> None:
 
 def test_a_failed_part_raises_its_own_error(passes: Passes) -> None:
     with ThreadPoolExecutor() as pool:
-        futures = [pool.submit(passes.submit, place, [-1 if place == 1 else 1]) for place in range(PLACES)]
+        futures = [pool.submit(passes.submit, slot, [-1 if slot == 1 else 1]) for slot in range(SLOTS)]
         with pytest.raises(ContextFullError):
             futures[1].result()
         assert futures[0].result().rows[0, 0] == futures[2].result().rows[0, 0] == 1
@@ -136,7 +136,7 @@ def test_a_pass_is_interrupted_when_all_its_replies_are_cancelled(passes: Passes
     with ThreadPoolExecutor() as pool:
         blocker = pool.submit(passes.submit, 2)
         wait_until(lambda: bool(passes.ran))
-        futures: list[Future[PassPart]] = [pool.submit(passes.submit, place) for place in range(2)]
+        futures: list[Future[PassPart]] = [pool.submit(passes.submit, slot) for slot in range(2)]
         wait_until(lambda: len(passes.scheduler._waiting) == 2)
         passes.blocked.set()
         blocker.result()

@@ -110,6 +110,17 @@ def test_the_headline_is_honest(finished: Race) -> None:
     assert not slower.is_faster
 
 
+def test_without_accepted_tokens_a_race_claims_nothing(finished: Race) -> None:
+    stats = replace(finished.other.reply.stats, accepted_tokens=0)
+    reply = replace(finished.other.reply, stats=stats)
+    race = replace(finished, other=replace(finished.other, reply=reply))
+    for seconds in (0.009, 0.01):
+        same = race_of(race, 0.01, seconds)
+        assert same.headline().startswith("model brought nothing here: no drafted tokens were accepted")
+        assert not same.is_faster
+    assert race_of(race, 0.01, 0.02).headline().startswith("model was slower")
+
+
 def test_the_remarks_say_how_the_race_was_run(finished: Race) -> None:
     remarks = " ".join(race_of(finished, 0.01, 0.01).remarks())
     assert "Both replies are the same" in remarks

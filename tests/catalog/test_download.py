@@ -218,7 +218,9 @@ def test_the_token_is_sent(hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_unreachable_hub() -> None:
-    with pytest.raises(DownloadError, match=r"cannot be reached for [^:]*: (?!.*Errno).*check the network"):
+    with pytest.raises(
+        DownloadError, match=r"cannot reach \S+ to download [^:]*: (?!.*Errno).*check the network"
+    ):
         fetch(REPOSITORY, None)
 
 

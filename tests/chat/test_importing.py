@@ -146,7 +146,7 @@ def test_a_zip_file_is_read(tmp_path: Path) -> None:
     assert [chat.title for chat in ExportedChats(path)] == ["Sorting files", "Trees"]
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("other.json", "[]")
-    with pytest.raises(ChatFileError, match=r"it has no conversations\.json"):
+    with pytest.raises(ChatFileError, match=r"contains no conversations\.json"):
         list(ExportedChats(path))
 
 

@@ -92,6 +92,29 @@ def test_versions_of_messages_are_saved_with_their_parents(store: ChatStore) -> 
     ]  # fmt: skip
 
 
+def test_the_time_of_the_reasoning_comes_back(store: ChatStore) -> None:
+    reply = Message("assistant", "Yes.", "Hm.", reasoning_seconds=1.23456)
+    path = store.save(chat(messages=(TALK[0], reply)))
+    assert store.load("one").messages[1].reasoning_seconds == 1.235
+    text = path.read_text("utf-8")
+    for bad in ("-1", "true", '"1"', "Infinity", "NaN"):
+        path.write_text(text.replace("1.235", bad), "utf-8")
+        with pytest.raises(ChatFileError, match="reasoning_seconds of message 2"):
+            store.load("one")
+
+
+def test_a_chat_that_could_not_be_read_again_is_not_written(
+    store: ChatStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = store.save(chat())
+    before = path.read_bytes()
+    monkeypatch.setattr("edgespec.chat.saved_chat._MAX_FILE_BYTES", len(before) + 100)
+    assert store.load("one").messages == TALK
+    with pytest.raises(ChatFileError, match="a chat can have at most"):
+        store.save(chat(messages=(*TALK, Message("user", "x" * 101))))
+    assert path.read_bytes() == before
+
+
 CALL = ToolCall("c1", "now", "{}")
 
 

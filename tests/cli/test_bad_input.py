@@ -89,10 +89,10 @@ def test_a_name_there_is_not(run: Run) -> None:
         (b'["hi"]', "line 1 of {} is not a valid prompt: the line has neither a prompt nor messages; write"),
         (
             b'{"prompt": 3}',
-            "is not a valid prompt: the prompt or the content of a message is not text; write",
+            "is not a valid prompt: the prompt or the content of a message is not a string; write",
         ),
         (b'{"prompt": ""}', "is not a valid prompt: the last message must have the role user, and no"),
-        (b'{"messages": [3]}', "the prompt or the content of a message is not text; write"),
+        (b'{"messages": [3]}', "the prompt or the content of a message is not a string; write"),
         (b"\xff\xfe", "cannot read prompts from {}: it is not UTF-8 text; check"),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 
 import edgespec
 import edgespec.tui.app
-import edgespec.tui.plain
+import edgespec.tui.plain_run
 from edgespec.cli import chat
 from edgespec.errors import ModelFileError
 from edgespec.load_options import LOAD_OPTIONS
@@ -46,17 +46,25 @@ def test_terminal_that_cannot_draw_gets_the_plain_chat(
     run: Run, opened: Opened, monkeypatch: pytest.MonkeyPatch, terminal: str
 ) -> None:
     plain = Opened()
-    monkeypatch.setattr(edgespec.tui.plain, "run_plain_chat", plain)
+    monkeypatch.setattr(edgespec.tui.plain_run, "run_plain_chat", plain)
     monkeypatch.setenv("TERM", terminal)
     result = run("chat", "--target", "8b-q4")
     assert result.exit_code == 0, result.output
     assert opened.load is None
-    assert plain.options == {"model_name": "8b-q4", "system": None, "settings": {}, "resume": None}
+    assert plain.options.pop("load_other")
+    asked: dict[str, Any] = {
+        "model_name": "8b-q4",
+        "system": None,
+        "settings": {},
+        "resume": None,
+        "tools": False,
+    }
+    assert plain.options == asked
 
 
 def test_plain_can_be_asked_for(run: Run, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Opened()
-    monkeypatch.setattr(edgespec.tui.plain, "run_plain_chat", plain)
+    monkeypatch.setattr(edgespec.tui.plain_run, "run_plain_chat", plain)
     assert run("chat", "--plain").exit_code == 0
     assert opened.load is None
     assert plain.load is not None
@@ -64,7 +72,7 @@ def test_plain_can_be_asked_for(run: Run, opened: Opened, monkeypatch: pytest.Mo
 
 def test_a_pipe_gets_the_plain_chat(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Opened()
-    monkeypatch.setattr(edgespec.tui.plain, "run_plain_chat", plain)
+    monkeypatch.setattr(edgespec.tui.plain_run, "run_plain_chat", plain)
     assert run("chat").exit_code == 0
     assert plain.load is not None
 

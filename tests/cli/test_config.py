@@ -100,7 +100,7 @@ def test_set_changes_a_value_and_keeps_comments(run: Run, file: Path) -> None:
         (["set", "temprature", "1"], "there is no setting 'temprature'; did you mean temperature?"),
         (["set", "chta.seed", "1"], "'chta' is not a command that has settings; did you mean chat?"),
         (["set", "doctor.seed", "1"], "'doctor' is not a command that has settings"),
-        (["set", "chat.seed.x", "1"], "'chat.seed.x' is not a key"),
+        (["set", "chat.seed.x", "1"], "'chat.seed.x' is not a valid key"),
         (["set", "seed"], "missing argument"),
         (["set", "seed", "1", "2"], "seed takes one value, not 2"),
         (["set", "seed", "x"], "seed must be a non-negative integer, not 'x'"),

@@ -182,7 +182,7 @@ class TestRemove:
     @pytest.mark.parametrize(
         ("reference", "line"),
         [
-            ("demo", "comes with edgespec"),
+            ("demo", "part of edgespec"),
             ("helper:11m", "use `ollama rm`"),
             ("maker/Helper-GGUF", "it belongs to LM Studio"),
             (str(DRAFT), "it is your own file"),

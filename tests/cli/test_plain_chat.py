@@ -20,7 +20,7 @@ SLOW = """
 import sys
 from pathlib import Path
 from edgespec.chat.store import ChatStore
-from edgespec.tui.plain import run_plain_chat
+from edgespec.tui.plain_run import run_plain_chat
 from tests.tui.scripted import Script, ScriptedRuntime, loading
 runtime = ScriptedRuntime([Script("word " * 1000, pause_seconds=0.02), Script("done")])
 end = run_plain_chat(loading(runtime), model_name="demo", store=ChatStore(Path(sys.argv[1])))
@@ -81,7 +81,7 @@ def test_commands_work_line_by_line(start: Start, tmp_path: Path) -> None:
     for text in ("Saved as 'My chat'.", "My chat (now, 2 messages)", "/regen: regenerate the last reply"):
         assert text in out
     for text in (
-        "/theme needs the full-screen chat",
+        "/theme does not exist in the plain chat",
         "Unknown command /nope",
         "Opened “My chat”",
         "temperature?",

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from edgespec.cli.options import preset_option
+from edgespec.errors import ConfigurationError
 from edgespec.presets import Preset, preset_names, preset_path, read_preset, write_preset
 from tests.cli.conftest import Run, one_line_error
 from tests.cli.settings_places import file as file
@@ -67,7 +68,7 @@ def test_missing_presets(run: Run) -> None:
     assert "create the file" in one_line_error(run("generate", "--preset", "reviewer", "Hi"), 2)
     write("seed = 1\n")
     assert "did you mean reviewer?" in one_line_error(run("generate", "--preset", "reviewr", "Hi"), 2)
-    assert "cannot be the name" in one_line_error(run("generate", "--preset", "../x", "Hi"), 2)
+    assert "not a valid preset name" in one_line_error(run("generate", "--preset", "../x", "Hi"), 2)
 
 
 def test_an_error_caused_by_a_preset_names_its_file(run: Run) -> None:
@@ -87,6 +88,14 @@ def test_a_preset_keeps_all_values() -> None:
     assert read_preset("one").settings == settings
     write_preset(Preset("Two", {"seed": 1}))
     assert preset_names() == ["one", "Two"]
+
+
+def test_a_preset_that_could_not_be_read_again_is_not_written() -> None:
+    write_preset(Preset("long", {"system": "x" * 65_000}))
+    assert read_preset("long").settings["system"] == "x" * 65_000
+    with pytest.raises(ConfigurationError, match="would have 65,548 bytes, but at most 65,536"):
+        write_preset(Preset("long", {"system": "x" * 65_536}))
+    assert read_preset("long").settings["system"] == "x" * 65_000
 
 
 def test_the_option_completes_names() -> None:

@@ -241,7 +241,7 @@ class TestReasoning:
     def test_an_answer_can_be_continued(self, reply_start: str) -> None:
         constrained = self.constrained("abx", reply_start, reply_start)
         assert self.allowed(constrained) == [ord("x") + 1]
-        with pytest.raises(OptionError, match="'ab', which violates the regex"):
+        with pytest.raises(OptionError, match="'ab', which violates the regular expression"):
             self.constrained("ax", reply_start, reply_start)
 
     def test_a_marker_of_several_tokens(self) -> None:

@@ -68,7 +68,7 @@ def test_weights_can_be_split_over_several_files(tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     names = sorted(tensors)
     save_file({name: tensors[name] for name in names[:4]}, folder / "model-00001-of-00002.safetensors")
-    with pytest.raises(ModelFileError, match="it lacks"):
+    with pytest.raises(ModelFileError, match="is missing"):
         read_eagle(folder)
     save_file({name: tensors[name] for name in names[4:]}, folder / "model-00002-of-00002.safetensors")
     head = read_eagle(folder)
@@ -82,16 +82,16 @@ def test_weights_can_be_split_over_several_files(tmp_path: Path) -> None:
         ({"hidden_size": 1e400}, "."),
         ({"hidden_size": -32}, "."),
         ({"hidden_size": None}, "."),
-        ({"num_key_value_heads": 3}, "sizes are impossible"),
-        ({"head_dim": 15}, "sizes are impossible"),
-        ({"num_hidden_layers": 2}, "it has 2 layers"),
-        ({"hidden_act": "gelu"}, "activation function 'gelu'"),
+        ({"num_key_value_heads": 3}, "layer sizes are invalid"),
+        ({"head_dim": 15}, "layer sizes are invalid"),
+        ({"num_hidden_layers": 2}, "the head has 2 layers"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"vocab_size": 20}, "outside the vocabulary"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, "fc.weight reads"),
         ({"eagle_aux_hidden_state_layer_ids": 3}, "."),
         ({"target_hidden_size": 33}, "."),
         ({"intermediate_size": 65}, "has the shape"),
-        ({"norm_before_fc": True}, "it lacks input_norm.weight"),
+        ({"norm_before_fc": True}, "the tensor input_norm.weight is missing"),
     ],
 )
 def test_impossible_settings_are_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
@@ -105,11 +105,11 @@ def test_impossible_settings_are_refused(tmp_path: Path, settings: dict[str, Any
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"norm.weight": None}, r"it lacks norm\.weight"),
+        ({"norm.weight": None}, r"the tensor norm\.weight is missing"),
         ({"fc.weight": None}, r"reads 0 values"),
         ({"fc.weight": np.zeros(96, np.float32)}, r"has the shape"),
         ({"fc.weight": np.zeros((), np.float32)}, "."),
-        ({"extra.weight": np.zeros(3, np.float32)}, r"unknown tensor extra\.weight"),
+        ({"extra.weight": np.zeros(3, np.float32)}, r"tensor extra\.weight is unknown"),
         ({"norm.weight": np.zeros(32, np.int64)}, "not a floating-point type"),
         ({"d2t": np.full(50, 151, np.int64)}, "outside the vocabulary"),
         ({"d2t": np.full(50, -60, np.int64)}, "outside the vocabulary"),

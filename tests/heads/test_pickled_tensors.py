@@ -62,9 +62,9 @@ HOSTILE: dict[str, Callable[[Path], bytes]] = {
     "a call": lambda marker: pickle.dumps({"w": Evil(marker)}, 2),
     "a call with a newer protocol": lambda marker: pickle.dumps({"w": Evil(marker)}, 5),
     "an old instance": lambda marker: b"(S'%s'\niposix\nmkdir\n." % str(marker).encode(),
-    "a call of builtins": lambda marker: call("builtins", "exec", f"import os; os.mkdir({str(marker)!r})"),
+    "a call to builtins": lambda marker: call("builtins", "exec", f"import os; os.mkdir({str(marker)!r})"),
     "a call below torch": lambda _: call("torch.serialization", "load", "x"),
-    "a call of the result of a call": lambda _: b"\x80\x02ccollections\nOrderedDict\n)R)R.",
+    "a call to the result of a call": lambda _: b"\x80\x02ccollections\nOrderedDict\n)R)R.",
     "a class": lambda _: pickle.dumps(np.float64(1.0), 2),
     "an unknown storage": lambda _: b"\x80\x02(X\x07\x00\x00\x00storagecos\nsystem\nX\x01\x00\x00\x000NNtQ.",
     "a huge memo index": lambda _: b"\x80\x02}r\xff\xff\xff\x7fh\x01.",
@@ -91,7 +91,7 @@ def test_a_hostile_pickle_is_refused_and_not_executed(
 
 def test_the_message_names_the_call(tmp_path: Path) -> None:
     path = write_archive(tmp_path / "head.bin", pickle.dumps({"w": Evil(tmp_path / "x")}, 2))
-    with pytest.raises(ModelFileError, match=r"a call of posix\.mkdir.*does not execute"):
+    with pytest.raises(ModelFileError, match=r"the pickle calls posix\.mkdir.*never runs"):
         read_pickled_tensors(path)
 
 
@@ -138,6 +138,6 @@ def test_damaged_files_give_an_error_or_tensors(tmp_path: Path, data: st.DataObj
 @pytest.mark.parametrize("module", ["x" * 100_000, "torch"])
 def test_long_names_are_cut_in_messages(tmp_path: Path, module: str) -> None:
     path = write_archive(tmp_path / "head.bin", call(module, "y" * 100_000))
-    with pytest.raises(ModelFileError, match="a call of") as caught:
+    with pytest.raises(ModelFileError, match="the pickle calls") as caught:
         read_pickled_tensors(path)
     assert len(caught.value.what) < 400 + len(str(path))

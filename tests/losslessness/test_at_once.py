@@ -14,7 +14,7 @@ import edgespec
 from edgespec import Runtime
 from edgespec.assembly.loading import always_draft
 from edgespec.backends.base import LanguageModel, LoadOptions
-from edgespec.backends.llamacpp.place_model import load_places
+from edgespec.backends.llamacpp.slot_model import load_slots
 from edgespec.backends.llamacpp.thread_count import ThreadCount
 from edgespec.errors import CancelledError, OptionError
 from edgespec.losslessness import Report, read_prompts, verify
@@ -106,7 +106,7 @@ class TestErrors:
     @pytest.fixture
     def models(self, tmp_path: Path) -> Iterator[Sequence[LanguageModel]]:
         path = write_llama(tmp_path / "tiny.gguf", layers=2)
-        models = load_places(str(path), "tiny", LoadOptions(context_tokens=256, parallel=3))
+        models = load_slots(str(path), "tiny", LoadOptions(context_tokens=256, parallel=3))
         yield models
         for model in models:
             model.close()

@@ -147,7 +147,7 @@ class TestOptions:
         messages = [edgespec.Message("user", HOWTO)]
         stream = runtime.stream_messages(messages, reply_start="Use `l", choice=("Use `ls`.", "Ask."))
         assert stream.wait().text == "s`."
-        with pytest.raises(OptionError, match="'Never', which violates the choice"):
+        with pytest.raises(OptionError, match="'Never', which violates the list of choices"):
             runtime.stream_messages(messages, reply_start="Never", choice=("Use `ls`.", "Ask."))
 
     def test_pydantic_models_have_no_other_properties(self) -> None:

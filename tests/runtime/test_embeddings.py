@@ -1,4 +1,4 @@
-"""Embeddings equal those of llama-cpp-python, and the work takes the place of a reply."""
+"""Embeddings equal those of llama-cpp-python, and embedding occupies the session of a reply."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_fewer_dimensions(small: Runtime) -> None:
         ([""], "text 1 is empty"),
         (["One", []], "text 2 is empty"),
         ([[10**9]], "text 1 is not in the vocabulary"),
-        ([3], "no text"),
+        ([3], "must be a string or a list of token ids"),
     ],
 )
 def test_invalid_texts_are_refused(small: Runtime, texts: Any, message: str) -> None:
@@ -154,7 +154,7 @@ def test_invalid_texts_are_refused(small: Runtime, texts: Any, message: str) -> 
     assert small.embed([]) == []
 
 
-def test_the_work_takes_the_place_of_a_reply(small: Runtime) -> None:
+def test_embedding_occupies_the_session_of_a_reply(small: Runtime) -> None:
     stream = small.stream(HOWTO, max_tokens=20)
     next(iter(stream))
     with pytest.raises(BusyError):

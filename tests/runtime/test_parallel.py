@@ -206,7 +206,7 @@ def test_a_context_that_is_full_ends_only_its_own_reply(alone: Runtime, pair: Ru
     assert replies[0].finish_reason == "length"
 
 
-def test_the_queue_runs_as_many_replies_as_there_are_places(pair: Runtime) -> None:
+def test_the_queue_runs_as_many_replies_as_there_are_sessions(pair: Runtime) -> None:
     running = threading.Barrier(2)
     pair.clear_cache()
 

@@ -365,7 +365,7 @@ def test_tokens_are_counted(client: anthropic.Anthropic) -> None:
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-            "messages.0.content.0.text is missing; add it",
+            "messages.0.content.0.text is missing; add this field",
         ),
         ({"system": [PNG]}, "system.0 has the type 'image'"),
         ({"tools": [{"input_schema": {}}]}, "tool 1 has an invalid name"),

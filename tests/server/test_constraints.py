@@ -90,7 +90,7 @@ def test_edgespecs_own_constraints(client: openai.OpenAI) -> None:
         ({"schema": {"type": 5}}, ""),
         ({"schema": {"$ref": "http://example.com/x.json"}}, ""),
         ({"schema": {}, "regex": "a"}, ""),
-        ({"top_logprobs": 3}, "top_logprobs needs logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs requires logprobs"),
     ],
 )
 def test_invalid_constraints(client: openai.OpenAI, change: dict[str, Any], message: str) -> None:
@@ -266,9 +266,13 @@ def test_vllm_constraints(client: openai.OpenAI, fields: dict[str, Any], pattern
         ({"guided_json": {}, "response_format": {"type": "json_object"}}, "set the schema"),
         ({"guided_regex": "a", "schema": {}}, "schema and regex cannot be used together"),
         ({"structured_outputs": {"json": 5}}, "structured_outputs.json"),
+        (
+            {"structured_outputs": {"json": {}, "whitespace_pattern": " "}},
+            "unknown field 'structured_outputs.whitespace_pattern'",
+        ),
     ],
 )
-def test_contradictory_vllm_constraints(client: openai.OpenAI, fields: dict[str, Any], message: str) -> None:
+def test_invalid_vllm_constraints(client: openai.OpenAI, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(openai.BadRequestError, match=message):
         client.chat.completions.create(model="demo", messages=MESSAGES, extra_body=fields)
 

@@ -254,7 +254,7 @@ def test_models_are_described(client: ollama.Client, http: httpx.Client) -> None
         ),
         ({"format": "xml"}, "format: "),
         ({"think": "hard"}, "think: "),
-        ({"top_logprobs": 2}, "top_logprobs needs logprobs: true"),
+        ({"top_logprobs": 2}, "top_logprobs requires logprobs: true"),
         ({"messages": [{"role": "user", "content": "x", "images": [PNG]}]}, "messages.0.images has 1 images"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "'robot'"),
         ({"tools": [{"type": "function"}]}, "tool"),

@@ -179,7 +179,7 @@ def test_replies_can_be_sent_back_as_dicts(client: openai.OpenAI) -> None:
             "messages.0.content.0",
             "edgespec's models read only text",
         ),
-        ({"stream_options": {}, "stream": False}, "stream_options", "stream_options needs stream"),
+        ({"stream_options": {}, "stream": False}, "stream_options", "stream_options requires stream"),
     ],
 )
 def test_invalid_requests_are_explained(

@@ -65,7 +65,7 @@ def test_allowed_tools_are_saved_and_the_rest_is_kept(file: Path) -> None:
         ('[notes]\nurl = "http://x"\nargs = []\n', 3, "args has no effect for a server with a url"),
         ('[notes]\ncommand = "x"\nurl = "http://x"\n', 1, "needs either a command or a url"),
         ("[notes]\n", 1, "needs either a command or a url"),
-        ('[my_notes]\ncommand = "x"\n', 1, "cannot be the name of a server"),
+        ('[my_notes]\ncommand = "x"\n', 1, "is not a valid server name"),
         ("\nnotes = 1\n", 2, "is not in a section"),
         ("[notes\n", 1, ""),
     ],

@@ -117,9 +117,9 @@ def test_a_real_server_over_http(boxes: list[Toolbox], http: str) -> None:
     ("config", "problem"),
     [
         (ServerConfig("bad", command="no-such-program-anywhere"), "there is no program"),
-        (hostile("ends"), "its program ended with status 1: cannot read the settings"),
+        (hostile("ends"), "the program ended with status 1: cannot read the settings"),
         (hostile("silent"), "it did not start within 1 seconds"),
-        (hostile("blares"), "it sent more than 8 MiB at once"),
+        (hostile("blares"), "the server sent more than 8 MiB at once"),
         (ServerConfig("bad", url="http://127.0.0.1:9/mcp"), "connect"),
     ],
     ids=["missing", "ends", "silent", "blares", "refused"],
@@ -141,9 +141,9 @@ def test_servers_that_do_not_start(
     ("mode", "problem"),
     [
         ("hangs", "act did not answer within 2 seconds"),
-        ("dies", "its program ended with status 3: out of \\x1b[31mmemory"),
-        ("huge", "it sent more than 8 MiB at once"),
-        ("floods", "it sent more than 8 MiB at once"),
+        ("dies", "the program ended with status 3: out of \\x1b[31mmemory"),
+        ("huge", "the server sent more than 8 MiB at once"),
+        ("floods", "the server sent more than 8 MiB at once"),
         ("pings", ""),
         ("wrong", "act failed"),
     ],
@@ -174,7 +174,7 @@ def test_a_server_that_sends_too_much_between_calls_is_cut_off(boxes: list[Toolb
         if not box.servers["bad"].running:
             break
         time.sleep(0.02)
-    assert box.servers["bad"].problem == "it sent more than 8 MiB at once"
+    assert box.servers["bad"].problem == "the server sent more than 8 MiB at once"
 
 
 def test_ten_thousand_tools(boxes: list[Toolbox]) -> None:

@@ -150,7 +150,7 @@ def test_an_unfinished_training_is_not_mixed_with_another(train: Train, tmp_path
 def test_other_files_are_not_deleted(train: Train, tmp_path: Path) -> None:
     (tmp_path / "training").mkdir()
     (tmp_path / "training" / "mine.txt").write_text("mine")
-    with pytest.raises(OptionError, match="contains other files"):
+    with pytest.raises(OptionError, match="contains files that edgespec did not"):
         train(tmp_path)
     assert (tmp_path / "training" / "mine.txt").read_text() == "mine"
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from textual import _wait
 from textual.css.stylesheet import Stylesheet
 
 import edgespec
@@ -37,4 +39,15 @@ def shared_styles() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Stylesheet, "_parse_rules", parse_once)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def idle_without_the_model_thread() -> Iterator[None]:
+    """Count the app as idle while only the model thread computes.
+
+    Textual waits after each key until the whole process is idle, which is a second or two during a reply.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_wait, "process_time", time.thread_time)
         yield

@@ -15,10 +15,10 @@ from textual.widgets import Static
 
 from edgespec.chat.saved_chat import Setting
 from edgespec.chat.store import ChatStore
-from edgespec.tui.app import ChatApp, LoadOther, load_named
+from edgespec.tui.app import ChatApp
 from edgespec.tui.chat_screen import ChatScreen
 from edgespec.tui.widgets.reply_markdown import ReplyMarkdown
-from edgespec.tui.worker import Load
+from edgespec.tui.worker import Load, LoadOther, load_named
 
 NAMES = {" ": "space", "?": "question_mark", "/": "slash", ".": "full_stop", "-": "minus", "_": "underscore"}
 

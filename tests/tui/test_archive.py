@@ -15,6 +15,8 @@ from edgespec.chat.store import ChatStore
 from edgespec.errors import ChatFileError
 from edgespec.tui.archive import Archive
 from edgespec.tui.open_chat import ChatEntry, OpenChat
+from tests.tui.driving import driving
+from tests.tui.scripted import ScriptedRuntime, loading
 
 
 async def opened(archive: Archive, chat_id: str) -> OpenChat:
@@ -126,3 +128,24 @@ async def test_a_chat_that_could_not_be_saved_is_saved_later_with_another_one(
     await archive.save(second, "demo")
     assert sorted(chat.title for chat in store.list()) == ["bye", "hello"]
     archive.check_saved()
+
+
+async def test_a_chat_that_is_too_long_takes_no_further_messages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.say("first")
+        (path,) = d.saved()
+        monkeypatch.setattr("edgespec.tui.archive.MAX_CHAT_BYTES", path.stat().st_size + 100)
+        await d.say("x" * 101)
+        await d.said("the most that a chat can have. Start a new chat with /new")
+        assert d.chat.prompt.text == "x" * 101
+        assert len(d.chat.current_chat.entries) == 2
+        await d.say("second")
+        assert len(d.chat.current_chat.entries) == 4
+        await d.press("ctrl+r")
+        await d.said("the most that a chat can have.")
+        d.chat.prompt.clear()
+        await d.say("/new")
+        await d.say("third")
+        assert len(d.saved()) == 2

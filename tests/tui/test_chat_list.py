@@ -57,12 +57,75 @@ async def test_typing_filters_and_pinned_chats_come_first(tmp_path: Path) -> Non
         assert not any(chat.pinned for chat in ChatStore(tmp_path / "chats").list())
 
 
+async def test_chats_are_renamed_pinned_and_restored_by_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saved_data, "delete_data", lambda kind: 0)
+    store = ChatStore(tmp_path / "chats")
+    for number, name in enumerate(("oldest", "older")):
+        tree = MessageTree.linear([Message("user", name)])
+        store.save(SavedChat(name, tree, NOON, NOON.replace(minute=number)))
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.say("newest")
+        await d.press("f2")
+        await d.sees("Ctrl+R renames · Ctrl+P pins")
+        await d.press("down", "ctrl+r", *"X", "enter")
+        await until(d.pilot, lambda: store.load("older").title == "olderX", "the new title")
+        await until(d.pilot, lambda: titles(d) == ["newest", "olderX", "oldest"], "the list")
+        assert d.chat.sidebar.chat.id == "older"  # type: ignore[union-attr]
+        await d.press("down", "ctrl+p")
+        await until(d.pilot, lambda: titles(d) == ["oldest", "newest", "olderX"], "the pinned chat")
+        assert store.load("oldest").pinned
+        await d.press("ctrl+p")
+        await until(d.pilot, lambda: titles(d) == ["newest", "olderX", "oldest"], "the order of before")
+        await d.press("delete")
+        await until(d.pilot, lambda: titles(d) == ["newest", "olderX"], "the deletion")
+        await d.press("ctrl+z")
+        await until(d.pilot, lambda: titles(d) == ["newest", "olderX", "oldest"], "the restored chat")
+        assert d.chat.current_chat.shown_title == "newest"
+        await d.press("home", "ctrl+r", "home", *"My ", "enter")
+        await until(d.pilot, lambda: d.chat.current_chat.title == "My newest", "the title of the open chat")
+        await d.press("ctrl+r", "escape", "ctrl+p")
+        await until(d.pilot, lambda: d.chat.current_chat.pinned, "the pin of the open chat")
+        assert {chat.title for chat in store.list()} == {"My newest", "olderX", "oldest"}
+        assert len(d.app.store.list()) == 3
+        await d.press("escape", "ctrl+r")
+        await d.settled()
+        assert len(d.chat.current_chat.tree.messages) == 3
+
+
+async def test_the_search_command_filters_the_list(tmp_path: Path) -> None:
+    runtime = ScriptedRuntime(scripts=[Script(text="Use ls."), Script(text="Use find.")])
+    async with driving(loading(runtime), tmp_path) as d:
+        await d.say("sorting")
+        await d.say("/new")
+        await d.say("searching")
+        await d.say("/search ls")
+        assert titles(d) == ["sorting"]
+        await d.sees("Chats: ls")
+        await d.press("backspace", "backspace")
+        assert len(titles(d)) == 2
+        await d.write("/show")
+        assert d.chat.prompt.text == "/show"
+        assert len(titles(d)) == 2
+
+
+async def test_a_chat_renamed_here_is_not_overwritten_by_another_program(tmp_path: Path) -> None:
+    store = ChatStore(tmp_path)
+    chat = SavedChat("one", MessageTree.linear([Message("user", "Q")]), NOON, NOON)
+    store.save(chat)
+    await Archive(store).change("one", title="New name")
+    saved = store.save_after(chat, NOON)
+    assert saved.id != "one"
+    assert store.load("one").title == "New name"
+
+
 async def test_a_deletion_is_final_when_its_time_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deleted: list[str] = []
     monkeypatch.setattr(saved_data, "delete_data", deleted.append)
-    monkeypatch.setattr("edgespec.tui.deletion.UNDO_SECONDS", 0.5)
+    monkeypatch.setattr("edgespec.tui.chat_list.UNDO_SECONDS", 0.5)
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         await d.say("first")
         await d.press("f2", "delete")

@@ -19,16 +19,24 @@ from edgespec.tui.worker import Load
             "COLOR_SYSTEM",
             "zzz",
             (
-                "the environment variable TEXTUAL_COLOR_SYSTEM is 'zzz', which cannot be used;"
-                " unset it, or use one of auto, standard, 256, truecolor, windows"
+                "the environment variable TEXTUAL_COLOR_SYSTEM is 'zzz', which is not a colour"
+                " system that Textual knows; unset it, or use one of auto, standard, 256, truecolor, windows"
             ),
         ),
-        ("COLOR_SYSTEM", "", "the environment variable TEXTUAL_COLOR_SYSTEM is '', which cannot be used;"),
-        ("DRIVER", "a:b", "TEXTUAL_DRIVER is 'a:b', which cannot be used; unset it, or use the module and"),
-        ("DRIVER", "", "TEXTUAL_DRIVER is '', which cannot be used;"),
-        ("DRIVER", "os:path", "TEXTUAL_DRIVER is 'os:path', which cannot be used;"),
-        ("DRIVER", "textual.driver.Driver", "TEXTUAL_DRIVER is 'textual.driver.Driver', which cannot be"),
-        ("MAX_FPS", 10**9, "TEXTUAL_FPS is '1000000000', which cannot be used; unset it, or use a number"),
+        ("COLOR_SYSTEM", "", "the environment variable TEXTUAL_COLOR_SYSTEM is '', which is not a colour"),
+        (
+            "DRIVER",
+            "a:b",
+            "TEXTUAL_DRIVER is 'a:b', which is not a Textual driver; unset it, or use a module",
+        ),
+        ("DRIVER", "", "TEXTUAL_DRIVER is '', which is not a Textual driver;"),
+        ("DRIVER", "os:path", "TEXTUAL_DRIVER is 'os:path', which is not a Textual driver;"),
+        ("DRIVER", "textual.driver.Driver", "TEXTUAL_DRIVER is 'textual.driver.Driver', which is not a"),
+        (
+            "MAX_FPS",
+            10**9,
+            "TEXTUAL_FPS is 1000000000, but the chat draws at most 1000 frames per second; unset",
+        ),
         (
             "LOG_FILE",
             "/none/x",
@@ -47,5 +55,7 @@ def test_a_bad_value_is_named(
 def test_a_missing_folder_for_screenshots(monkeypatch: pytest.MonkeyPatch, demo: Load) -> None:
     monkeypatch.setattr(constants, "SCREENSHOT_DELAY", 1)
     monkeypatch.setattr(constants, "SCREENSHOT_LOCATION", "/none")
-    with pytest.raises(ConfigurationError, match="TEXTUAL_SCREENSHOT_LOCATION is '/none', which cannot be"):
+    with pytest.raises(
+        ConfigurationError, match="TEXTUAL_SCREENSHOT_LOCATION is '/none', which is not a folder"
+    ):
         run_chat(demo)

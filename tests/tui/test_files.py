@@ -211,7 +211,7 @@ async def test_what_cannot_be_attached_is_refused(tmp_path: Path, demo: Load) ->
         "big.txt": "big.txt has at least ",
         "pipe": "pipe cannot be read: the path is not a regular file",
         "loop": "loop cannot be read: too many levels of symbolic links",
-        "huge.bin": "huge.bin has 1.0 GiB, but files of at most 16.0 MiB can be attached",
+        "huge.bin": "huge.bin is 1.0 GiB in size, which exceeds the limit of 16.0 MiB",
     }
     async with driving(demo, tmp_path) as d:
         for path, problem in problems.items():

@@ -25,6 +25,19 @@ LIMITS = (0.02, 2.0)
 WHY = "2% plus the time of 2 tokens, a larger share of a short reply"
 
 
+async def test_no_acceptance_is_shown_while_the_speed_up_is_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        status = d.chat.query_one(StatusLine)
+        await d.say("one")
+        assert status.facts.acceptance_rate == 29 / 40
+        monkeypatch.setattr("tests.tui.scripted.LIVE", SMALL)
+        await d.say("two")
+        assert status.facts.speed_up == "speed-up off"
+        assert status.facts.acceptance_rate is None
+
+
 async def test_speed_up_is_shown_during_the_reply(tmp_path: Path) -> None:
     gate = threading.Event()
     runtime = ScriptedRuntime(scripts=[Script(text="word " * 40, gate=gate)])

@@ -87,7 +87,7 @@ async def test_an_existing_preset_is_replaced_only_after_confirmation(tmp_path: 
         ("/preset broken", "line 1: there is no setting 'temprature'; did you mean temperature?"),
         ("/preset unusable", "method 'lowbit' cannot be used"),
         ("/preset save", "The preset needs a name"),
-        ("/preset save a/b", "cannot be the name of a preset"),
+        ("/preset save a/b", "is not a valid preset name"),
     ],
 )
 async def test_what_cannot_be_done(tmp_path: Path, command: str, problem: str) -> None:

@@ -127,7 +127,7 @@ async def test_a_race_on_the_screen(demo: Load, tmp_path: Path, size: tuple[int,
         await d.pilot.pause(0.2)
         shown = d.screen_text()
         assert all(len(line) <= size[0] for line in shown)
-        assert "plain decoding" in "\n".join(shown)
+        assert "plain" in "\n".join(shown)
         assert "auto" in "\n".join(shown)
         await d.press("r")
         await until(d.pilot, lambda: "\n".join(d.screen_text()).count("✓") == 2, "the end of the replay", 30)

@@ -109,7 +109,7 @@ async def test_a_saved_chat_keeps_the_reasoning(tmp_path: Path) -> None:
     assert (saved["content"], saved["reasoning"]) == (ANSWER, "The user wants `ls`. What else?")
     runtime = ScriptedRuntime([Script("More.")])
     async with driving(loading(runtime), tmp_path, resume="last") as driver:
-        await driver.sees("Thoughts")
+        await driver.sees("Thought")
         assert "The user wants" not in "\n".join(driver.screen_text())
         await driver.press("f7")
         await driver.sees("The user wants `ls`. What else?")
@@ -118,6 +118,18 @@ async def test_a_saved_chat_keeps_the_reasoning(tmp_path: Path) -> None:
     messages = json.loads(path.read_text("utf-8"))["messages"]
     assert messages[1] == saved
     assert "reasoning" not in messages[3]
+
+
+async def test_the_time_of_the_reasoning_is_saved(tmp_path: Path) -> None:
+    runtime = ScriptedRuntime([Script(THOUGHT + ANSWER, pause_seconds=0.05)])
+    async with driving(loading(runtime), tmp_path) as driver:
+        await driver.say("How do I sort files?")
+        title = reply(driver).thoughts.title.partition(" · ")[0]
+        assert title.startswith("Thought for ")
+        (path,) = driver.saved()
+    assert json.loads(path.read_text("utf-8"))["messages"][1]["reasoning_seconds"] > 0
+    async with driving(loading(ScriptedRuntime()), tmp_path, resume="last") as driver:
+        await driver.sees(title)
 
 
 async def test_a_reply_stopped_while_thinking_is_kept_and_can_be_continued(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from edgespec.settings_file import quoted
 from edgespec.tools.server_config import read_servers, servers_path
 from edgespec.tui.screens.approval import ApprovalScreen
 from edgespec.tui.screens.tools import ToolsScreen
-from edgespec.tui.tool_use import ToolUse
+from edgespec.tui.tool_access import ToolAccess
 from edgespec.tui.widgets.tool_call import ToolCallMessage
 from edgespec.tui.worker import Load
 from tests.tui.driving import Driver, driving, until
@@ -48,15 +48,15 @@ def configure(name: str, script: str, *words: str) -> None:
 def forced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the tools that the model must call, one per reply. Later replies must not call any."""
     names: list[str] = []
-    offered = vars(ToolUse)["options"].fget
+    offered = vars(ToolAccess)["options"].fget
 
-    def options(self: ToolUse) -> dict[str, Any]:
+    def options(self: ToolAccess) -> dict[str, Any]:
         given = offered(self)
         if not names:
             return {**given, "tool_choice": "none", "max_tokens": 4} if given else {}
         return {**given, "tool_choice": {"type": "function", "function": {"name": names.pop(0)}}}
 
-    monkeypatch.setattr(ToolUse, "options", property(options))
+    monkeypatch.setattr(ToolAccess, "options", property(options))
     return names
 
 
@@ -227,7 +227,7 @@ async def test_a_hostile_server_cannot_draw_on_the_screen_or_end_the_chat(
     settings = {"max_tokens": 120, "temperature": 0.0, "seed": 1}
     async with driving(demo, tmp_path, size=(100, 40), settings=settings) as d:
         await tools_on(d, 2)
-        await d.said("The server gone was not started: its program ended with status 1")
+        await d.said("The server gone was not started: the program ended with status 1")
         await d.say("/tools")
         await until(d.pilot, lambda: isinstance(d.app.screen, ToolsScreen), "the list")
         await d.sees(r"\x1b[2J\u202eApproved\u200b \x07[bold]run[/bold]")
@@ -240,7 +240,7 @@ async def test_a_hostile_server_cannot_draw_on_the_screen_or_end_the_chat(
             await d.press("enter")
             await finished(d)
             assert roles(d)[:3] == ["user", "assistant", "tool"]
-        assert "its program ended with status 3" in results(d)[0]
+        assert "the program ended with status 3" in results(d)[0]
         await d.sees("failed")
 
 
@@ -260,7 +260,7 @@ async def test_long_results_are_limited(demo: Load, tmp_path: Path, forced: list
 async def test_the_number_of_rounds_is_limited(
     demo: Load, tmp_path: Path, forced: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(edgespec.tui.tool_use, "_MAX_ROUNDS", 2)
+    monkeypatch.setattr(edgespec.tui.tool_use, "MAX_ROUNDS", 2)
     configure("good", "hostile_server.py", "polite")
     servers_path().write_text(servers_path().read_text() + 'allow = ["act"]\n')
     async with driving(demo, tmp_path, settings={"max_tokens": 120, "temperature": 0.0}) as d:

@@ -48,7 +48,7 @@ async def test_import_says_what_is_left_out(tmp_path: Path) -> None:
         await d.say(f"/import {path}")
         await d.said("it is not valid JSON")
         await d.say("/import")
-        await d.said("Type /import and the path of a file")
+        await d.said("/import needs the path of a file")
 
 
 @pytest.mark.parametrize("name", ["~nobody-has-this-name/chat.md", "a\0b.md", "\ud800.md"])

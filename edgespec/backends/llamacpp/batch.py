@@ -43,7 +43,7 @@ class Batch:
         sequences: Sequence[Sequence[int]],
         logits: bool | Sequence[bool],
     ) -> None:
-        """Fill the batch with new inputs. `logits` is whether all inputs, or each one, need logits."""
+        """Fill the batch with new inputs. `logits` says whether all inputs or which of them need logits."""
         count = self.native.n_tokens = len(inputs)
         self._inputs[:count] = inputs
         self._position[:count] = positions

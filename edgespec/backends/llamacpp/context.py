@@ -57,7 +57,7 @@ class ContextPlan:
         rows: The maximum number of tokens whose logits a forward pass can compute.
         checkpoint_bytes: The total size of checkpoints in main memory in bytes. 0 if checkpoints are
             llama.cpp sequences.
-        places: The number of replies that share the context. Each has an equal share of the KV cells and of
+        slots: The number of replies that share the context. Each has an equal share of the KV cells and of
             the sequences.
     """
 
@@ -70,7 +70,7 @@ class ContextPlan:
     token_bytes: int = 0
     rows: int = MAX_WIDTH
     checkpoint_bytes: int = 0
-    places: int = 1
+    slots: int = 1
 
     def with_tokens(self, tokens: int) -> ContextPlan:
         """Return a copy of this plan with a different number of KV cells."""
@@ -79,13 +79,13 @@ class ContextPlan:
 
     @property
     def share(self) -> ContextPlan:
-        """The part of this plan that belongs to one of the places."""
+        """The part of this plan that belongs to one of the slots."""
         return replace(
             self,
-            tokens=self.tokens // self.places,
-            sequences=self.sequences // self.places,
-            kv_bytes=self.kv_bytes // self.places,
-            places=1,
+            tokens=self.tokens // self.slots,
+            sequences=self.sequences // self.slots,
+            kv_bytes=self.kv_bytes // self.slots,
+            slots=1,
         )
 
 
@@ -150,7 +150,7 @@ class LlamaContext(KvSequences):
         self._taps = StateTaps(model)
         self._hook, self._always_hooked = hook or self._taps.hook, hook is not None
         self.kv_readers: list[LlamaContext] = []
-        # Number of calls of `allocate`, by which head contexts notice that this context was replaced.
+        # Counts the calls to `allocate`, so that the contexts of heads notice when this context is replaced.
         self._generation = 0
         # Settings of the current llama_context, which `is_stale` compares with those that are needed now.
         self._is_hooked, self._max_outputs, self._target_generation = False, 0, 0

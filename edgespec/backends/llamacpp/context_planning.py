@@ -100,10 +100,10 @@ def choose_context(weights: Any, options: LoadOptions, states: States | None) ->
     if states is None:
         types = choose_kv_types(options, kv_bytes(weights, _F16, wanted), same_type=same_type)
         # Reserve one llama.cpp sequence for each branch of the draft tree, one for moving KV cells, and one
-        # for `WindowPlace`.
-        places, sequences = options.parallel, options.max_branches + 1
-        sequences += places > 1 and library().llama_model_n_swa(weights) > 0
-        whole = ContextPlan(wanted * places, types, sequences * places, places=places)
+        # for `WindowSlot`.
+        slots, sequences = options.parallel, options.max_branches + 1
+        sequences += slots > 1 and library().llama_model_n_swa(weights) > 0
+        whole = ContextPlan(wanted * slots, types, sequences * slots, slots=slots)
         plan = _with_rows(whole, options.max_logit_rows)
         if prefill_kernel_differs(types, options, threads_for(weights, options)) and not options.is_draft:
             plan = _with_rows(plan, min(SMALL_KERNEL_MAX_ROWS, plan.rows))
@@ -197,9 +197,9 @@ def check_contexts_fit(plans: Sequence[ContextPlan], other_bytes: int, options: 
     left = max(0, limit - other_bytes)
     total_bytes, token_bytes = sum(plan.kv_bytes for plan in plans), sum(plan.token_bytes for plan in plans)
     if total_bytes > left:
-        tokens, places = plans[0].tokens, plans[0].places
+        tokens, slots = plans[0].tokens, plans[0].slots
         left_for_tokens = max(0, left - (total_bytes - tokens * token_bytes))
-        block = BLOCK_TOKENS * places
+        block = BLOCK_TOKENS * slots
         fitting = left_for_tokens // token_bytes // block * BLOCK_TOKENS if token_bytes else 0
         raise cache_too_large_error(tokens, total_bytes, left, fitting)
 

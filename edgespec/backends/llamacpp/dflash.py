@@ -128,7 +128,7 @@ class DFlashHead(CachedHead):
             self._cells.length += len(batch)
 
     def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
-        """See `LanguageModel.verify`. Nodes before the block get the logits of the block's first token."""
+        """See `LanguageModel.verify`. Nodes before the drafted block get the logits of its first token."""
         self._check()
         try:
             check_tokens_fit(self, tree.width)

@@ -50,7 +50,7 @@ def convert_draft_model(folder: Path, tokenizer: Mapping[str, tuple[Any, Any, An
         config = LayerConfig(**layer_settings(settings))
         layers, size = int(settings["num_hidden_layers"]), int(settings["hidden_size"])
     except (KeyError, ValueError, TypeError, ArithmeticError) as error:
-        raise _unusable(folder, f"its config.json has invalid settings: {shorten(error)}") from error
+        raise _unusable(folder, f"the settings in config.json are invalid: {shorten(error)}") from error
     if problem := _problem(settings, config, stored):
         raise _unusable(folder, problem)
     kind = _ARCHITECTURES[settings["model_type"]]
@@ -79,13 +79,13 @@ def _unusable(folder: Path, problem: str) -> ModelFileError:
 def _problem(settings: Mapping[str, Any], config: LayerConfig, stored: Mapping[str, StoredTensor]) -> str:
     kind, biases = settings.get("model_type"), {name for name in stored if name.endswith(".bias")}
     if kind not in _ARCHITECTURES:
-        return f"its architecture is {shorten(kind)!r}, not one of {', '.join(_ARCHITECTURES)}"
+        return f"the architecture is {shorten(kind)!r}, not one of {', '.join(_ARCHITECTURES)}"
     if config.rope.kind not in ROPE_KINDS:
-        return f"llama.cpp does not support its rope_scaling of type {shorten(config.rope.kind)!r}"
+        return f"llama.cpp does not support rope_scaling of the type {shorten(config.rope.kind)!r}"
     if kind == "llama" and biases:
-        return f"llama.cpp's Llama models have no {min(biases)}"
+        return f"llama.cpp does not support the bias {min(biases)} in Llama models"
     if settings.get("use_sliding_window") or "sliding_attention" in (settings.get("layer_types") or ()):
-        return "it has layers with a sliding window"
+        return "layers with a sliding window are not supported"
     return ""
 
 
@@ -103,7 +103,7 @@ def _tensors(
             continue
         new = names.get_name(name, (".weight", ".bias"))
         if new is None:
-            raise _unusable(folder, f"llama.cpp does not know its tensor {name}")
+            raise _unusable(folder, f"llama.cpp does not know the tensor {name}")
         quantised = part == "weight" and f"{module}.scales" in stored
         values = _dequantised(folder, module, stored, settings) if quantised else tensor.read()
         if settings["model_type"] == "llama" and name.endswith(_ROTATED):
@@ -124,7 +124,7 @@ def _dequantised(
     own = quantisation.get(module, quantisation) if isinstance(quantisation, dict) else {}
     bits = own.get("bits")
     if packed.dtype != np.uint32 or bits not in _BITS or f"{module}.biases" not in stored:
-        raise _unusable(folder, f"{module} is quantised in an unknown way")
+        raise _unusable(folder, f"the quantisation of {module} is unknown")
     biases, powers = stored[f"{module}.biases"].read(), 1 << np.arange(bits)
     weights = np.empty((len(packed), packed.shape[1] * 32 // bits), np.float32)
     rows = max(1, _UNPACKED_BITS // (32 * packed.shape[1]))

@@ -58,7 +58,7 @@ class Pooling(NamedTuple):
         Args:
             tokens: The text, from `whole_text`.
             run: Appends tokens at a position, and returns their hidden states after the last layer.
-            batch_tokens: Maximum number of tokens per call of `run`.
+            batch_tokens: Maximum number of tokens per call to `run`.
             progress: Called after each batch. Returning False cancels the work.
 
         Raises:

@@ -84,7 +84,7 @@ class FileMatrix:
         file.seek(self._offset_bytes + start * self._row_bytes)
         data = file.read(count * self._row_bytes)
         if len(data) < count * self._row_bytes:
-            raise OSError("it is truncated")
+            raise OSError("the file is truncated")
         return np.frombuffer(data, np.uint8).reshape(count, self._row_bytes)
 
 

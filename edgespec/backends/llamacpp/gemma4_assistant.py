@@ -140,6 +140,7 @@ class AssistantHead(SelfDraftView["LlamaCppModel"]):
         self._check()
 
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:  # noqa: ARG002
+        """Return a snapshot that starts at its end, because the target's snapshot contains everything."""
         self._check()
         end = self.length if end is None else min(end, self.length)
         return Snapshot(end, b"", end)

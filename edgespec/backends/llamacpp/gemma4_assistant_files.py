@@ -30,7 +30,7 @@ class _KvShape(NamedTuple):
     size: int
 
     def __str__(self) -> str:
-        return f"{self.heads:,} KV heads of size {self.size:,}"
+        return f"{self.heads:,} KV head{'' if self.heads == 1 else 's'} of size {self.size:,}"
 
 
 def is_assistant(path: Path) -> bool:

@@ -27,7 +27,7 @@ _CPU = 0
 _KINDS = {"F16": GGMLQuantizationType.F16, "BF16": GGMLQuantizationType.BF16}
 # Memory in bytes for the descriptions of a graph and its tensors, which have a few hundred bytes each.
 _DESCRIPTION_BYTES = 1 << 14
-# Room for nodes in a graph. A product needs one.
+# Maximum number of nodes in a graph. A product needs only one.
 _GRAPH_NODES = 4
 
 
@@ -54,7 +54,8 @@ class GgmlProducts:
         )
         weakref.finalize(self, self._lib.ggml_gallocr_free, self._allocator)
         device = self._lib.ggml_backend_get_device(self._backend)
-        # llama.cpp can load the library with the CPU's functions by itself, so its functions have no symbols.
+        # Look up the function through ggml, because llama.cpp may load the CPU library at run time, and
+        # ctypes then finds no symbol for it.
         address = self._lib.ggml_backend_reg_get_proc_address(
             self._lib.ggml_backend_dev_backend_reg(device), b"ggml_backend_set_n_threads"
         )

@@ -80,7 +80,7 @@ def _converted(values: NDArray[Any], name: str) -> NDArray[Any]:
         converted = values.astype(np.float16 if values.ndim > 1 else np.float32)
     if not np.isfinite(converted).all():
         raise ModelFileError(
-            f"{name} contains values that are not finite numbers, or too large for {converted.dtype}",
+            f"{name} contains values that are not finite or exceed the range of {converted.dtype}",
             "download it again, or choose another one",
         )
     return converted

@@ -92,8 +92,8 @@ class GgufModel(BaseModel):
             try:
                 self._append(batch)
             except (BackendError, ContextFullError, CancelledError):
-                # Keep the logs of hidden states. After a rollback, a recurrent model runs tokens again whose
-                # hidden states are already known.
+                # Truncate the KV cells but not the logs of hidden states. After a rollback, a recurrent model
+                # runs tokens again whose hidden states are already known.
                 for cells in self._all_cells:
                     cells.truncate(self.length)
                 raise

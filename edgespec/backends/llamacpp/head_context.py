@@ -28,7 +28,7 @@ class _PairBatch(Batch):
         self.native.embd = self.states.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
 
     def free(self) -> None:
-        # llama.cpp must not free NumPy's memory.
+        # Remove the pointer to NumPy's memory, which llama.cpp would otherwise free.
         self.native.embd = None
         super().free()
 

@@ -60,8 +60,9 @@ class HiddenStateHook:
         rows = self._rows.pop(name.encode(), np.empty(0, np.float32))
         if rows.size != count * self._row_size:
             raise BackendError(
-                f"llama.cpp returned {rows.size:,} values of {name} for {count} tokens",
-                "choose another model, because hidden states cannot be read from this architecture",
+                f"llama.cpp returned {rows.size:,} values of {name} for {count} tokens instead of"
+                f" {count * self._row_size:,}",
+                "choose another model, because the hidden states of this one cannot be read",
             )
         return rows.reshape(count, self._row_size)
 

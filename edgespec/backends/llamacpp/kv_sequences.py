@@ -19,7 +19,7 @@ _BYTES = ctypes.POINTER(ctypes.c_uint8)
 
 
 class KvSequences:
-    """The sequences of one text in a llama_context: the base class of `LlamaContext` and `ContextPlace`.
+    """The llama.cpp sequences of one reply. The base class of `LlamaContext` and `ContextSlot`.
 
     Sequence 0 holds the committed tokens. The last sequence is scratch space for copying KV cells, and the
     others hold checkpoints or branches of the draft tree.
@@ -28,7 +28,7 @@ class KvSequences:
         count: The number of llama.cpp sequences.
         window: The size of the sliding attention window in tokens, or 0 if all layers use full attention.
         first: The llama.cpp id of sequence 0. The ids of the others follow it.
-        lock: A lock to hold during each call of llama.cpp, if other threads use the same llama_context.
+        lock: A lock to hold during each call to llama.cpp, if other threads use the same llama_context.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ from edgespec.backends.llamacpp.metadata import (
 from edgespec.backends.llamacpp.mtp_files import unloaded_bytes
 from edgespec.backends.llamacpp.native import captured_log, library
 from edgespec.backends.llamacpp.resizing import longrope_switch_tokens
-from edgespec.backends.llamacpp.shared_context import check_places, why_not_shared
+from edgespec.backends.llamacpp.shared_context import check_slots, why_not_shared
 from edgespec.backends.memory_estimate import GPU, MemoryEstimate, MemoryPart
 from edgespec.heap import release_free_memory
 
@@ -155,7 +155,7 @@ class GgufMemoryEstimator:
             gpu_compute += sum(size for name, size in buffers.compute if self.layers and _is_on_gpu(name))
             logits = logits_bytes(weights, min(plan.rows, each.batch_tokens))
             # Replies that share a pass copy their logits.
-            output_bytes += logits if plan.places == 1 else 2 * logits
+            output_bytes += logits if plan.slots == 1 else 2 * logits
         gpu_weights, gpu_cache_share, doubled = device_split(self._path, self.layers, options.gpu_layers)
         gpu_cache = round(cache_bytes * gpu_cache_share)
         weight_bytes = sum(map(library().llama_model_size, self._weights)) + doubled - self._unloaded_bytes
@@ -183,7 +183,7 @@ class GgufMemoryEstimator:
         if has_state(weights) and self._states is None:
             self._states = _simulate_states(weights, options)
         plan = choose_context(weights, options, self._states)
-        check_places(plan, options)
+        check_slots(plan, options)
         return [plan], [options]
 
     def _buffers(self, part: int, plan: ContextPlan, options: LoadOptions) -> ContextBuffers:

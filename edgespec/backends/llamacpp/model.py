@@ -133,8 +133,9 @@ class LlamaCppModel(GgufModel):
             self.logs.append(self.length, self._context.tapped_rows(len(tokens)))
 
     def prefill_prompt(self, tokens: Sequence[int], progress: Progress | None = None) -> Logits | None:
-        # Heads need the hidden states of all tokens, and recurrent models a checkpoint before the last one.
-        # Exact models compute the logits of every token in the same way.
+        # Do not verify the last token in the same pass if heads need the hidden states of all tokens, if a
+        # recurrent model needs a checkpoint before the last token, or if an exact model must compute the
+        # logits of every token in the same way.
         if self.logs.states or self._recurrent or self.facts.capabilities.exact:
             return super().prefill_prompt(tokens, progress)
         self._check(len(tokens))

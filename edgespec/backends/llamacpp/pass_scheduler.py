@@ -34,11 +34,11 @@ class PassPart:
     """The tokens of one reply in a pass.
 
     Attributes:
-        place: The reply's place in the shared context, from 0.
+        slot: The index of the reply's slot in the shared context.
         tokens: The tokens to run.
         positions: The position of each token in its text.
         sequences: The ids of the llama.cpp sequences that each token belongs to.
-        outputs: Number of tokens, from the last one backwards, whose logits the pass computes.
+        outputs: Number of tokens at the end of `tokens` whose logits the pass computes.
         needs_states: Whether the pass returns the hidden states after the last layer instead of the logits.
             Other replies do not share such a pass.
         rows: The resulting logits as float32 [outputs, vocabulary size], or the hidden states.
@@ -47,7 +47,7 @@ class PassPart:
         is_done: Whether the pass has ended.
     """
 
-    place: int
+    slot: int
     tokens: Sequence[int]
     positions: Sequence[int]
     sequences: Sequence[Sequence[int]]
@@ -66,7 +66,7 @@ class PassPart:
 
 @dataclass(slots=True)
 class _Caller:
-    """What is known about a thread that generates a reply.
+    """A thread that generates a reply, and the timing of its passes.
 
     Attributes:
         waiting_in: The scheduler that the thread waits in, or None.
@@ -90,14 +90,14 @@ _THIS_THREAD = _ThisThread()
 
 
 @dataclass(slots=True)
-class _Place:
-    """What a scheduler knows about the reply in one place.
+class _Slot:
+    """A slot of the shared context, and what the scheduler knows about its reply.
 
     Attributes:
         caller: The thread that last requested a pass.
         is_cancelled: Whether the reply's passes are to be cancelled.
         returned_at: When the reply's last pass ended.
-        expected_by: Until when to wait for its next request.
+        expected_by: Time until which to wait for the next request.
         pause_seconds: Moving average of the time between two of its passes, or None if unknown.
     """
 
@@ -118,7 +118,7 @@ class PassScheduler:
     All methods can be called from any thread.
 
     Args:
-        places: Number of places for replies.
+        slots: Number of slots, one for each concurrent reply.
         max_tokens: Maximum number of tokens in a pass.
         max_rows: Maximum number of tokens in a pass for which logits are computed.
         run: Runs one pass and sets the logits or the error of each part. Called in the scheduler's thread.
@@ -127,13 +127,13 @@ class PassScheduler:
 
     def __init__(
         self,
-        places: int,
+        slots: int,
         max_tokens: int,
         max_rows: int,
         run: Callable[[Sequence[PassPart]], None],
         set_interrupt: Callable[[bool], None],
     ) -> None:
-        self._places = [_Place() for _ in range(places)]
+        self._slots = [_Slot() for _ in range(slots)]
         self._max_tokens, self._max_rows = max_tokens, max_rows
         self._run, self._set_interrupt = run, set_interrupt
         self._pass_seconds = 0.0
@@ -144,25 +144,26 @@ class PassScheduler:
         self._thread.start()
 
     def run(self, part: PassPart) -> PassPart:
-        """Run tokens in the next shared pass, and wait until it has ended.
+        """Run tokens in the next shared pass, and wait for it to end.
 
         Raises:
-            CancelledError: The place was cancelled.
+            CancelledError: The reply in this slot was cancelled.
             ClosedError: The scheduler was closed.
             EdgespecError: The pass failed.
         """
-        place, caller = self._places[part.place], _THIS_THREAD.caller
+        slot, caller = self._slots[part.slot], _THIS_THREAD.caller
         with _CHANGED:
-            self._check(place)
-            place.pause_seconds = self._mean_pause(place.pause_seconds, place.returned_at)
+            self._check(slot)
+            slot.pause_seconds = self._mean_pause(slot.pause_seconds, slot.returned_at)
             caller.pause_seconds = self._mean_pause(caller.pause_seconds, caller.returned_at)
-            place.caller, caller.waiting_in = caller, self
+            slot.caller, caller.waiting_in = caller, self
             self._waiting.append(part)
             _CHANGED.notify_all()
             try:
                 _CHANGED.wait_for(lambda: part.is_done)
             except BaseException:
-                # A Ctrl-C must not leave the tokens behind for a later pass, nor return during the pass.
+                # After a Ctrl-C, withdraw the tokens so that no later pass runs them, and wait if a pass is
+                # already running them.
                 self._withdraw(part)
                 _CHANGED.wait_for(lambda: part.is_done)
                 raise
@@ -172,14 +173,14 @@ class PassScheduler:
             raise part.error
         return part
 
-    def _check(self, place: _Place) -> None:
+    def _check(self, slot: _Slot) -> None:
         if self._closed:
-            raise ClosedError("the model is closed")
-        if place.is_cancelled:
+            raise ClosedError("the model is closed", "load the model again")
+        if slot.is_cancelled:
             raise CancelledError("the model's computation was cancelled")
 
     def _mean_pause(self, mean_seconds: float | None, returned_at: float) -> float | None:
-        """Return a mean pause after another one that began at `returned_at`, if it is not 0."""
+        """Return the mean pause, updated with a pause that began at `returned_at` unless that is 0."""
         if not returned_at:
             return mean_seconds
         pause = min(now() - returned_at, _MAX_PAUSE_PASSES * self._pass_seconds)
@@ -190,27 +191,27 @@ class PassScheduler:
         usual = self._pass_seconds if pause_seconds is None else pause_seconds
         return min(_PAUSES * usual + _EXTRA_SECONDS, self._pass_seconds)
 
-    def is_shared(self, place: int) -> bool:
-        """Return whether replies in other places are being generated."""
+    def is_shared(self, slot: int) -> bool:
+        """Return whether replies in other slots are being generated."""
         with _CHANGED:
-            active = {part.place for part in (*self._waiting, *self._running)} | {
-                index for index, each in enumerate(self._places) if now() - each.returned_at < _ACTIVE_SECONDS
+            active = {part.slot for part in (*self._waiting, *self._running)} | {
+                index for index, each in enumerate(self._slots) if now() - each.returned_at < _ACTIVE_SECONDS
             }
-            return bool(active - {place})
+            return bool(active - {slot})
 
-    def cancel(self, place: int, enabled: bool) -> None:
-        """Cancel the current and all later passes of a place with CancelledError, or stop cancelling.
+    def cancel(self, slot: int, enabled: bool) -> None:
+        """End the current and all later passes of a slot with CancelledError, or allow them if not `enabled`.
 
         A pass that other replies share continues, and only this reply's tokens are discarded.
         """
-        self._places[place].is_cancelled = enabled
+        self._slots[slot].is_cancelled = enabled
         if not enabled:
             return
         with _CHANGED:
             for part in list(self._waiting):
-                if part.place == place:
+                if part.slot == slot:
                     self._withdraw(part)
-            if self._running and all(self._places[part.place].is_cancelled for part in self._running):
+            if self._running and all(self._slots[part.slot].is_cancelled for part in self._running):
                 self._set_interrupt(True)
 
     def _withdraw(self, part: PassPart) -> None:
@@ -220,9 +221,9 @@ class PassScheduler:
             self._finish(part, CancelledError("the model's computation was cancelled"))
 
     def _finish(self, part: PassPart, error: Exception | None) -> None:
-        place = self._places[part.place]
-        place.returned_at = place.caller.returned_at = 0.0 if error else now()
-        place.expected_by = 0.0 if error else place.returned_at + self._patience(place.pause_seconds)
+        slot = self._slots[part.slot]
+        slot.returned_at = slot.caller.returned_at = 0.0 if error else now()
+        slot.expected_by = 0.0 if error else slot.returned_at + self._patience(slot.pause_seconds)
         part.error, part.is_done = error, True
         _CHANGED.notify_all()
 
@@ -244,12 +245,12 @@ class PassScheduler:
                     self._finish(part, part.error or self._cancellation(part))
 
     def _cancellation(self, part: PassPart) -> Exception | None:
-        if self._places[part.place].is_cancelled:
+        if self._slots[part.slot].is_cancelled:
             return CancelledError("the model's computation was cancelled")
         return None
 
     def _next_parts(self) -> Sequence[PassPart]:
-        """Wait until a pass can start, and return its parts. Returns none after `close`."""
+        """Wait until a pass can start, and return its parts. Return no parts after `close`."""
         with _CHANGED:
             while not self._closed:
                 seconds = self._seconds_to_wait() if self._waiting else None
@@ -259,26 +260,26 @@ class PassScheduler:
                     return self._running
                 _CHANGED.wait(seconds)
             for part in self._waiting:
-                self._finish(part, ClosedError("the model is closed"))
+                self._finish(part, ClosedError("the model is closed", "load the model again"))
             self._waiting.clear()
             return ()
 
     def _seconds_to_wait(self) -> float:
         """Return how long to wait for more replies. 0 or less if all expected ones have requested a pass."""
-        waiting = {part.place for part in self._waiting}
-        others = (place for index, place in enumerate(self._places) if index not in waiting)
+        waiting = {part.slot for part in self._waiting}
+        others = (slot for index, slot in enumerate(self._slots) if index not in waiting)
         return max(map(self._expected_by, others), default=0.0) - now()
 
-    def _expected_by(self, place: _Place) -> float:
-        """Return until when to wait for a reply's next request."""
-        caller = place.caller
+    def _expected_by(self, slot: _Slot) -> float:
+        """Return the time until which to wait for a reply's next request."""
+        caller = slot.caller
         if caller.waiting_in is None:
             # After a pass of one model, a reply may continue with any other one.
-            return max(place.expected_by, caller.returned_at + self._patience(caller.pause_seconds))
+            return max(slot.expected_by, caller.returned_at + self._patience(caller.pause_seconds))
         # A pass of the target waits for replies that are drafting. A pass of the draft model does not wait
         # for replies that have finished their drafts.
         is_away = caller.waiting_in._pass_seconds > self._pass_seconds
-        return 0.0 if is_away else place.expected_by
+        return 0.0 if is_away else slot.expected_by
 
     def _take(self) -> Sequence[PassPart]:
         """Remove and return the parts of the next pass, in the order of their requests."""

@@ -75,7 +75,7 @@ def _head_methods(weights: Any, result: ProbeResult) -> frozenset[str]:
     has_mtp = metadata(weights, "general.architecture") in (*MTP_GRAPHS, ASSISTANT_TARGET)
     layers, nextn = target_layers_api() is not None, nextn_api() is not None
     works = {"mtp": has_mtp and nextn, "eagle": layers and nextn, "dflash": layers}
-    # llama.cpp does not run Medusa and Hydra heads, so any version will do.
+    # edgespec runs Medusa and Hydra heads itself, so they work with any version of llama.cpp.
     return frozenset({*RESIDUAL_METHODS, *(name for name in works if works[name])})
 
 

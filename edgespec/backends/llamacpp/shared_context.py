@@ -18,7 +18,7 @@ from edgespec.backends.llamacpp.pass_scheduler import PassPart, PassScheduler
 from edgespec.backends.llamacpp.resizing import longrope_switch_tokens
 from edgespec.errors import EdgespecError, OptionError
 
-__all__ = ["ContextPlace", "SharedContext", "check_places", "max_pass_tokens", "why_not_shared"]
+__all__ = ["ContextSlot", "SharedContext", "check_slots", "max_pass_tokens", "why_not_shared"]
 
 # The maximum number of sequences in a llama.cpp context (LLAMA_MAX_SEQ).
 _MAX_SEQUENCES = 256
@@ -32,17 +32,18 @@ def why_not_shared(weights: Any) -> str:
     if has_state(weights):
         return "it has recurrent layers"
     if longrope_switch_tokens(weights):
-        # llama.cpp chooses the factors by the size of the whole context instead of a reply's share.
+        # llama.cpp chooses the LongRoPE factors by the size of the whole context, not by a reply's share of
+        # it.
         return "it uses LongRoPE"
     return ""
 
 
-def check_places(plan: ContextPlan, options: LoadOptions) -> None:
+def check_slots(plan: ContextPlan, options: LoadOptions) -> None:
     """Raise OptionError if a context has more sequences than llama.cpp supports."""
     if plan.sequences > _MAX_SEQUENCES:
-        most = _MAX_SEQUENCES * plan.places // plan.sequences
+        most = _MAX_SEQUENCES * plan.slots // plan.sequences
         raise OptionError(
-            f"{plan.places} replies at once with up to {options.max_branches} branches per draft need"
+            f"{plan.slots} concurrent replies with up to {options.max_branches} branches per draft need"
             f" {plan.sequences} llama.cpp sequences, but there are only {_MAX_SEQUENCES}",
             f"use --parallel {most} or less, or fewer --draft-branches",
         )
@@ -52,33 +53,33 @@ def max_pass_tokens(context: LlamaContext) -> int:
     """Return how many tokens of one reply a pass can verify."""
     if not context.window:
         return context.max_width
-    # The root of a deeper tree could be outside the window before it is committed (see `WindowPlace`).
+    # The root of a deeper tree could be outside the window before it is committed (see `WindowSlot`).
     return max(1, min(context.max_width, context.window - 1))
 
 
 class SharedContext:
-    """A llama_context that several replies share, each with its own place.
+    """A llama_context that several replies share, each in its own slot.
 
-    Each place has its own sequences and an equal share of the KV cells. All places can be used at the same
+    Each slot has its own sequences and an equal share of the KV cells. All slots can be used at the same
     time, each by one thread.
 
     Args:
-        context: The context, which must be empty. Its plan says how many places there are.
-        free_weights: Frees the model's weights. Called after the last place was released.
+        context: The context, which must be empty. Its plan says how many slots there are.
+        free_weights: Frees the model's weights. Called after the last slot was released.
     """
 
     def __init__(self, context: LlamaContext, free_weights: Callable[[], None]) -> None:
         self._context, self._free_weights = context, free_weights
         self.can_shift = context.plan.kv_types.can_shift_keys and context.can_shift
-        # Held during every call of llama.cpp, because a llama_context is not thread-safe.
+        # Held during every call to llama.cpp, because a llama_context is not thread-safe.
         self.lock = threading.RLock()
-        count = context.plan.places
+        count = context.plan.slots
         self.scheduler = PassScheduler(
             count, context.batch_tokens, context.max_width, self._run, self._set_interrupt
         )
-        make = WindowPlace if context.window else ContextPlace
-        self.places = tuple(make(self, context, place) for place in range(count))
-        self._open_places = count
+        make = WindowSlot if context.window else ContextSlot
+        self.slots = tuple(make(self, context, slot) for slot in range(count))
+        self._open_slots = count
 
     def _set_interrupt(self, requested: bool) -> None:
         self._context.interrupt.requested = requested
@@ -110,8 +111,8 @@ class SharedContext:
         for part in parts:
             if part.prompt_tokens:
                 end = part.positions[0] + part.prompt_tokens
-                self.places[part.place].protect(part.positions[0], end)
-            # The next pass, which may be one of other replies, overwrites the rows.
+                self.slots[part.slot].protect(part.positions[0], end)
+            # Copy the rows, because the next pass overwrites them, and it may belong to other replies.
             part.rows, row = logits[row : row + part.outputs].copy(), row + part.outputs
 
     def set_max_threads(self, threads: int) -> None:
@@ -120,43 +121,43 @@ class SharedContext:
             self._context.set_max_threads(threads)
 
     def release(self) -> None:
-        """Close a place. After the last one, free the context and the weights."""
+        """Close a slot. After the last one, free the context and the weights."""
         with self.lock:
-            self._open_places -= 1
-            if self._open_places:
+            self._open_slots -= 1
+            if self._open_slots:
                 return
         self.scheduler.close()
         self._context.close()
         self._free_weights()
 
 
-class ContextPlace(KvSequences):
-    """The place of one reply in a shared context, with the methods of `LlamaContext` that a model needs.
+class ContextSlot(KvSequences):
+    """One reply's slot in a shared context, with the methods of `LlamaContext` that a model needs.
 
     Attributes:
-        plan: The place's share of the context.
-        tokens: The number of KV cells of the place.
+        plan: The slot's share of the context.
+        tokens: The number of KV cells of the slot.
     """
 
-    # Number of the place's llama.cpp sequences that are neither text nor scratch space.
+    # Number of the slot's llama.cpp sequences that are neither text nor scratch space.
     _EXTRA_SEQUENCES = 0
 
-    def __init__(self, shared: SharedContext, context: LlamaContext, place: int) -> None:
+    def __init__(self, shared: SharedContext, context: LlamaContext, slot: int) -> None:
         self.plan: ContextPlan = context.plan.share
-        first, count = place * self.plan.sequences, self.plan.sequences - self._EXTRA_SEQUENCES
+        first, count = slot * self.plan.sequences, self.plan.sequences - self._EXTRA_SEQUENCES
         super().__init__(count, window=context.window, first=first, lock=shared.lock)
         self._attach(context.handle)
         self.tokens = self.plan.tokens
         self.shared = shared
         self._whole = context
-        self._place = place
+        self._slot = slot
         self.max_width = max_pass_tokens(context)
 
     @property
     def batch_tokens(self) -> int:
         """The maximum number of prompt tokens in the next pass, which is lower if other replies share it."""
         most = self._whole.batch_tokens
-        return min(most, _SHARED_PREFILL_TOKENS) if self.shared.scheduler.is_shared(self._place) else most
+        return min(most, _SHARED_PREFILL_TOKENS) if self.shared.scheduler.is_shared(self._slot) else most
 
     @property
     def threads(self) -> int:
@@ -171,7 +172,7 @@ class ContextPlace(KvSequences):
         return self._whole.adapts_threads
 
     def append(self, tokens: Sequence[int], position: int, outputs: int = 0) -> PassPart:
-        """Append tokens to the place's text, and compute the logits of the last `outputs`.
+        """Append tokens to the slot's text, and compute the logits of the last `outputs`.
 
         See `run` for the errors.
         """
@@ -207,29 +208,29 @@ class ContextPlace(KvSequences):
         needs_states: bool = False,
     ) -> PassPart:
         ids = [[self._first + sequence for sequence in each] for each in sequences]
-        part = PassPart(self._place, tokens, positions, ids, outputs, needs_states)
+        part = PassPart(self._slot, tokens, positions, ids, outputs, needs_states)
         return self.shared.scheduler.run(part)
 
     def interrupt(self, enabled: bool) -> None:
-        """Cancel the current and all later passes of this place with CancelledError, or stop cancelling."""
-        self.shared.scheduler.cancel(self._place, enabled)
+        """End current and later passes of this slot with CancelledError, or allow them if not `enabled`."""
+        self.shared.scheduler.cancel(self._slot, enabled)
 
     def protect(self, start: int, end: int) -> None:
         """Keep llama.cpp from using the cells at positions [start, end) of sequence 0 for other tokens."""
 
 
-class WindowPlace(ContextPlace):
-    """The place of one reply in the shared context of a model with sliding-window attention.
+class WindowSlot(ContextSlot):
+    """One reply's slot in the shared context of a model with sliding-window attention.
 
     llama.cpp uses the cells of a sequence outside the window for tokens of other replies, although a rollback
     needs them again. It only does so with cells that belong to a single sequence. The last sequence of the
-    place therefore shares all committed cells.
+    slot therefore shares all committed cells.
     """
 
     _EXTRA_SEQUENCES = 1
 
-    def __init__(self, shared: SharedContext, context: LlamaContext, place: int) -> None:
-        super().__init__(shared, context, place)
+    def __init__(self, shared: SharedContext, context: LlamaContext, slot: int) -> None:
+        super().__init__(shared, context, slot)
         self._protecting = self._first + self._scratch + 1
 
     def protect(self, start: int, end: int) -> None:
@@ -248,7 +249,8 @@ class WindowPlace(ContextPlace):
                 self._lib.llama_memory_seq_rm(self._memory, self._protecting, start, end)
             dropped = super().drop(sequence, start, end)
             if sequence == 0:
-                # The cells that remain may include accepted tokens of a draft tree.
+                # The remaining cells may include accepted tokens of a draft tree, which are not protected
+                # yet.
                 self.protect(0, start)
             return dropped
 

@@ -1,4 +1,4 @@
-"""Export the KV cells of a text as bytes for snapshots, and import them again."""
+"""Export KV cells as bytes for snapshots, and import them again."""
 
 from __future__ import annotations
 

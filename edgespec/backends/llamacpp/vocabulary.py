@@ -69,8 +69,8 @@ class LlamaVocabulary:
                 return list(buffer[:count])
             if count < -(1 << 30) or -count <= room:
                 raise BackendError(
-                    f"a text of {len(data):,} bytes cannot be tokenized",
-                    "use a shorter text or another model",
+                    f"llama.cpp cannot tokenize {len(data):,} bytes of text",
+                    "shorten the text, or choose another model",
                 )
             room = -count
 
@@ -136,7 +136,7 @@ class LlamaVocabulary:
 
     def _check_open(self) -> None:
         if self._free_model:
-            raise ClosedError("the model is closed", "load it again")
+            raise ClosedError("the model is closed", "load the model again")
 
     def close(self, free_model: Callable[[], None]) -> None:
         """Make further calls raise ClosedError, and free the model when no call is running.

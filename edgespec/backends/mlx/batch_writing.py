@@ -1,4 +1,4 @@
-"""Continue several texts at once, to get text to train with."""
+"""Continue several texts in one batch, to generate text to train on."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def write_texts(
         failure: What failed, for the message of a BackendError.
     """
     mx.random.seed(seed)
-    # mlx-lm draws the tokens of all prompts that share a sampler at once.
+    # mlx-lm samples in one batch for all prompts that share a sampler.
     samplers = {each: _sampler(each) for each in set(temperatures)}
     ends = [[token] for token in range(vocabulary.size) if vocabulary.is_end(token)]
     texts: dict[int, list[int]] = {}
     with translate_errors(failure):
-        # The current thread's stream, because the arrays are evaluated by this thread.
+        # Use the current thread's stream, because this thread evaluates the arrays.
         generator = BatchGenerator(
             net,
             stop_tokens=ends,
@@ -60,7 +60,7 @@ def write_texts(
             while finished < len(prompts):
                 longest = max(map(len, texts.values()))
                 if not progress("writing", max(finished / len(prompts), longest / max(max_tokens))):
-                    raise CancelledError("writing was cancelled")
+                    raise CancelledError("writing text was cancelled")
                 for response in generator.next_generated():
                     texts[response.uid].append(response.token)
                     finished += response.finish_reason is not None

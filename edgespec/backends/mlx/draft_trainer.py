@@ -36,10 +36,11 @@ _RATE_TIMES_SIZE = 0.01
 # Learning rate of low-rank changes, as in online training.
 _LORA_RATE = 3e-4
 _MAX_GRADIENT_NORM = 1.0
-# In one of this many steps, the draft model continues the target's replies itself. In GKD's notation,
-# lambda = 0.5.
+# The draft model continues the target's replies itself in one of this many steps. This corresponds to lambda
+# = 0.5 in GKD.
 _ON_POLICY_EVERY = 2
-# Maximum number of tokens that it then writes per reply. A draft is shorter, and this limits the time.
+# Maximum number of tokens that the draft model writes per reply in such a step. Drafts are shorter, and more
+# tokens would take too long.
 _OWN_TOKENS = 32
 
 
@@ -175,7 +176,7 @@ class DraftStudent:
             return None
         if weights != {_WEIGHTS_FILE} or _config(folder) != _config(self._path):
             raise ModelFileError(
-                f"{folder} contains another model than a trained {self._name}",
+                f"{folder} contains a model that is not a trained version of {self._name}",
                 "choose another folder for the new draft model",
             )
         return self._loaded(folder)

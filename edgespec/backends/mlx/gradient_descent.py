@@ -16,8 +16,8 @@ from edgespec.errors import BackendError, ModelFileError
 __all__ = ["Arrays", "GradientDescent", "ParameterGroup", "Trainable"]
 
 Arrays: TypeAlias = dict[str, mx.array]
-# The learning rates rise for this many steps, are then flat for this fraction of the training, and then fall
-# to zero.
+# Learning rate schedule: the rates rise for this many steps, stay constant for this fraction of the training,
+# and then fall to zero.
 _WARM_UP_STEPS, _FLAT_FRACTION = 20, 0.13
 
 
@@ -116,7 +116,7 @@ class GradientDescent:
             if {name: array.shape for name, array in saved.items()} != {
                 name: array.shape for name, array in expected.items()
             }:
-                raise ValueError("its arrays have other shapes")
+                raise ValueError("the shapes of the arrays do not match")
             self.steps = int(metadata["steps"])
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             raise ModelFileError(

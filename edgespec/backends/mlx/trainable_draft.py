@@ -45,7 +45,7 @@ class TrainableDraft:
     """
 
     def __init__(self, path: Path, name: str, lora: bool) -> None:
-        # The data types in the files, which loading may change.
+        # The data types in the files. Loading may convert the weights to other types.
         stored = read_skeleton(str(path), name, LoadOptions()).model.parameters()
         self._dtypes = {key: array.dtype for key, array in named_arrays(stored)}
         loaded = load_model(str(path), name, LoadOptions(), None)

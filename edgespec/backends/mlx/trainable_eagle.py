@@ -27,8 +27,8 @@ _MIN_LAYERS = 6
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads")
 # Largest draft vocabulary, as in most published heads. Larger output matrices make drafting slow.
 _MAX_DRAFT_TOKENS = 32_768
-# Fractions of the training after which the head drafts one more token per training step. Each one takes as
-# much time as the first, and is useful only once the earlier ones are accurate.
+# The head drafts one more token per training step after each of these fractions of the training. Each
+# additional token takes as much time as the first, and is useful only once the earlier tokens are accurate.
 _UNROLL_FROM = (0.0, 0.1, 0.25, 0.45)
 
 
@@ -116,7 +116,7 @@ class TrainableEagle(TrainableHead):
         head = cls(teacher, config, draft_tokens, output)
         head.net.load_weights([(name, array.astype(mx.float32)) for name, array in arrays.items()])
         if config["hidden_size"] != teacher.size or config["vocab_size"] != teacher.vocabulary.size:
-            raise ValueError("it was made for another target")
+            raise ValueError("the head was made for another target")
         evaluate(output)
         return head
 

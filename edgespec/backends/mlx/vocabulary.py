@@ -141,7 +141,7 @@ class MlxVocabulary:
     def _check_open(self) -> Any:
         tokenizer = self._tokenizer
         if tokenizer is None:
-            raise ClosedError("the model is closed", "load it again")
+            raise ClosedError("the model is closed", "load the model again")
         return tokenizer
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ __all__ = ["ToolCall", "ToolCallDelta", "as_tool_calls", "collect_calls"]
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of one of the tools, written by the model.
+    """A call to one of the tools, written by the model.
 
     Attributes:
         id: Identifies the call in the message with its result.
@@ -50,7 +50,7 @@ class ToolCallDelta:
     """The next part of a tool call in a streamed reply.
 
     Attributes:
-        index: The place of the call in `Reply.tool_calls`.
+        index: The index of the call in `Reply.tool_calls`.
         id: The call's id in its first part, and an empty string in later ones.
         name: The tool's name in the first part, and an empty string in later ones.
         arguments: The next part of the arguments' JSON text.
@@ -74,7 +74,7 @@ def collect_calls(deltas: Iterable[ToolCallDelta]) -> tuple[ToolCall, ...]:
 
 
 def parse_object(text: str) -> dict[str, Any] | None:
-    """Parse a text as a JSON object. Return None if it is not one."""
+    """Parse text as a JSON object. Return None if it is not one."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -43,7 +43,7 @@ class TextPart:
 
 @dataclass(frozen=True)
 class ChoicePart:
-    """One of several texts."""
+    """One of several strings."""
 
     texts: Sequence[str]
 
@@ -85,7 +85,7 @@ class CallForm(Protocol):
         """
 
     def spell(self, name: str, parameters: Mapping[str, Any]) -> Sequence[Part]:
-        """Return the parts of a call of one tool, as the model was trained to write it."""
+        """Return the parts of a call to one tool, as the model was trained to write it."""
 
 
 class CallWriter:
@@ -107,7 +107,7 @@ class CallWriter:
         self._schemas = schemas
         self._new_id = new_id
         self._report = report
-        # The number of earlier calls, and the current call.
+        # Number of earlier calls, and the current call if there is one.
         self._count = 0
         self._name = ""
         self._held = ""

@@ -1,6 +1,6 @@
 """The formats in which models write tool calls, recognised by their chat templates.
 
-The libraries for this do not fit. The response templates of transformers (`utils/chat_parsing`) and the
+No existing library fits. The response templates of transformers (`utils/chat_parsing`) and the
 parsers of mlx-lm return a call only when it is complete, raise an error if it is invalid, and need packages
 that GGUF models do not need. Models share a few forms, however, so one table covers them.
 """
@@ -49,7 +49,7 @@ def _function_tags(opening: str, closing: str) -> TaggedForm:
 
 # The formats, each with texts that identify the chat templates of its models. The first match counts.
 _FORMS: tuple[tuple[Sequence[str], CallForm], ...] = (
-    # gpt-oss. The name can also come before the channel.
+    # gpt-oss. The tool's name can also come before the channel.
     (
         ("<|channel|>", "functions."),
         NamedForm(

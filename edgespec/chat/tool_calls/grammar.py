@@ -48,7 +48,7 @@ def tool_grammar(form: CallForm, tools: ToolSet, vocabulary: Vocabulary) -> str 
 
 
 def required_grammar(form: CallForm, tools: ToolSet, control_token: ControlToken) -> str:
-    """Return a grammar that makes the reply one call of a required tool.
+    """Return a grammar that makes the reply a single call to a required tool.
 
     Args:
         form: How the model writes calls.
@@ -61,7 +61,7 @@ def required_grammar(form: CallForm, tools: ToolSet, control_token: ControlToken
 
 
 def auto_grammar(form: CallForm, tools: ToolSet, control_token: ControlToken) -> str:
-    """Return a grammar that allows only valid calls of the tools, with any text around them.
+    """Return a grammar that allows only valid calls to the tools, with any text around them.
 
     Takes the arguments of `required_grammar`.
     """
@@ -90,7 +90,8 @@ class _Grammar:
     """Collects the rules of a grammar."""
 
     def __init__(self, form: CallForm, control_token: ControlToken, *, lenient: bool) -> None:
-        # Lenient grammars ignore parts of a schema that cannot be enforced. Otherwise, these are an error.
+        # A lenient grammar ignores parts of a schema that llguidance cannot enforce. Otherwise, they are an
+        # error.
         self._json_options = {**_SPACING, "lenient": lenient}
         tokens = {marker: control_token(marker) for marker in form.markers if marker}
         self._tokens = {marker: token for marker, token in tokens.items() if token is not None}
@@ -131,7 +132,7 @@ class _Grammar:
         return f"({self._sequence(part.parts)})?"
 
     def literal(self, text: str) -> str:
-        """Return the expression for a text. Markers that are control tokens match only those tokens."""
+        """Return the expression for literal text. Markers that are control tokens match only those tokens."""
         markers = sorted(self._tokens, key=len, reverse=True)
         pieces = re.split(f"({'|'.join(map(re.escape, markers))})", text) if markers else [text]
         return " ".join(

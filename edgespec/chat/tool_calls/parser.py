@@ -23,7 +23,7 @@ class ParsedText(NamedTuple):
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """What is needed to parse the tool calls of one reply.
+    """The format, schemas and ids with which to parse the tool calls of one reply.
 
     Attributes:
         form: How the model writes calls.

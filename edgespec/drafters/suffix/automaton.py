@@ -77,7 +77,7 @@ class SuffixAutomaton:
         self.extend(tail)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append `tokens` to the indexed sequence. Each SEPARATOR among them ends a text."""
+        """Append `tokens` to the indexed sequence. Each SEPARATOR among them marks the end of a text."""
         if len(self.tokens) + len(tokens) > 2 * self._capacity_tokens:
             self._rebuild([*self.tokens, *tokens], self._dropped_tokens)
             return

@@ -1,4 +1,4 @@
-"""A suffix array over saved replies and the user's files, to find where a text occurs in them."""
+"""A suffix array over saved replies and the user's files, to find where a token sequence occurs in them."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class _TokenTable:
 
 
 class ByteTokenizer:
-    """Tokenizes bytes in the middle of a text, without adding start tokens or a leading space."""
+    """Tokenizes bytes in the middle of a string, without adding start tokens or a leading space."""
 
     def __init__(self, vocabulary: Vocabulary, ids: Mapping[bytes, int]) -> None:
         self._vocabulary = vocabulary

@@ -204,7 +204,7 @@ class PrefixCacheDisk:
 
     @property
     def was_cleared(self) -> bool:
-        """Whether the user has deleted all cached prefixes since the last call of `acknowledge_clear`."""
+        """Whether the user has deleted all cached prefixes since the last call to `acknowledge_clear`."""
         return self._last_cleared_ns() != self._cleared_ns
 
     def acknowledge_clear(self) -> None:

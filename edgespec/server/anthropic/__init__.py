@@ -1,4 +1,4 @@
-"""Anthropic's protocol."""
+"""Anthropic's Messages API."""
 
 from edgespec.server.anthropic.protocol import ANTHROPIC
 

@@ -34,5 +34,5 @@ def error_body(error: ApiError) -> dict[str, Any]:
 
 
 def error_event(error: ApiError) -> bytes:
-    """Return the event for an error after the start of a stream."""
+    """Return the event that reports an error to a client that is already receiving a stream."""
     return server_sent_event(error_body(error), "error")

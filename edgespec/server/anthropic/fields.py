@@ -1,4 +1,4 @@
-"""The request bodies of Anthropic's operations."""
+"""The request bodies of Anthropic's endpoints."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class AnthropicMessageRequest(AnthropicCountRequest, ReplyFields):
     stream: bool | None = Field(default=None, description="Send the reply as it is generated.")
     stop_sequences: list[str] | None = Field(default=None, description="Like stop.")
     thread: Thread | None = Field(
-        default=None, description="create is ignored, because the server keeps no conversations."
+        default=None, description="create is ignored, because the server stores no conversations."
     )
     diagnostics: Ignored
     inference_geo: Ignored
@@ -140,5 +140,5 @@ class AnthropicMessageRequest(AnthropicCountRequest, ReplyFields):
     service_tier: Ignored
 
     def ignored_fields(self) -> list[str]:
-        """Return the names of the fields that are ignored, and the places of the tools that are skipped."""
+        """Return the names of the ignored fields and the positions of the skipped tools."""
         return [*super().ignored_fields(), *(["thread"] if self.thread else [])]

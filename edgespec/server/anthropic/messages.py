@@ -1,4 +1,4 @@
-"""`POST /v1/messages` and `POST /v1/messages/count_tokens`."""
+"""Handle `POST /v1/messages` and `POST /v1/messages/count_tokens`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _request(body: AnthropicMessageRequest) -> ReplyRequest:
         # Anthropic's client then sends the whole conversation.
         raise ApiError(
             404,
-            "the server keeps no conversations; leave thread out, and send the whole one in messages",
+            "the server stores no conversations; omit thread, and send the whole conversation in messages",
             param="thread",
             details={"details": {"error_code": "thread_not_found"}},
         )

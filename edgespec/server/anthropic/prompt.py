@@ -81,7 +81,7 @@ def _text(place: str, content: str | Sequence[ContentBlock] | None) -> str:
         return content or ""
     for number, block in enumerate(content):
         if block.type != "text":
-            raise unsupported_content(f"{place}.{number}", block.type)
+            raise unsupported_content(block.type, param=f"{place}.{number}")
         _check(f"{place}.{number}", block)
     return "\n".join(block.text or "" for block in content)
 
@@ -89,7 +89,7 @@ def _text(place: str, content: str | Sequence[ContentBlock] | None) -> str:
 def _check(place: str, block: ContentBlock) -> None:
     """Raise ApiError if the type of a block is not supported, or if a field that it needs is missing."""
     if block.type not in _NEEDED:
-        raise unsupported_content(place, block.type)
+        raise unsupported_content(block.type, param=place)
     require_fields(place, block, _NEEDED[block.type])
 
 
@@ -113,6 +113,6 @@ def _tool_choice(choice: AnthropicToolChoice | None) -> ToolChoice:
         return "required"
     if choice.name is None:
         raise invalid_request(
-            "tool_choice has the type tool, but no name; add tool_choice.name", "tool_choice.name"
+            "tool_choice has the type tool, but no name; add tool_choice.name", param="tool_choice.name"
         )
     return {"type": "function", "function": {"name": choice.name}}

@@ -1,4 +1,4 @@
-"""Define Anthropic's protocol for the server."""
+"""The endpoints of Anthropic's API."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from edgespec.server.anthropic.errors import error_body
 from edgespec.server.anthropic.fields import AnthropicCountRequest, AnthropicMessageRequest
 from edgespec.server.anthropic.message import AnthropicReply
 from edgespec.server.anthropic.messages import AnthropicCount, count_tokens, create_message
-from edgespec.server.protocol import Operation, Protocol
+from edgespec.server.protocol import Endpoint, Protocol
 
 __all__ = ["ANTHROPIC"]
 
@@ -14,7 +14,7 @@ ANTHROPIC = Protocol(
     "Anthropic",
     ("/v1/messages",),
     (
-        Operation(
+        Endpoint(
             "POST",
             "/v1/messages",
             "Reply to the messages of a conversation.",
@@ -23,7 +23,7 @@ ANTHROPIC = Protocol(
             AnthropicReply,
             streams=True,
         ),
-        Operation(
+        Endpoint(
             "POST",
             "/v1/messages/count_tokens",
             "Count the tokens of a prompt.",

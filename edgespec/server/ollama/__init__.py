@@ -1,4 +1,4 @@
-"""Ollama's protocol, for programs that can use Ollama but no other server."""
+"""Ollama's API, for programs that can use Ollama but no other server."""
 
 from edgespec.server.ollama.protocol import OLLAMA
 

@@ -28,7 +28,7 @@ _Texts = TypeAliasType("_Texts", Annotated[list[str], FailFast()])
 
 
 class _EmbedFields(RequestFields):
-    """Fields of both operations. The ignored ones choose how a model is loaded, which is already decided."""
+    """Fields of both endpoints. The ignored ones choose how a model is loaded, which is already decided."""
 
     model: str | None = Field(default=None, description="The model. Defaults to the server's own model.")
     options: Ignored

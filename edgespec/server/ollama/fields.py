@@ -1,4 +1,4 @@
-"""Fields that Ollama's operations share."""
+"""Fields that Ollama's endpoints share."""
 
 from __future__ import annotations
 
@@ -143,6 +143,6 @@ def refuse_images(images: list[str] | None, place: str) -> None:
         raise invalid_request(
             f"{place} has {len(images)} images, but edgespec's models read only text; remove them, or"
             " describe them in words",
-            place,
-            "unsupported_content",
+            param=place,
+            code="unsupported_content",
         )

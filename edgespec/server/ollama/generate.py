@@ -48,11 +48,11 @@ async def generate(call: Call[OllamaGenerateRequest]) -> Response:
     refuse_images(body.images, "images")
     for name, message in _UNSUPPORTED.items():
         if getattr(body, name):
-            raise invalid_request(message, name)
+            raise invalid_request(message, param=name)
     if body.raw and body.system:
         raise invalid_request(
-            "raw continues the prompt as it is, without a system prompt; leave out raw or system",
-            "system",
+            "raw continues the prompt verbatim, without a system prompt; leave out raw or system",
+            param="system",
         )
     if not body.prompt:
         return await load_model(call, _formatted)

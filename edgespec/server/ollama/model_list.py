@@ -1,4 +1,4 @@
-"""Ollama's operations about the models on this machine."""
+"""Ollama's endpoints about the models on this machine."""
 
 from __future__ import annotations
 

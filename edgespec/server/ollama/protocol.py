@@ -1,4 +1,4 @@
-"""Define Ollama's protocol for the server."""
+"""The endpoints of Ollama's API."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from edgespec.server.ollama.model_list import (
     show_model,
 )
 from edgespec.server.ollama.replying import STREAM_MEDIA_TYPE, error_body
-from edgespec.server.protocol import Call, Operation, Protocol
+from edgespec.server.protocol import Call, Endpoint, Protocol
 from edgespec.server.responses import json_response
 
 __all__ = ["OLLAMA"]
@@ -56,12 +56,12 @@ OLLAMA = Protocol(
     "Ollama",
     ("/api/",),
     (
-        Operation("GET", "/", "Say that the server runs.", running, response=str, public=True),
-        Operation("GET", "/api/version", "Return the version of Ollama's API.", version, response=Version),
-        Operation("GET", "/api/tags", "List the models on this machine.", list_models, response=ModelTags),
-        Operation("GET", "/api/ps", "List the loaded models.", list_loaded, response=LoadedModels),
-        Operation("POST", "/api/show", "Describe a model.", show_model, ShowRequest, ShownModel),
-        Operation(
+        Endpoint("GET", "/", "Say that the server runs.", running, response=str, public=True),
+        Endpoint("GET", "/api/version", "Return the version of Ollama's API.", version, response=Version),
+        Endpoint("GET", "/api/tags", "List the models on this machine.", list_models, response=ModelTags),
+        Endpoint("GET", "/api/ps", "List the loaded models.", list_loaded, response=LoadedModels),
+        Endpoint("POST", "/api/show", "Describe a model.", show_model, ShowRequest, ShownModel),
+        Endpoint(
             "POST",
             "/api/chat",
             "Reply to the messages of a conversation.",
@@ -70,7 +70,7 @@ OLLAMA = Protocol(
             OllamaChat,
             streams=True,
         ),
-        Operation(
+        Endpoint(
             "POST",
             "/api/generate",
             "Reply to a prompt, or continue it.",
@@ -79,8 +79,8 @@ OLLAMA = Protocol(
             OllamaGeneration,
             streams=True,
         ),
-        Operation("POST", "/api/embed", "Embed texts.", embed, OllamaEmbedRequest, OllamaEmbeddings),
-        Operation(
+        Endpoint("POST", "/api/embed", "Embed texts.", embed, OllamaEmbedRequest, OllamaEmbeddings),
+        Endpoint(
             "POST", "/api/embeddings", "Embed a text.", embed_prompt, OllamaEmbeddingRequest, OllamaEmbedding
         ),
     ),

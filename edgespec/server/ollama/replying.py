@@ -1,4 +1,4 @@
-"""Generate a reply and send it as JSON or as a stream of JSON lines. Chat and generate share this."""
+"""Generate a reply and send it as JSON or as a stream of JSON lines, for chat and generate requests."""
 
 from __future__ import annotations
 
@@ -71,7 +71,10 @@ async def respond(call: Call[Any], request: ReplyRequest, formatted: Formatter) 
     """
     fields: OllamaFields = call.body
     if fields.top_logprobs is not None and not fields.logprobs:
-        raise invalid_request("top_logprobs needs logprobs: true; set it, or leave both out", "top_logprobs")
+        raise invalid_request(
+            "top_logprobs requires logprobs: true; set logprobs to true, or leave both out",
+            param="top_logprobs",
+        )
     if fields.stream is not False:
         return await open_stream(_stream(call, request, formatted), _error_line, STREAM_MEDIA_TYPE)
     started = time.perf_counter_ns()

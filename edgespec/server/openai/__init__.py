@@ -1,4 +1,4 @@
-"""OpenAI's protocol: chat completions, completions, responses, embeddings and the list of models."""
+"""OpenAI's API: chat completions, completions, responses, embeddings and the list of models."""
 
 from edgespec.server.openai.protocol import OPENAI
 

@@ -129,7 +129,10 @@ async def create_chat_completion(call: Call[ChatRequest]) -> Response:
 
 def _requests(body: ChatRequest) -> list[ReplyRequest]:
     if body.top_logprobs is not None and not body.logprobs:
-        raise invalid_request("top_logprobs needs logprobs: true; set it, or leave both out", "top_logprobs")
+        raise invalid_request(
+            "top_logprobs requires logprobs: true; set logprobs to true, or leave both out",
+            param="top_logprobs",
+        )
     schema = answer_schema(body.response_format)
     more: dict[str, Any] = {"logprobs": body.top_logprobs or 0 if body.logprobs else None}
     if body.max_completion_tokens not in (None, -1):

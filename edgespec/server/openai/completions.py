@@ -96,10 +96,11 @@ def _requests(body: CompletionRequest) -> list[ReplyRequest]:
     choices = body.n or 1
     if not prompts or len(prompts) * choices > MAX_CHOICES:
         raise invalid_request(
-            f"the request asks for {len(prompts) * choices} texts; ask for 1 to {MAX_CHOICES}", "prompt"
+            f"the request asks for {len(prompts) * choices} completions; ask for 1 to {MAX_CHOICES}",
+            param="prompt",
         )
     if body.best_of not in (None, choices):
-        raise invalid_request(f"best_of must equal n, which is {choices}; leave best_of out", "best_of")
+        raise invalid_request(f"best_of must equal n, which is {choices}; leave best_of out", param="best_of")
     return [
         ReplyRequest(TextPrompt(prompt), options) for prompt in prompts for options in requests_options(body)
     ]

@@ -56,7 +56,7 @@ class EmbeddingItem(TypedDict):
 
 
 class EmbeddingUsage(TypedDict):
-    """Numbers of tokens of a request for embeddings."""
+    """Token counts of a request for embeddings."""
 
     prompt_tokens: int
     total_tokens: int
@@ -83,7 +83,7 @@ def _texts(body: EmbeddingRequest) -> list[Any]:
     given: Any = body.input
     texts = [given] if isinstance(given, str) or isinstance(next(iter(given), None), int) else given
     if not 0 < len(texts) <= MAX_TEXTS:
-        raise invalid_request(f"input has {len(texts)} texts; send 1 to {MAX_TEXTS}", "input")
+        raise invalid_request(f"input has {len(texts)} texts; send 1 to {MAX_TEXTS}", param="input")
     return texts
 
 

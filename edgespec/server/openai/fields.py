@@ -1,4 +1,4 @@
-"""Fields that OpenAI's operations share."""
+"""Fields that OpenAI's endpoints share."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ def requests_options(fields: ChoiceFields) -> list[dict[str, Any]]:
     """Return the options of each of the `n` replies. A seed is increased by one for each reply."""
     if fields.stream_options and not fields.stream:
         raise invalid_request(
-            "stream_options needs stream: true; leave it out, or set stream", "stream_options"
+            "stream_options requires stream: true; set stream to true, or leave stream_options out",
+            param="stream_options",
         )
     options = openai_options(fields)
     seed = options.get("seed")

@@ -74,6 +74,6 @@ def _text(index: int, message: ChatMessage) -> str:
     texts = []
     for number, part in enumerate(message.content):
         if part.type != "text" or part.text is None:
-            raise unsupported_content(f"messages.{index}.content.{number}", part.type)
+            raise unsupported_content(part.type, param=f"messages.{index}.content.{number}")
         texts.append(part.text)
     return "\n".join(texts)

@@ -1,4 +1,4 @@
-"""Define OpenAI's protocol for the server."""
+"""The endpoints of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from edgespec.server.openai.embeddings import EmbeddingList, EmbeddingRequest, c
 from edgespec.server.openai.errors import error_body
 from edgespec.server.openai.model_list import Model, ModelList, list_models, retrieve_model
 from edgespec.server.openai.responses import ResponseObject, ResponsesRequest, create_response
-from edgespec.server.protocol import Operation, Protocol
+from edgespec.server.protocol import Endpoint, Protocol
 
 __all__ = ["OPENAI"]
 
@@ -16,7 +16,7 @@ OPENAI = Protocol(
     "OpenAI",
     ("/",),  # Unknown paths have OpenAI's error format, unless another protocol has a longer prefix.
     (
-        Operation(
+        Endpoint(
             "POST",
             "/v1/chat/completions",
             "Reply to the messages of a conversation.",
@@ -25,7 +25,7 @@ OPENAI = Protocol(
             ChatCompletion,
             streams=True,
         ),
-        Operation(
+        Endpoint(
             "POST",
             "/v1/completions",
             "Continue a text.",
@@ -34,7 +34,7 @@ OPENAI = Protocol(
             Completion,
             streams=True,
         ),
-        Operation(
+        Endpoint(
             "POST",
             "/v1/responses",
             "Reply to an input.",
@@ -43,11 +43,11 @@ OPENAI = Protocol(
             ResponseObject,
             streams=True,
         ),
-        Operation(
+        Endpoint(
             "POST", "/v1/embeddings", "Embed texts.", create_embeddings, EmbeddingRequest, EmbeddingList
         ),
-        Operation("GET", "/v1/models", "List the models on this machine.", list_models, response=ModelList),
-        Operation("GET", "/v1/models/{model:path}", "Describe a model.", retrieve_model, response=Model),
+        Endpoint("GET", "/v1/models", "List the models on this machine.", list_models, response=ModelList),
+        Endpoint("GET", "/v1/models/{model:path}", "Describe a model.", retrieve_model, response=Model),
     ),
     error_body,
 )

@@ -39,6 +39,6 @@ def answer_schema(wanted: ResponseFormat | None) -> dict[str, Any]:
     if wanted.json_schema is None:
         raise invalid_request(
             "response_format has the type json_schema, but no json_schema; add response_format.json_schema",
-            "response_format",
+            param="response_format",
         )
     return {"schema": without_other_properties(wanted.json_schema.schema_)}

@@ -56,7 +56,7 @@ def vllm_constraint(fields: StructuredOutputFields) -> dict[str, Any]:
     given = [each for each in given if each[2] is not None]
     if len(given) > 1:
         names = " and ".join(name for name, _, _ in given)
-        raise invalid_request(f"{names} cannot be used together; choose one of them", given[1][0])
+        raise invalid_request(f"{names} cannot be used together; choose one of them", param=given[1][0])
     return {
         option: without_other_properties(value) if isinstance(value, dict) else value
         for _, option, value in given

@@ -21,7 +21,7 @@ __all__ = ["Attachment", "AttachmentReader"]
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """The files that one reference in a message stands for: a file, a folder or a pattern.
+    """The files that a reference in a message refers to: a file, a folder or a pattern.
 
     Attributes:
         path: The path of the reference.
@@ -64,7 +64,7 @@ class AttachmentReader:
             token_count += attachment.token_count
             if token_count > self._runtime.context_tokens:
                 attachment = Attachment(
-                    path, problem=self._too_large("the attached files have", f"{token_count:,}")
+                    path, problem=self._too_large(f"the attached files have {token_count:,} tokens")
                 )
             attachments.append(attachment)
         self._known = known
@@ -83,17 +83,17 @@ class AttachmentReader:
         # Reject files that are certainly too large before tokenizing them, which can take minutes.
         least = sum(vocabulary.min_tokens(file.text) for file in read.files)
         if least > limit_tokens:
-            raise self._too_large(f"{path} has", f"at least {least:,}")
+            raise self._too_large(f"{path} has at least {least:,} tokens")
         counts = [len(vocabulary.tokenize(file.block, special=False, start=False)) for file in read.files]
         if sum(counts) > limit_tokens:
-            raise self._too_large(f"{path} has", f"{sum(counts):,}")
+            raise self._too_large(f"{path} has {sum(counts):,} tokens")
         return tuple(
             replace(file, token_count=number) for file, number in zip(read.files, counts, strict=True)
         )
 
-    def _too_large(self, subject: str, tokens: str) -> AttachmentError:
+    def _too_large(self, size: str) -> AttachmentError:
         return AttachmentError(
-            f"{subject} {tokens} tokens, but the context holds only {self._runtime.context_tokens:,}",
+            f"{size}, but the context holds only {self._runtime.context_tokens:,}",
             "attach less, or start edgespec with a larger --context",
         )
 

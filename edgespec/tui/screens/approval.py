@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from time import monotonic
-from typing import ClassVar, Literal, TypeAlias
+from typing import ClassVar
 
 from textual import events
 from textual.app import ComposeResult
@@ -15,10 +15,10 @@ from textual.screen import ModalScreen
 from textual.widgets import Button, Static
 
 from edgespec.tools.tool import Tool, visible
+from edgespec.tui.tool_access import Decision
 
-__all__ = ["ApprovalScreen", "Decision", "readable_arguments"]
+__all__ = ["ApprovalScreen", "readable_arguments"]
 
-Decision: TypeAlias = Literal["once", "chat", "always", "refuse", "stop"]
 # The dialog can open while the user is typing. It ignores keys until none has been pressed for this many
 # seconds. A letter shows that the user is still typing, and starts this time again.
 _QUIET_SECONDS = 0.5

@@ -1,18 +1,19 @@
-"""The chat's dialogs: a form with Save and Cancel buttons, a system prompt editor, and a confirmation."""
+"""The chat's dialogs: a form with Save and Cancel buttons, a system prompt, a title, and a confirmation."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from typing import ClassVar, TypeVar
 
+from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.screen import ModalScreen
-from textual.widgets import Button, Static, TextArea
+from textual.widgets import Button, Input, Static, TextArea
 
-__all__ = ["ConfirmScreen", "FormScreen", "SystemScreen"]
+__all__ = ["ConfirmScreen", "FormScreen", "RenameScreen", "SystemScreen"]
 
 T = TypeVar("T")
 
@@ -93,3 +94,25 @@ class SystemScreen(FormScreen[str]):
     def action_save(self) -> None:
         """Close the editor and return its text."""
         self.dismiss(self._area.text.strip())
+
+
+class RenameScreen(FormScreen[str]):
+    """Dialog for the title of a chat. The result is the text that the user typed, or None after Cancel."""
+
+    heading = "Rename chat"
+
+    def __init__(self, title: str) -> None:
+        super().__init__()
+        self._input = Input(title, compact=True, select_on_focus=False)
+
+    def compose_fields(self) -> ComposeResult:
+        yield self._input
+
+    def on_mount(self) -> None:
+        self.query_one(".dialog").border_subtitle = "Enter saves · Esc cancels"
+        self._input.focus()
+
+    @on(Input.Submitted)
+    def action_save(self) -> None:
+        """Close the dialog and return its text."""
+        self.dismiss(self._input.value)

@@ -25,6 +25,8 @@ __all__ = ["RaceProgress", "RaceScreen"]
 
 _TICK_SECONDS = 1 / 20
 _BAR_CELLS = 24
+# Minimum width of a column, in cells, for the long heading. In a narrower one, the reply needs the lines.
+_MIN_LONG_HEADING = 34
 _REMEMBERED = "auto can also guess from your earlier replies, so racing the same message again is faster."
 
 
@@ -147,26 +149,34 @@ class _LaneColumn(Vertical):
         yield self._heading
         yield self._scroll
 
+    def on_resize(self) -> None:
+        """Keep the end of the text visible when the result takes some of the lines."""
+        self._scroll.scroll_end(animate=False)
+
     def show(self, lane: Lane, seconds: float) -> None:
         """Show the text and the speed as they were this many seconds after the start."""
         finished = seconds >= lane.seconds
         seconds = min(seconds, lane.seconds)
         tokens = lane.tokens_at(seconds)
-        name = "plain decoding (no speed-up)" if lane.method == "none" else f"{lane.method} (speed-up on)"
+        is_narrow = self.size.width < _MIN_LONG_HEADING
+        if lane.method == "none":
+            name = "plain" if is_narrow else "plain decoding (no speed-up)"
+        else:
+            name = lane.method if is_narrow else f"{lane.method} (speed-up on)"
+        length = "" if is_narrow else f"{count(tokens, 'token')} · "
         speed = rate(tokens / seconds if seconds else None)
         self._heading.update(
             Content.assemble(
                 (name, "bold"),
                 ("  ✓" if finished else "", "$success"),
-                f"\n{speed} · {count(tokens, 'token')} · {seconds:.1f} s",
+                f"\n{speed} · {length}{seconds:.1f} s",
             )
         )
         chunks = [chunk for chunk in lane.chunks if chunk.seconds <= seconds]
         if len(chunks) != self._shown:
             self._shown = len(chunks)
-            # An anchored text that is shorter than the column would stand at its bottom.
-            self._scroll.anchor(self._scroll.max_scroll_y > 0)
             runs = groupby(chunks, key=lambda chunk: "$success" if chunk.accepted else "bold $warning")
             self._text.update(
                 Content.assemble(*(("".join(chunk.text for chunk in run), style) for style, run in runs))
             )
+            self._scroll.scroll_end(animate=False)

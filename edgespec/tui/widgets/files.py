@@ -117,7 +117,7 @@ class FileChips(Static):
         return path in self._shown
 
     def follow(self, text: str, typed: str | None) -> None:
-        """Show the files that a text refers to, except for the reference that is still being typed."""
+        """Show the files that the input refers to, except for the reference that is still being typed."""
         references = [path for path in find_references(text) if path != typed]
         if references != self._references:
             self._references = references

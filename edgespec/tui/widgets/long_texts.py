@@ -19,7 +19,7 @@ __all__ = [
     "limited_text",
 ]
 
-# Maximum number of characters in a text that is pasted into the input. Wrapping a longer text would block the
+# Maximum number of characters in text that is pasted into the input. Wrapping longer text would block the
 # screen for seconds.
 MAX_INPUT_CHARACTERS = 500_000
 # Maximum number of characters of plain text to show. Textual wraps about 200,000 characters per second.
@@ -32,7 +32,7 @@ _MAX_SECONDS = 1.0
 
 
 def limited_text(text: str, advice: str = "") -> str:
-    """Return the start of a plain text. If it is cut, append a note with advice on how to read the rest."""
+    """Return the start of plain text. If the rest is cut, append a note with advice on how to read it."""
     if (hidden := len(text) - _MAX_CHARACTERS) <= 0:
         return text
     return f"{text[:_MAX_CHARACTERS]}…\n{hidden_note(hidden, advice)}"
@@ -49,7 +49,7 @@ def limited_chunks(chunks: Sequence[TextChunk]) -> Sequence[TextChunk]:
 
 
 def limited_markdown(markdown: str) -> str:
-    """Return the start of a Markdown text that can be drawn in about a second or less."""
+    """Return as much of the start of `markdown` as can be drawn in about a second."""
     end, left_seconds = 0, _MAX_SECONDS
     for line, seconds in _line_costs(markdown):
         if seconds > left_seconds:
@@ -60,7 +60,7 @@ def limited_markdown(markdown: str) -> str:
 
 
 def drawing_seconds(markdown: str) -> float:
-    """Estimate the time for drawing the part of a Markdown text that `limited_markdown` returns."""
+    """Estimate how many seconds it takes to draw the Markdown that `limited_markdown` returns."""
     return min(_MAX_SECONDS, sum(seconds for _, seconds in _line_costs(markdown)))
 
 
@@ -71,7 +71,7 @@ def hidden_note(characters: int, advice: str = "") -> str:
 
 
 def _line_costs(markdown: str) -> Iterator[tuple[str, float]]:
-    """Yield each line with the estimated seconds for drawing it. The end of a very long text is omitted."""
+    """Yield each line with the estimated seconds that it takes to draw. Omit the end of a very long text."""
     for line in markdown[: int(_MAX_SECONDS / _CHARACTER_SECONDS)].splitlines(keepends=True):
         items = line.count("|") + bool(line.strip())
         yield line, len(line) * _CHARACTER_SECONDS + items * _ITEM_SECONDS

@@ -291,6 +291,6 @@ class ReplyMessage(MessageWidget):
         )
 
     def _guessers(self) -> str:
-        """Return the source of the guesses in parentheses, or an empty text if nothing was guessed."""
+        """Return the source of the guesses in parentheses, or an empty string if nothing was guessed."""
         effective = "none" if self.reply is None else self.reply.method.effective
         return "" if effective == "none" else f" ({sources_text(effective)})"

@@ -16,28 +16,32 @@ from edgespec.chat.search import FoundChat, search
 from edgespec.chat.store import StoredChat
 from edgespec.tui.numbers import ago, count
 
-__all__ = ["ChatOption", "Sidebar"]
+__all__ = ["ChatOption", "Sidebar", "chat_list_hint"]
 
-_MAX_TITLE_LENGTH = 60
+# Width of the rows, in cells, until the list has been laid out.
+_DEFAULT_WIDTH = 30
 
 
 class ChatOption(Option):
-    """An entry of the list: the chat's title, and below it its age and length or the matching line."""
+    """An entry of the list: the chat's title, and below it its age and length or the matching line.
 
-    def __init__(self, found: FoundChat, *, is_open: bool) -> None:
+    Args:
+        found: The chat.
+        width: The width of the list in cells. Longer lines are cut off.
+        is_open: Whether this chat is open.
+    """
+
+    def __init__(self, found: FoundChat, width: int, *, is_open: bool) -> None:
         chat = found.chat
-        short = f"{chat.title[: _MAX_TITLE_LENGTH - 1]}…"
-        title = chat.title if len(chat.title) <= _MAX_TITLE_LENGTH else short
         note = f"{ago(chat.updated, datetime.now(UTC))} · {count(chat.message_count, 'message')}"
         pinned = "pinned · " if chat.pinned else ""
-        line = (found.line[:_MAX_TITLE_LENGTH] or pinned + note, "$muted")
+        line = (found.line or pinned + note, "$muted")
+        rows = (
+            Content.assemble(("• " if is_open else "  ", "$primary"), chat.title),
+            Content.assemble("  ", ("unreadable", "$error") if chat.problem else line),
+        )
         super().__init__(
-            Content.assemble(
-                ("• " if is_open else "  ", "$primary"),
-                f"{title}\n  ",
-                ("unreadable", "$error") if chat.problem else line,
-            ),
-            id=str(chat.path),
+            Content("\n").join(row.truncate(width, ellipsis=True) for row in rows), id=str(chat.path)
         )
         self.chat = chat
 
@@ -45,10 +49,15 @@ class ChatOption(Option):
 class Sidebar(OptionList):
     """The saved chats: pinned ones first, then the newest. Typing filters the list.
 
-    Enter opens the highlighted chat, and the Delete key deletes it.
+    Enter opens the highlighted chat. `chat_list_hint` names the other keys.
     """
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("delete", "screen.delete_chat", "Delete", show=False)]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("ctrl+r", "screen.rename_chat", "Rename", show=False),
+        Binding("ctrl+p", "screen.pin_chat", "Pin", show=False),
+        Binding("delete", "screen.delete_chat", "Delete", show=False),
+        Binding("ctrl+z", "screen.restore_chat", "Undo", show=False),
+    ]
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -60,20 +69,41 @@ class Sidebar(OptionList):
     def show(self, chats: Sequence[StoredChat], *, current: str) -> None:
         """Show `chats` and mark the one whose id is `current`."""
         self._chats, self._open = chats, current
-        self._refresh_options(self.highlighted or 0)
+        self._refresh_options(self.highlighted or 0, self.chat)
 
-    def _refresh_options(self, highlighted: int) -> None:
+    @property
+    def chat(self) -> StoredChat | None:
+        """The highlighted chat, or None if the list is empty."""
+        option = self.highlighted_option
+        return option.chat if isinstance(option, ChatOption) else None
+
+    def _refresh_options(self, highlighted: int, chat: StoredChat | None = None) -> None:
+        """Show the chats that match the query.
+
+        Args:
+            highlighted: Index of the entry to highlight.
+            chat: The chat to highlight instead, if it is still listed.
+        """
         found = search(self._chats, self._query)
+        # Leave space for the scrollbar even if there is none, so that its appearance changes nothing.
+        width = self.content_region.width - self.styles.scrollbar_size_vertical or _DEFAULT_WIDTH
         nothing = (
             f"No chat contains “{self._query}”."
             if self._chats
             else "No saved chats yet. Each message is saved when you send it."
         )
         self.set_options(
-            [ChatOption(each, is_open=each.chat.id == self._open) for each in found]
+            [ChatOption(each, width, is_open=each.chat.id == self._open) for each in found]
             or [Option(nothing, disabled=True)]
         )
+        if chat is not None:
+            ids = [each.chat.id for each in found]
+            highlighted = ids.index(chat.id) if chat.id in ids else highlighted
         self.highlighted = min(highlighted, len(found) - 1) if found else None
+
+    def on_resize(self) -> None:
+        """Cut the lines off at the new width."""
+        self._refresh_options(self.highlighted or 0, self.chat)
 
     def _show_query(self) -> None:
         self.border_title = Content(f"Chats: {self._query}" if self._query else "Chats")
@@ -81,20 +111,32 @@ class Sidebar(OptionList):
 
     def clear_query(self) -> bool:
         """Show all chats again. Return False if the list is not filtered."""
-        filtered, self._query = bool(self._query), ""
+        filtered = bool(self._query)
+        self.filter("")
+        return filtered
+
+    def filter(self, query: str) -> None:
+        """Show only the chats whose titles or messages contain all words of `query`."""
+        self._query = query
         self._show_query()
         self._refresh_options(0)
-        return filtered
 
     def on_key(self, event: events.Key) -> None:
         """Filter the list by what the user types."""
         if event.key == "backspace":
-            self._query = self._query[:-1]
+            query = self._query[:-1]
+        elif event.character == "/" and not self._query:
+            return  # The screen starts a command in the input.
         elif event.is_printable and event.character is not None:
-            self._query += event.character
+            query = self._query + event.character
         else:
             return
         event.stop()
         event.prevent_default()
-        self._show_query()
-        self._refresh_options(0)
+        self.filter(query)
+
+
+def chat_list_hint(*, narrow: bool) -> str:
+    """Return the hint line while the list has the focus. The frame of the list names the other keys."""
+    hint = "Ctrl+R renames · Ctrl+P pins"
+    return hint if narrow else f"Enter opens · {hint} · Esc back"

@@ -28,7 +28,8 @@ class StatusFacts:
         speed_up: Two-word summary of the speed-up.
         writing: Whether a reply is being generated.
         tokens_per_second: Speed of the current or last reply. None before the first token.
-        acceptance_rate: Fraction of drafted tokens that were accepted. None if nothing was drafted.
+        acceptance_rate: Fraction of drafted tokens that were accepted. None if nothing was drafted, or if the
+            speed-up is off.
         context_used_tokens: Number of tokens in the conversation.
         context_tokens: Context size in tokens.
         memory_bytes: Resident memory of the process.

@@ -26,7 +26,7 @@ class Thoughts(Collapsible):
         self._began: float | None = None
 
     def show(self, text: Content, length: str) -> None:
-        """Show the reasoning of a finished reply. `length` is its length as a text, such as `45 tokens`."""
+        """Show the reasoning of a finished reply. `length` is its length, such as `45 tokens`."""
         if self._began is not None:
             self.seconds, self._began = monotonic() - self._began, None
         thought = "Thoughts" if self.seconds is None else f"Thought for {seconds_text(self.seconds)}"

@@ -28,11 +28,11 @@ __all__ = ["Transcript"]
 
 # Maximum number of messages that are added at once. Each costs several milliseconds.
 _PAGE_MESSAGES = 40
-# Maximum time in seconds for drawing the messages that are added at once.
+# Maximum time in seconds to spend on drawing the messages that are added at once.
 _PAGE_SECONDS = 1.0
 # Rows of the line that tells how many older messages there are. It is in the way when the user scrolls up.
 _MORE_ROWS = 2
-# Number of messages that are added when the selection leaves the shown ones.
+# Number of messages to add when the selection moves past the messages on screen.
 _SELECTED_MESSAGES = 2
 # Number of pages shown as widgets: one in view, and one above and below it. The more widgets there are, the
 # longer each change of the layout takes.
@@ -50,7 +50,7 @@ class Transcript(VerticalScroll):
         self._earlier, self._later = _more("earlier"), _more("later")
         self._column = Vertical(welcome, self._earlier, self._later, id="messages")
         self._chat = chat
-        # Messages `_first` (inclusive) to `_end` (exclusive) of the open path are shown as widgets.
+        # Messages `_first` (inclusive) to `_end` (exclusive) of the current branch are shown as widgets.
         self._first = self._end = 0
         self._dropped = 0
         self._extending = Lock()
@@ -338,7 +338,7 @@ class Transcript(VerticalScroll):
         return start
 
     def _widgets(self, start: int, end: int) -> list[MessageWidget]:
-        """Create the widgets for the messages `start` (inclusive) to `end` (exclusive) of the open path."""
+        """Create the widgets for messages `start` (inclusive) to `end` (exclusive) of the current branch."""
         return [self._widget(place) for place in self._chat.tree.path[start:end]]
 
     def _widget(self, place: int) -> MessageWidget:

@@ -295,7 +295,7 @@ def test_an_invalid_rotary_embedding_is_refused(
     path = write_head(
         tmp_path / "head", size=SIZE, vocab=ROWS, rope_scaling=rope, eagle_aux_hidden_state_layer_ids=STATES
     )
-    with pytest.raises(ModelFileError, match="invalid settings|its factor is"):
+    with pytest.raises(ModelFileError, match="invalid settings|factor is"):
         target.self_draft(Head("eagle", path))
 
 

@@ -106,7 +106,7 @@ def check_plan(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"fc.weight": None}, r"lacks the tensor fc\.weight"),
+        ({"fc.weight": None}, r"the tensor fc\.weight is missing"),
         ({"fc.weight": np.zeros((64, 64))}, "do not fit the model"),
         ({"layers.0.mlp.gate.weight": None}, "do not fit the model"),
         ({"norm.weight": np.full(64, np.nan)}, "not finite"),

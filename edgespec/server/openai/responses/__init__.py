@@ -1,4 +1,4 @@
-"""OpenAI's responses: `POST /v1/responses`."""
+"""OpenAI's Responses API: `POST /v1/responses`."""
 
 from edgespec.server.openai.responses.create import create_response
 from edgespec.server.openai.responses.fields import ResponsesRequest

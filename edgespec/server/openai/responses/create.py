@@ -1,4 +1,7 @@
-"""`POST /v1/responses`. Requests contain the whole conversation, or refer to items of earlier responses."""
+"""Handle `POST /v1/responses`.
+
+A request contains the whole conversation, or refers to items of earlier responses.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +34,14 @@ async def create_response(call: Call[ResponsesRequest]) -> Response:
 def _request(body: ResponsesRequest, stored_items: StoredItems) -> ReplyRequest:
     if body.previous_response_id is not None:
         raise invalid_request(
-            "previous_response_id is set, but the server keeps no responses; leave it out, and send the whole"
+            "the server stores no responses; leave previous_response_id out, and send the whole"
             " conversation in input",
-            "previous_response_id",
+            param="previous_response_id",
         )
     if body.background:
         raise invalid_request(
-            "background is true, but the server replies only while the client waits; leave it out",
-            "background",
+            "background is true, but the server replies only while the client waits; leave background out",
+            param="background",
         )
     options = combined_options(openai_options(body), _schema(body.text.format if body.text else None))
     if body.max_output_tokens is not None:
@@ -56,6 +59,6 @@ def _schema(wanted: TextFormat | None) -> dict[str, Any]:
         return {"schema": {"type": "object"}}
     if wanted.schema_ is None:
         raise invalid_request(
-            "text.format has the type json_schema, but no schema; add text.format.schema", "text.format"
+            "text.format has the type json_schema, but no schema; add text.format.schema", param="text.format"
         )
     return {"schema": without_other_properties(wanted.schema_)}

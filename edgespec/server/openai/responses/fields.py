@@ -86,7 +86,7 @@ class ResponsesRequest(OpenAIFields):
         default=None, description="Number of the most likely tokens to return at each position."
     )
     previous_response_id: str | None = Field(
-        default=None, description="Not supported, because the server keeps no responses."
+        default=None, description="Not supported, because the server stores no responses."
     )
     background: bool | None = Field(default=None, description="true is not supported.")
     store: bool | None = Field(

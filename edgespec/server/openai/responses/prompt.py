@@ -72,8 +72,8 @@ def _add(messages: list[dict[str, Any]], place: str, item: InputItem) -> None:
         raise invalid_request(
             f"{place} has the type {kind[:40]!r}, which edgespec does not support; use one of the types"
             f" {', '.join(_NEEDED)}, item_reference",
-            place,
-            "unsupported_content",
+            param=place,
+            code="unsupported_content",
         )
     require_fields(place, item, _NEEDED[kind])
     if kind == "function_call_output":
@@ -105,7 +105,7 @@ def _text(place: str, content: str | Sequence[InputPart] | None) -> str:
     for number, part in enumerate(content):
         name = "refusal" if part.type == "refusal" else "text"
         if name == "text" and part.type not in _TEXTS:
-            raise unsupported_content(f"{place}.{number}", part.type)
+            raise unsupported_content(part.type, param=f"{place}.{number}")
         require_fields(f"{place}.{number}", part, (name,))
         texts.append(getattr(part, name))
     return "\n".join(texts)
@@ -127,5 +127,6 @@ def _tool_choice(choice: str | Mapping[str, Any] | None) -> ToolChoice:
         case {"type": "function", "name": str(name)}:
             return {"type": "function", "function": {"name": name}}
     raise invalid_request(
-        'tool_choice must be "auto", "none", "required" or {"type": "function", "name": NAME}', "tool_choice"
+        'tool_choice must be "auto", "none", "required" or {"type": "function", "name": NAME}',
+        param="tool_choice",
     )

@@ -1,4 +1,4 @@
-"""Several replies in one llama.cpp context, each in its own place."""
+"""Several replies in one llama.cpp context, each in its own slot."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.llamacpp.context import LlamaContext
-from edgespec.backends.llamacpp.place_model import load_places
+from edgespec.backends.llamacpp.slot_model import load_slots
 from edgespec.backends.self_draft_methods import EarlyExit
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import (
@@ -31,7 +31,7 @@ from edgespec.errors import (
 from tests.backends.contract import TREES, Rows, fresh, path_to, step, tokens_for, tokens_to, tree_of
 from tests.backends.tiny_models import write_gemma2, write_llama, write_mamba
 
-PLACES, CONTEXT = 3, 512
+SLOTS, CONTEXT = 3, 512
 # Attention adds up the cells of a text in the order of their addresses, which depends on the other replies.
 ROUNDING = 2e-2
 
@@ -62,19 +62,19 @@ def alone(tiny: Path) -> Iterator[LanguageModel]:
 
 
 @pytest.fixture(scope="module")
-def all_places(tiny: Path) -> Iterator[Sequence[LanguageModel]]:
-    models = load_places(str(tiny), "tiny", LoadOptions(context_tokens=CONTEXT, parallel=PLACES))
+def all_slots(tiny: Path) -> Iterator[Sequence[LanguageModel]]:
+    models = load_slots(str(tiny), "tiny", LoadOptions(context_tokens=CONTEXT, parallel=SLOTS))
     yield models
     for model in models:
         model.close()
 
 
 @pytest.fixture
-def places(all_places: Sequence[LanguageModel]) -> Sequence[LanguageModel]:
-    for model in all_places:
+def slots(all_slots: Sequence[LanguageModel]) -> Sequence[LanguageModel]:
+    for model in all_slots:
         model.interrupt(False)
         model.truncate(0)
-    return all_places
+    return all_slots
 
 
 def follow(model: LanguageModel, history: list[Round], seed: int) -> tuple[list[int], Rows]:
@@ -104,33 +104,33 @@ def follow(model: LanguageModel, history: list[Round], seed: int) -> tuple[list[
     return kept, step(model, 4)
 
 
-def check(places: Sequence[LanguageModel], alone: LanguageModel, histories: Sequence[list[Round]]) -> None:
-    with ThreadPoolExecutor(PLACES) as pool:
-        results = list(pool.map(follow, places, histories, range(PLACES)))
+def check(slots: Sequence[LanguageModel], alone: LanguageModel, histories: Sequence[list[Round]]) -> None:
+    with ThreadPoolExecutor(SLOTS) as pool:
+        results = list(pool.map(follow, slots, histories, range(SLOTS)))
     for kept, row in results:
         np.testing.assert_allclose(row, fresh(alone, [*kept, 4]), rtol=0, atol=ROUNDING)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(ROUNDS, min_size=PLACES, max_size=PLACES))
-def test_places_equal_separate_contexts(
-    places: Sequence[LanguageModel], alone: LanguageModel, histories: list[list[Round]]
+@given(st.lists(ROUNDS, min_size=SLOTS, max_size=SLOTS))
+def test_slots_equal_separate_contexts(
+    slots: Sequence[LanguageModel], alone: LanguageModel, histories: list[list[Round]]
 ) -> None:
-    check(places, alone, histories)
+    check(slots, alone, histories)
 
 
 @pytest.mark.long
 @settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(ROUNDS, min_size=PLACES, max_size=PLACES))
-def test_places_equal_separate_contexts_in_many_histories(
-    places: Sequence[LanguageModel], alone: LanguageModel, histories: list[list[Round]]
+@given(st.lists(ROUNDS, min_size=SLOTS, max_size=SLOTS))
+def test_slots_equal_separate_contexts_in_many_histories(
+    slots: Sequence[LanguageModel], alone: LanguageModel, histories: list[list[Round]]
 ) -> None:
-    check(places, alone, histories)
+    check(slots, alone, histories)
 
 
 def test_passes_are_shared(demo_target: Path) -> None:
     # The passes of the tiny model are too short for several threads to meet in them.
-    models = load_places(str(demo_target), "demo", LoadOptions(context_tokens=256, parallel=PLACES))
+    models = load_slots(str(demo_target), "demo", LoadOptions(context_tokens=256, parallel=SLOTS))
     others: list[int] = []
 
     def generate(model: LanguageModel) -> None:
@@ -139,21 +139,21 @@ def test_passes_are_shared(demo_target: Path) -> None:
             others.append(model.verify(TokenTree.chain(5, [6, 7])).other_tokens)
             model.commit((1,))
 
-    with ThreadPoolExecutor(PLACES) as pool:
+    with ThreadPoolExecutor(SLOTS) as pool:
         list(pool.map(generate, models))
     for model in models:
         model.close()
     assert sum(count > 0 for count in others) > len(others) / 2
 
 
-def test_a_long_prompt_does_not_stall_the_others(places: Sequence[LanguageModel]) -> None:
+def test_a_long_prompt_does_not_stall_the_others(slots: Sequence[LanguageModel]) -> None:
     others: list[int] = []
     stop = threading.Event()
 
     def generate() -> None:
-        places[0].prefill(tokens_for(places[0], 30))
+        slots[0].prefill(tokens_for(slots[0], 30))
         while not stop.is_set():
-            others.append(places[0].verify(TokenTree.chain(5)).other_tokens)
+            others.append(slots[0].verify(TokenTree.chain(5)).other_tokens)
 
     with ThreadPoolExecutor(1) as pool:
         generating = pool.submit(generate)
@@ -161,8 +161,8 @@ def test_a_long_prompt_does_not_stall_the_others(places: Sequence[LanguageModel]
             while len(others) < 3:
                 stop.wait(0.001)
             for _ in range(20):
-                places[1].truncate(0)
-                places[1].prefill(tokens_for(places[1], 400))
+                slots[1].truncate(0)
+                slots[1].prefill(tokens_for(slots[1], 400))
         finally:
             stop.set()
         generating.result()
@@ -170,9 +170,9 @@ def test_a_long_prompt_does_not_stall_the_others(places: Sequence[LanguageModel]
 
 
 def test_a_full_context_fails_only_its_own_reply(
-    places: Sequence[LanguageModel], alone: LanguageModel
+    slots: Sequence[LanguageModel], alone: LanguageModel
 ) -> None:
-    full, other = places[:2]
+    full, other = slots[:2]
     full.prefill(tokens_for(full, CONTEXT - 2))
     other.prefill(tokens_for(other, 40, 1))
     with pytest.raises(ContextFullError):
@@ -182,8 +182,8 @@ def test_a_full_context_fails_only_its_own_reply(
     assert full.length == CONTEXT - 2
     row = step(other, 4)
     np.testing.assert_allclose(row, fresh(alone, [*tokens_for(other, 40, 1), 4]), rtol=0, atol=ROUNDING)
-    # All places together can be full.
-    for model in places:
+    # All slots together can be full.
+    for model in slots:
         model.truncate(0)
         model.prefill(tokens_for(model, CONTEXT - 8))
         model.verify(tree_of(model, TREES["binary"]))
@@ -192,7 +192,7 @@ def test_a_full_context_fails_only_its_own_reply(
 
 
 def test_a_failed_pass_is_repeated_for_each_reply(
-    places: Sequence[LanguageModel], alone: LanguageModel, monkeypatch: pytest.MonkeyPatch
+    slots: Sequence[LanguageModel], alone: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, sizes = LlamaContext.run, []
 
@@ -202,22 +202,22 @@ def test_a_failed_pass_is_repeated_for_each_reply(
             raise OutOfMemoryError("the buffers cannot be allocated")
         return run(self, tokens, *args)
 
-    for place, model in enumerate(places):
-        model.prefill(tokens_for(model, 30, place))
+    for slot, model in enumerate(slots):
+        model.prefill(tokens_for(model, 30, slot))
     monkeypatch.setattr(LlamaContext, "run", run_few)
-    with ThreadPoolExecutor(PLACES) as pool:
-        rows = list(pool.map(lambda model: [step(model, token) for token in (4, 5, 6)], places))
+    with ThreadPoolExecutor(SLOTS) as pool:
+        rows = list(pool.map(lambda model: [step(model, token) for token in (4, 5, 6)], slots))
         with pytest.raises(OutOfMemoryError):
-            places[0].verify(TokenTree.chain(4, [5]))
+            slots[0].verify(TokenTree.chain(4, [5]))
     monkeypatch.undo()
     assert max(sizes) > 1
-    for place, row in enumerate(rows):
-        expected = fresh(alone, [*tokens_for(alone, 30, place), 4, 5, 6])
+    for slot, row in enumerate(rows):
+        expected = fresh(alone, [*tokens_for(alone, 30, slot), 4, 5, 6])
         np.testing.assert_allclose(row[-1], expected, rtol=0, atol=ROUNDING)
 
 
 def test_a_cancelled_reply_does_not_disturb_the_others(
-    places: Sequence[LanguageModel], alone: LanguageModel
+    slots: Sequence[LanguageModel], alone: LanguageModel
 ) -> None:
     tokens = tokens_for(alone, 400, 3)
     stop = threading.Event()
@@ -226,22 +226,22 @@ def test_a_cancelled_reply_does_not_disturb_the_others(
         count = 0
         while not stop.is_set():
             try:
-                places[1].truncate(0)
-                places[1].prefill(tokens)
+                slots[1].truncate(0)
+                slots[1].prefill(tokens)
             except CancelledError:
                 count += 1
         return count
 
     def cancel() -> None:
         while not stop.wait(0.003):
-            places[1].interrupt(True)
+            slots[1].interrupt(True)
             stop.wait(0.001)
-            places[1].interrupt(False)
+            slots[1].interrupt(False)
 
     with ThreadPoolExecutor(3) as pool:
         counted, cancelling = pool.submit(cancelled), pool.submit(cancel)
         try:
-            rows = [follow(places[0], [(TREES["binary"], 5, seed, "commit")] * 5, seed) for seed in range(20)]
+            rows = [follow(slots[0], [(TREES["binary"], 5, seed, "commit")] * 5, seed) for seed in range(20)]
         finally:
             stop.set()
         cancelling.result()
@@ -250,8 +250,8 @@ def test_a_cancelled_reply_does_not_disturb_the_others(
         np.testing.assert_allclose(row, fresh(alone, [*kept, 4]), rtol=0, atol=ROUNDING)
 
 
-def test_closing_a_place_keeps_the_others_usable(tiny: Path) -> None:
-    first, second = load_places(str(tiny), "tiny", LoadOptions(context_tokens=256, parallel=2))
+def test_closing_a_slot_keeps_the_others_usable(tiny: Path) -> None:
+    first, second = load_slots(str(tiny), "tiny", LoadOptions(context_tokens=256, parallel=2))
     first.close()
     first.close()
     with pytest.raises(ClosedError):
@@ -263,13 +263,13 @@ def test_closing_a_place_keeps_the_others_usable(tiny: Path) -> None:
         second.verify(TokenTree.chain(0))
 
 
-def test_a_shared_context_cannot_grow(places: Sequence[LanguageModel]) -> None:
-    places[0].resize(CONTEXT // 2)
-    assert places[0].facts.context_tokens == CONTEXT
+def test_a_shared_context_cannot_grow(slots: Sequence[LanguageModel]) -> None:
+    slots[0].resize(CONTEXT // 2)
+    assert slots[0].facts.context_tokens == CONTEXT
     with pytest.raises(MemoryBudgetError, match="several replies share"):
-        places[0].resize(CONTEXT + 1)
+        slots[0].resize(CONTEXT + 1)
     with pytest.raises(CapabilityError, match="omit --parallel"):
-        places[0].self_draft(EarlyExit(1))
+        slots[0].self_draft(EarlyExit(1))
 
 
 @pytest.mark.parametrize(
@@ -281,9 +281,9 @@ def test_a_shared_context_cannot_grow(places: Sequence[LanguageModel]) -> None:
 )
 def test_models_that_cannot_share_passes(write: Callable[[Path], Path], reason: str, tmp_path: Path) -> None:
     with pytest.raises(CapabilityError, match=reason):
-        load_places(str(write(tmp_path / "model.gguf")), "it", LoadOptions(context_tokens=256, parallel=2))
+        load_slots(str(write(tmp_path / "model.gguf")), "it", LoadOptions(context_tokens=256, parallel=2))
 
 
-def test_too_many_branches_for_the_places(tiny: Path) -> None:
+def test_too_many_branches_for_the_slots(tiny: Path) -> None:
     with pytest.raises(OptionError, match="--parallel 1[45] or less"):
-        load_places(str(tiny), "tiny", LoadOptions(context_tokens=256, parallel=20, max_branches=16))
+        load_slots(str(tiny), "tiny", LoadOptions(context_tokens=256, parallel=20, max_branches=16))

@@ -1,4 +1,4 @@
-"""Load a GGUF model for several replies at once, which share its weights and its forward passes."""
+"""Load a GGUF model for concurrent replies, which share its weights and forward passes."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import probe
 from edgespec.backends.llamacpp.resizing import cache_variant
 from edgespec.backends.llamacpp.shared_context import (
-    ContextPlace,
+    ContextSlot,
     SharedContext,
-    check_places,
+    check_slots,
     max_pass_tokens,
     why_not_shared,
 )
@@ -47,10 +47,10 @@ from edgespec.errors import (
     ModelFileError,
 )
 
-__all__ = ["PlaceModel", "load_places"]
+__all__ = ["SlotModel", "load_slots"]
 
 
-def load_places(
+def load_slots(
     path: str, name: str, options: LoadOptions, progress: Progress | None = None
 ) -> Sequence[LanguageModel]:
     """Load a GGUF model once for `options.parallel` replies.
@@ -74,13 +74,13 @@ def load_places(
         if why := why_not_shared(weights):
             raise CapabilityError(f"replies cannot share the passes of {name}: {why}", "omit --parallel")
         plan = plan_context(weights, options)
-        check_places(plan, options)
+        check_slots(plan, options)
         adapters = LoraAdapters(weights, options.adapters)
         context = LlamaContext(weights, options, plan, threads_for(weights, options), adapters=adapters)
         result = probe(context, weights, options)
         max_width = min(result.capabilities.max_width, max_pass_tokens(context))
         capabilities = replace(result.capabilities, max_width=max_width, self_draft_methods=frozenset())
-        vocabularies = [LlamaVocabulary(weights) for _ in range(plan.places)]
+        vocabularies = [LlamaVocabulary(weights) for _ in range(plan.slots)]
         facts = describe(
             weights, path, name, plan.share, vocabularies[0], replace(result, capabilities=capabilities)
         )
@@ -97,20 +97,20 @@ def load_places(
         library().llama_model_free(weights)
         raise
     return [
-        PlaceModel(facts, place, vocabulary, Pooling.of(weights), options.max_branches)
-        for place, vocabulary in zip(shared.places, vocabularies, strict=True)
+        SlotModel(facts, slot, vocabulary, Pooling.of(weights), options.max_branches)
+        for slot, vocabulary in zip(shared.slots, vocabularies, strict=True)
     ]
 
 
-class PlaceModel(BaseModel):
-    """A GGUF model as one of several concurrent replies sees it.
+class SlotModel(BaseModel):
+    """One concurrent reply's view of a GGUF model.
 
     Each reply can use its model in its own thread. Passes of different replies run together, and a failed or
     cancelled one does not affect the others. The context cannot be resized.
 
     Args:
         facts: The facts of the model, with the reply's share of the context.
-        place: The reply's place in the shared context.
+        slot: The reply's slot in the shared context.
         vocabulary: The reply's own tokenizer, which `close` closes.
         pooling: How the model embeds texts.
         max_branches: The maximum number of leaves in a token tree.
@@ -119,15 +119,15 @@ class PlaceModel(BaseModel):
     def __init__(
         self,
         facts: ModelFacts,
-        place: ContextPlace,
+        slot: ContextSlot,
         vocabulary: LlamaVocabulary,
         pooling: Pooling,
         max_branches: int,
     ) -> None:
         self.facts = facts
         self.vocabulary = self._vocabulary = vocabulary
-        self._place, self._pooling = place, pooling
-        self._cells = KvCells(place, max_branches)
+        self._slot, self._pooling = slot, pooling
+        self._cells = KvCells(slot, max_branches)
 
     @property
     def length(self) -> int:
@@ -135,23 +135,23 @@ class PlaceModel(BaseModel):
 
     @property
     def threads(self) -> int:
-        return self._place.threads
+        return self._slot.threads
 
     @property
     def max_threads(self) -> int:
-        return self._place.max_threads if self._place.adapts_threads else 0
+        return self._slot.max_threads if self._slot.adapts_threads else 0
 
     def set_max_threads(self, threads: int) -> None:
-        self._place.shared.set_max_threads(threads)
+        self._slot.shared.set_max_threads(threads)
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
         self._check(len(tokens))
         self._cells.end_round()
         done = 0
         while done < len(tokens):
-            batch = tokens[done : done + self._place.batch_tokens]
+            batch = tokens[done : done + self._slot.batch_tokens]
             try:
-                self._place.append(batch, self.length)
+                self._slot.append(batch, self.length)
             except (BackendError, ContextFullError, CancelledError):
                 self._cells.truncate(self.length)
                 raise
@@ -162,10 +162,10 @@ class PlaceModel(BaseModel):
 
     def prefill_prompt(self, tokens: Sequence[int], progress: Progress | None = None) -> HostLogits:
         self._check(len(tokens))
-        before, batch, part_progress = split_last_batch(tokens, self._place.batch_tokens, progress)
+        before, batch, part_progress = split_last_batch(tokens, self._slot.batch_tokens, progress)
         self.prefill(before, part_progress)
         try:
-            part = self._place.append(batch, self.length, outputs=1)
+            part = self._slot.append(batch, self.length, outputs=1)
             check_progress(progress)
         except (BackendError, ContextFullError, CancelledError):
             self._cells.truncate(self.length)
@@ -177,24 +177,24 @@ class PlaceModel(BaseModel):
     def embed(self, tokens: Sequence[int], progress: Progress | None = None) -> NDArray[np.float32]:
         text = self._pooling.whole_text(tokens)
         self._check(len(text))
-        batch_tokens = min(self._place.batch_tokens, self._place.max_width)
+        batch_tokens = min(self._slot.batch_tokens, self._slot.max_width)
         try:
-            return self._pooling.embed(text, self._place.run_states, batch_tokens, progress)
+            return self._pooling.embed(text, self._slot.run_states, batch_tokens, progress)
         finally:
             self._cells.truncate(0)
 
     def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
         try:
             self._check(tree.width)
-            if tree.width > self._place.max_width:
+            if tree.width > self._slot.max_width:
                 raise CapabilityError(
-                    f"a draft of {tree.width} tokens exceeds the limit of {self._place.max_width} per pass",
+                    f"a draft of {tree.width} tokens exceeds the limit of {self._slot.max_width} per pass",
                     "use a shorter --draft-length or fewer --draft-branches",
                 )
             if first == 0:
                 self._cells.end_round()
             positions, sequences = self._cells.place_tree(tree, first)
-            part = self._place.run(tree.tokens[first:], positions, sequences)
+            part = self._slot.run(tree.tokens[first:], positions, sequences)
         except (BackendError, ContextFullError, CancelledError):
             self._cells.end_round()
             raise
@@ -210,7 +210,7 @@ class PlaceModel(BaseModel):
 
     def remove_range(self, start: int, end: int) -> None:
         self._check(0)
-        if not self._place.shared.can_shift:
+        if not self._slot.shared.can_shift:
             raise CapabilityError(
                 f"{self.facts.name} cannot move cached keys to other positions",
                 "truncate the cache and prefill the rest again",
@@ -218,22 +218,22 @@ class PlaceModel(BaseModel):
         self._cells.end_round()
         end = min(end, self.length)
         if start < end:
-            self._place.remove_range(start, end)
+            self._slot.remove_range(start, end)
             self._cells.length -= end - start
 
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
         self._check(0)
         self._cells.end_round()
         start, end = self._span(start, end)
-        return Snapshot(end, export_text(self._place, start, end), start)
+        return Snapshot(end, export_text(self._slot, start, end), start)
 
     def restore(self, snapshot: Snapshot) -> None:
         self._check(0)
         self._cells.truncate(self.length if snapshot.start else 0)
         start, length = snapshot.start, snapshot.length
         if not (
-            self.length == start <= length <= self._place.tokens
-            and import_text(self._place, memoryview(snapshot.data), start, length)
+            self.length == start <= length <= self._slot.tokens
+            and import_text(self._slot, memoryview(snapshot.data), start, length)
         ):
             self._cells.truncate(min(start, self.length))
             raise BackendError(
@@ -245,10 +245,10 @@ class PlaceModel(BaseModel):
     def resize(self, context_tokens: int) -> None:
         """Check that the context has room for `context_tokens`. Its size never changes."""
         self._check_size(context_tokens)
-        if context_tokens > self._place.tokens:
+        if context_tokens > self._slot.tokens:
             raise MemoryBudgetError(
-                f"a context that several replies share cannot grow beyond {self._place.tokens:,} tokens for"
-                " each of them",
+                f"a context that several replies share cannot grow beyond {self._slot.tokens:,} tokens per"
+                " reply",
                 "load the model again with a larger --context",
             )
         self._cells.end_round()
@@ -262,19 +262,19 @@ class PlaceModel(BaseModel):
 
     def set_adapter_scales(self, scales: Sequence[float]) -> None:  # noqa: ARG002
         raise CapabilityError(
-            f"the scales of adapters for {self.facts.name} are fixed while several replies share its passes"
+            f"the adapter scales of {self.facts.name} are fixed while several replies share its passes"
             " (--parallel)",
-            "omit --parallel, or load the model with other scales for --adapter",
+            "omit --parallel, or load the model with other scales in --adapter",
         )
 
     def interrupt(self, enabled: bool) -> None:
-        self._place.interrupt(enabled)
+        self._slot.interrupt(enabled)
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        self._place.clear()
-        # The weights are freed when no place tokenizes a text any more.
-        self._vocabulary.close(self._place.shared.release)
+        self._slot.clear()
+        # The weights are freed when no slot tokenizes text any more.
+        self._vocabulary.close(self._slot.shared.release)
         gc.collect()

@@ -1,0 +1,106 @@
+"""Run the plain chat: load the model, handle signals, and save the chat when it ends."""
+
+from __future__ import annotations
+
+import _thread
+import os
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from edgespec.chat.saved_chat import Setting
+from edgespec.chat.store import ChatStore
+from edgespec.tui.archive import Archive
+from edgespec.tui.chat_end import ChatEnd, resume_value
+from edgespec.tui.ending import EndWatch
+from edgespec.tui.plain import PlainChat
+from edgespec.tui.plain_streams import write
+from edgespec.tui.worker import Load, LoadOther, ModelThread, load_named
+
+if TYPE_CHECKING:
+    from edgespec import Runtime
+
+__all__ = ["run_plain_chat"]
+
+_QUIT_SECONDS = 5.0
+
+
+def run_plain_chat(
+    load: Load,
+    *,
+    model_name: str,
+    load_other: LoadOther = load_named,
+    system: str | None = None,
+    settings: Mapping[str, Setting] | None = None,
+    resume: str | None = None,
+    store: ChatStore | None = None,
+    tools: bool = False,
+) -> ChatEnd:
+    """Run the plain chat until the user quits or the input ends. See `ChatApp` for the arguments.
+
+    Raises:
+        CancelledError: Loading was cancelled.
+        ChatFileError: A chat could not be saved.
+        EdgespecError: Loading failed.
+    """
+    store = store if store is not None else ChatStore()
+    thread, archive = ModelThread(load), Archive(store)
+    chat: PlainChat | None = None
+
+    def save() -> None:
+        if chat is not None:
+            chat.save_turn()
+
+    def leave() -> bool:
+        if chat is not None:
+            chat.leaving = True
+        thread.cancel_load()
+        thread.cancel()
+        _interrupt_main()
+        return True
+
+    def stop() -> bool:
+        if chat is not None:
+            chat.tools.close()
+        thread.close()
+        return thread.join(_QUIT_SECONDS)
+
+    with EndWatch(save, leave, stop) as watch:
+        try:
+            write(sys.stderr, f"Loading {model_name}.\n")
+            chat = PlainChat(
+                thread,
+                _loaded(thread),
+                archive,
+                load_other=load_other,
+                model_name=model_name,
+                system=system,
+                settings=settings or {},
+            )
+            # From now on, Ctrl-C stops the reply. Other signals still end the chat.
+            signal.signal(signal.SIGINT, chat.on_interrupt)
+            chat.run(resume, tools=tools)
+        finally:
+            save()
+            if not stop():
+                sys.stdout.flush()
+                # A normal exit would wait for the model thread, which is still running.
+                os._exit(130)
+    archive.check_saved()
+    return ChatEnd(watch.signalled, resume_value(chat.current_chat, store), chat.switched_to)
+
+
+def _loaded(thread: ModelThread) -> Runtime:
+    """Load the model. Ctrl-C and other signals cancel loading."""
+    signal.signal(signal.SIGINT, lambda _number, _frame: thread.cancel_load())
+    return thread.start().result()
+
+
+def _interrupt_main() -> None:
+    """Raise KeyboardInterrupt in the main thread, even while it waits for a line of input."""
+    if sys.platform == "win32":
+        _thread.interrupt_main()
+    else:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)

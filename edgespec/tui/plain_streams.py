@@ -1,0 +1,77 @@
+"""Input and output of the plain chat: lines from stdin, and replies in readable pieces."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+from typing import TextIO
+
+from edgespec.tui.controls import without_controls
+
+__all__ = ["InputLines", "ReplyPieces", "write"]
+
+# Maximum time in seconds until the chat reacts to a signal while it waits for input.
+_SIGNAL_SECONDS = 0.2
+# Minimum number of characters to write at once. Screen readers pause between pieces, so short ones are hard
+# to follow.
+_PIECE_CHARACTERS = 60
+
+
+class ReplyPieces:
+    """Writes a growing text to stdout: whole lines, or long pieces that end at a space."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._last = "\n"
+
+    def write(self, text: str) -> None:
+        """Add text to the reply."""
+        self._text += text
+        end = self._text.rfind("\n") + 1
+        if len(self._text) - end >= _PIECE_CHARACTERS:
+            end = max(end, self._text.rfind(" ") + 1)
+        self._flush(end)
+
+    def end(self) -> None:
+        """Write the rest of the text, and a line break unless the text ends with one."""
+        self._flush(len(self._text))
+        if self._last != "\n":
+            write(sys.stdout, "\n")
+
+    def _flush(self, end: int) -> None:
+        if end:
+            write(sys.stdout, self._text[:end])
+            self._last, self._text = self._text[end - 1], self._text[end:]
+
+
+def write(stream: TextIO, text: str) -> None:
+    """Write text without control characters, and flush the stream."""
+    stream.write(without_controls(text))
+    stream.flush()
+
+
+class InputLines:
+    """Reads stdin line by line.
+
+    Python runs a signal handler only after the current system call. A signal that arrives just before
+    `sys.stdin.readline()` blocks would wait for the next line. So on POSIX, this waits in short steps.
+    """
+
+    def __init__(self) -> None:
+        self._unread = b""
+
+    def read_line(self) -> str:
+        """Return the next line, or an empty string at the end of the input."""
+        if sys.platform == "win32":
+            return sys.stdin.readline()
+        number = sys.stdin.fileno()
+        while b"\n" not in self._unread:
+            if not select.select([number], [], [], _SIGNAL_SECONDS)[0]:
+                continue
+            new = os.read(number, 1 << 16)
+            self._unread += new
+            if not new:
+                break
+        line, newline, self._unread = self._unread.partition(b"\n")
+        return (line + newline).decode(sys.stdin.encoding, "replace")

@@ -1,0 +1,154 @@
+"""Tool calls in the plain chat, where the user allows each call by a typed answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from typing import TYPE_CHECKING
+
+from edgespec.chat.tool_calls.calls import ToolCall
+from edgespec.errors import ConfigurationError, OptionError
+from edgespec.tools.result import ToolResult
+from edgespec.tools.tool import Tool, visible
+from edgespec.tools.toolbox import Toolbox
+from edgespec.tui.numbers import count, seconds_text
+from edgespec.tui.open_chat import OpenChat
+from edgespec.tui.screens.approval import readable_arguments
+from edgespec.tui.texts import sentences
+from edgespec.tui.tool_access import (
+    INTERRUPTED,
+    MAX_ROUNDS,
+    REFUSED,
+    STOPPED,
+    TOO_MANY,
+    Decision,
+    ToolAccess,
+    add_result,
+    call_rounds,
+    no_servers_text,
+    tools_argument,
+    unanswered_calls,
+)
+
+if TYPE_CHECKING:
+    from edgespec.tui.plain import PlainChat
+
+__all__ = ["PlainTools"]
+
+_WAIT_SECONDS = 0.05
+_ANSWERS: dict[str, Decision] = {
+    "yes": "once", "chat": "chat", "always": "always", "no": "refuse", "stop": "stop",
+}  # fmt: skip
+
+
+class PlainTools(ToolAccess):
+    """Tool use in the plain chat. Runs in the chat's thread."""
+
+    def __init__(self, chat: PlainChat) -> None:
+        super().__init__()
+        self._chat = chat
+
+    def command(self, argument: str) -> None:
+        """Run `/tools`: list the servers and their tools, or turn all of them on or off.
+
+        Raises:
+            OptionError: `argument` or the file that lists the servers is invalid.
+        """
+        word = tools_argument(argument)
+        if word == "off":
+            toolbox, self.toolbox = self.toolbox, Toolbox(())
+            toolbox.close()
+            self._chat.answer("Tools are off.")
+        elif not self.read_servers():
+            self._chat.answer(no_servers_text())
+        elif word == "on":
+            self._start()
+        else:
+            self._list()
+
+    def _start(self) -> None:
+        self._chat.note("Starting the tools.")
+        wait([self.toolbox.start(name) for name in self.toolbox.servers])
+        for name, server in self.toolbox.servers.items():
+            if server.problem:
+                self._chat.note(sentences(f"The server {name} was not started: {server.problem}"))
+        if self.tools:
+            self._chat.answer(
+                f"The model can now call {count(len(self.tools), 'tool')}. You are asked before each call."
+                " Type /tools to list them, or /tools off."
+            )
+
+    def _list(self) -> None:
+        for name, server in self.toolbox.servers.items():
+            state = f"on, {count(len(server.tools), 'tool')}" if server.running else server.problem or "off"
+            self._chat.answer(f"Server {name}: {state}")
+            for tool in server.tools:
+                description = " ".join(visible(tool.description).split())
+                self._chat.answer(f"  {visible(tool.name)}: {description}")
+        self._chat.note("To start all servers, type /tools on. To stop them, type /tools off.")
+
+    def make_calls(self, calls: Sequence[ToolCall]) -> bool:
+        """Make the calls of a reply, and save their results. Return whether the model should go on."""
+        chat = self._chat.current_chat
+        chat.unfinished = True
+        too_many, stopped = call_rounds(chat) > MAX_ROUNDS, False
+        for call in calls:
+            result = TOO_MANY if too_many else STOPPED if stopped else self._make_call(call)
+            stopped = stopped or result in (STOPPED, INTERRUPTED)
+            text = add_result(chat, call, result, self._chat.runtime.context_tokens)
+            self._chat.note(_result_text(call, text, result.seconds))
+            self._chat.save()
+        chat.unfinished = False
+        self._chat.save()
+        if too_many:
+            self._chat.note(f"Stopped after {MAX_ROUNDS} rounds of tool calls. Type /continue for an answer.")
+        return not (too_many or stopped or self._chat.leaving)
+
+    def answer_pending(self, chat: OpenChat) -> None:
+        """Add a result to each call that was not made, because chat templates expect one for every call."""
+        for call in unanswered_calls(chat):
+            add_result(chat, call, STOPPED, self._chat.runtime.context_tokens)
+
+    def _make_call(self, call: ToolCall) -> ToolResult:
+        """Return the result of a call, after asking the user."""
+        checked = self.check(call)
+        if isinstance(checked, ToolResult):
+            return checked
+        decision = self._decide(checked.tool, call)
+        if decision == "stop":
+            return STOPPED
+        if decision == "refuse":
+            return REFUSED
+        self._chat.interrupted.clear()
+        return self._until_interrupted(self.toolbox.call(checked.tool, checked.arguments))
+
+    def _until_interrupted(self, future: Future[ToolResult]) -> ToolResult:
+        while not wait([future], _WAIT_SECONDS).done:
+            if self._chat.interrupted.is_set():
+                future.cancel()
+                return INTERRUPTED
+        return future.result()
+
+    def _decide(self, tool: Tool, call: ToolCall) -> Decision:
+        """Return the user's decision, or `once` if the user has allowed such calls before."""
+        if self.is_allowed(tool, self._chat.current_chat):
+            return "once"
+        question = (
+            f"The model wants to call the tool {visible(tool.name)} of the server {tool.server} with these"
+            f" arguments:\n{readable_arguments(call.arguments)}\nAllow it? Type yes, no, chat (yes, in this"
+            " chat), always (yes, from now on) or stop (stop the reply)."
+        )
+        answer = self._chat.ask(question, tuple(_ANSWERS))
+        decision = _ANSWERS.get(answer, "stop")
+        try:
+            self.remember(tool, decision)
+        except (ConfigurationError, OptionError) as error:
+            self._chat.note(sentences(error.what, error.next_step))
+        return decision
+
+
+def _result_text(call: ToolCall, text: str, seconds: float) -> str:
+    took = f" in {seconds_text(seconds)}" if seconds else ""
+    if text.startswith("Error: "):
+        return f"Tool {visible(call.name)} failed{took}. {visible(text.removeprefix('Error: '))}"
+    return f"Tool {visible(call.name)} returned {count(len(text), 'character')}{took}."

@@ -1,0 +1,184 @@
+"""The tools that the model can call in a chat, and the calls that the user has allowed.
+
+The full-screen chat and the plain chat share these rules.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from edgespec.chat.message import Message
+from edgespec.chat.tool_calls.calls import ToolCall, parse_object
+from edgespec.errors import ConfigurationError, OptionError
+from edgespec.tools.result import ToolResult, limited
+from edgespec.tools.server_config import allow_always, read_servers, servers_path
+from edgespec.tools.tool import Tool
+from edgespec.tools.toolbox import Toolbox
+from edgespec.tui.open_chat import ChatEntry, OpenChat
+
+__all__ = [
+    "INTERRUPTED",
+    "MAX_ROUNDS",
+    "REFUSED",
+    "STOPPED",
+    "TOO_MANY",
+    "AllowedCall",
+    "Decision",
+    "ToolAccess",
+    "add_result",
+    "call_rounds",
+    "no_servers_text",
+    "tools_argument",
+    "unanswered_calls",
+]
+
+Decision: TypeAlias = Literal["once", "chat", "always", "refuse", "stop"]
+"""The user's answer to whether the model may call a tool."""
+
+MAX_ROUNDS = 25
+"""Maximum number of replies with tool calls after one user message."""
+
+# Maximum length of a tool's result in characters. For a model with a small context, the limit is as many
+# characters as the context has tokens, which is about a quarter of the context.
+_MAX_RESULT_CHARACTERS = 32_000
+# Maximum length of the arguments of a call. The user must be able to read them before allowing the call, and
+# the screen takes seconds to show more.
+_MAX_ARGUMENT_CHARACTERS = 100_000
+REFUSED = ToolResult.failure("The user does not allow this call.")
+STOPPED = ToolResult.failure("The user stopped the reply before this call was made.")
+INTERRUPTED = ToolResult.failure("The user stopped this call.")
+TOO_MANY = ToolResult.failure(f"Not called: only {MAX_ROUNDS} rounds of calls are allowed for a message.")
+"""The results of calls that are not made, or not to their end."""
+
+
+class AllowedCall(NamedTuple):
+    """A valid call: its tool and arguments."""
+
+    tool: Tool
+    arguments: dict[str, Any]
+
+
+class ToolAccess:
+    """The user's tools and permissions. No server is started until the user turns tools on.
+
+    Attributes:
+        toolbox: The servers. Empty until tools are first turned on.
+        disabled: Names, as the model sees them, of the tools that the user turned off.
+    """
+
+    def __init__(self) -> None:
+        self.toolbox = Toolbox(())
+        self.disabled: set[str] = set()
+        # Tools that the user allowed in the chat `_approved_in`, and tools that the user always allows.
+        self._approved: set[str] = set()
+        self._always: set[str] = set()
+        self._approved_in: OpenChat | None = None
+
+    @property
+    def tools(self) -> list[Tool]:
+        """The tools that the model can call."""
+        return [tool for tool in self.toolbox.tools if tool.call_name not in self.disabled]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The reply options that make the tools available to the model."""
+        tools = self.tools
+        return {"tools": [tool.definition for tool in tools]} if tools else {}
+
+    def read_servers(self) -> bool:
+        """Read the user's servers unless they have been read. Return False if there are none.
+
+        Raises:
+            OptionError: The file that lists the servers is invalid.
+        """
+        if not self.toolbox.servers:
+            try:
+                self.toolbox = Toolbox(read_servers())
+            except ConfigurationError as error:
+                raise OptionError(error.what, error.next_step) from error
+        return bool(self.toolbox.servers)
+
+    def close(self) -> None:
+        """Stop all servers, waiting a few seconds at most. Can be called from any thread."""
+        self.toolbox.close()
+
+    def check(self, call: ToolCall) -> AllowedCall | ToolResult:
+        """Return the tool and the arguments of a call, or the result that says why it is invalid."""
+        tool = next((each for each in self.tools if each.call_name == call.name), None)
+        if tool is None:
+            names = ", ".join(each.call_name for each in self.tools) or "none"
+            return ToolResult.failure(f"There is no tool {call.name!r}. Available tools: {names}.")
+        if len(call.arguments) > _MAX_ARGUMENT_CHARACTERS:
+            return ToolResult.failure(
+                f"The arguments have {len(call.arguments):,} characters, but at most"
+                f" {_MAX_ARGUMENT_CHARACTERS:,} are allowed."
+            )
+        arguments = parse_object(call.arguments)
+        if arguments is None:
+            return ToolResult.failure("The arguments are not a JSON object.")
+        return AllowedCall(tool, arguments)
+
+    def is_allowed(self, tool: Tool, chat: OpenChat) -> bool:
+        """Return whether the user has already allowed calls of this tool in this chat."""
+        if self._approved_in is not chat:
+            self._approved, self._approved_in = set(), chat
+        config = self.toolbox.servers[tool.server].config
+        return tool.name in config.allow or tool.call_name in self._approved | self._always
+
+    def remember(self, tool: Tool, decision: Decision) -> None:
+        """Remember the user's decision about a tool if it also applies to later calls.
+
+        Raises:
+            ConfigurationError: The decision `always` could not be saved. It applies until the chat is closed.
+            OptionError: The same.
+        """
+        if decision == "chat":
+            self._approved.add(tool.call_name)
+        elif decision == "always":
+            self._always.add(tool.call_name)
+            allow_always(tool.server, tool.name)
+
+
+def unanswered_calls(chat: OpenChat) -> list[ToolCall]:
+    """Return the tool calls at the end of the conversation that have no results yet."""
+    answered: set[str] = set()
+    for message in reversed(chat.messages):
+        if message.role != "tool":
+            return [call for call in message.tool_calls if call.id not in answered]
+        answered.add(message.tool_call_id)
+    return []
+
+
+def call_rounds(chat: OpenChat) -> int:
+    """Return the number of replies with tool calls since the last user message."""
+    rounds = 0
+    for message in reversed(chat.messages):
+        if message.role == "user":
+            break
+        rounds += bool(message.tool_calls)
+    return rounds
+
+
+def add_result(chat: OpenChat, call: ToolCall, result: ToolResult, context_tokens: int) -> str:
+    """Add the result of a call to the chat, shortened for this context size, and return its text."""
+    text = limited(result.text, min(_MAX_RESULT_CHARACTERS, context_tokens))
+    message = Message("tool", text, tool_call_id=call.id, name=call.name)
+    chat.tree = chat.tree.add(ChatEntry(message), chat.tree.tip)
+    return text
+
+
+def tools_argument(argument: str) -> str:
+    """Return the argument of `/tools`: `on`, `off` or an empty text. Raises OptionError if it is invalid."""
+    word = argument.lower()
+    if word not in ("", "on", "off"):
+        raise OptionError(f"unknown argument {argument!r} for /tools", "type /tools, /tools on or /tools off")
+    return word
+
+
+def no_servers_text() -> str:
+    """Return the explanation how to add tools."""
+    return (
+        "There are no tools yet. They come from MCP servers, which you list in the file"
+        f' {servers_path()}. For example:\n\n[files]\ncommand = "npx"\n'
+        'args = ["-y", "@modelcontextprotocol/server-filesystem", "~/notes"]'
+    )

@@ -1,0 +1,254 @@
+"""The commands, files and tools of the plain chat."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgespec.settings_file import quoted
+from edgespec.tools.server_config import servers_path
+from edgespec.tui import commands, plain_commands
+from tests.cli.conftest import ROOT, Start
+
+# A chat with scripted replies. Its arguments are the folder of saved chats and the replies.
+SCRIPTED = """
+import sys
+from pathlib import Path
+from edgespec.chat.store import ChatStore
+from edgespec.tui.plain_run import run_plain_chat
+from tests.tui.scripted import Script, ScriptedRuntime, loading
+runtime = ScriptedRuntime([Script(text) for text in sys.argv[2:]])
+other = ScriptedRuntime([Script("From the other model.")])
+other.target = other.draft
+end = run_plain_chat(
+    loading(runtime), model_name="demo", store=ChatStore(Path(sys.argv[1])),
+    load_other=lambda reference: loading(other),
+)
+print("switched to", end.switched_to, file=sys.stderr)
+"""
+# A chat with the demo model, which must call the tools named in the arguments, one per reply.
+WITH_TOOLS = """
+import sys
+from pathlib import Path
+import edgespec
+from edgespec.chat.store import ChatStore
+from edgespec.tui.plain_run import run_plain_chat
+from edgespec.tui.tool_access import ToolAccess
+names = sys.argv[2:]
+offered = vars(ToolAccess)["options"].fget
+def options(self):
+    given = offered(self)
+    if not names:
+        return {**given, "tool_choice": "none", "max_tokens": 4} if given else {}
+    return {**given, "tool_choice": {"type": "function", "function": {"name": names.pop(0)}}}
+ToolAccess.options = property(options)
+run_plain_chat(
+    lambda progress: edgespec.load("demo", threads=1, progress=progress), model_name="demo",
+    store=ChatStore(Path(sys.argv[1])), settings={"temperature": 0.0, "max_tokens": 60}, tools=True,
+)
+"""
+CODE = "Use this:\n\n```sh\nls -S\n```\n\nor\n\n```sh\ndu\n```"
+
+
+@pytest.fixture(autouse=True)
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A separate configuration folder without presets and servers."""
+    monkeypatch.setenv("EDGESPEC_CONFIG_DIR", str(tmp_path / "config"))
+    (tmp_path / "config").mkdir()
+    return tmp_path / "config"
+
+
+def typed(start: Start, folder: Path, lines: list[str], *words: str, code: str = SCRIPTED) -> tuple[str, str]:
+    """Type the lines into a chat. Return what it printed to stdout and stderr."""
+    process = start(str(folder / "chats"), *words, code=code, stdin=subprocess.PIPE, cwd=folder)
+    out, err = process.communicate("\n".join([*lines, ""]).encode(), timeout=60)
+    assert process.returncode == 0, err.decode()
+    assert "Traceback" not in err.decode()
+    return out.decode(), err.decode()
+
+
+def saved(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text("utf-8")) for path in sorted((folder / "chats").glob("*.json"))]
+
+
+def test_every_command_works_or_says_what_to_use_instead() -> None:
+    names = {command.name for command in commands.COMMANDS}
+    assert names == plain_commands._COMMANDS.keys() | plain_commands._INSTEAD.keys()
+    assert not plain_commands._COMMANDS.keys() & plain_commands._INSTEAD.keys()
+
+
+def test_help_lists_exactly_the_commands_that_work(start: Start, tmp_path: Path) -> None:
+    out, err = typed(start, tmp_path, ["/help", *(f"/{name}" for name in plain_commands._INSTEAD)])
+    listed = [line.split()[0].strip("/:") for line in out.splitlines() if line.startswith("/")]
+    assert listed == [*plain_commands._COMMANDS]
+    for name, instead in plain_commands._INSTEAD.items():
+        assert f"/{name} does not exist in the plain chat. {instead}" in err
+
+
+def test_copy_prints(start: Start, tmp_path: Path) -> None:
+    lines = ["/copy", "sizes", "/copy", "/copy code", "/copy code 1", "/copy code 3", "/copy chat", "/copy x"]
+    out, err = typed(start, tmp_path, lines, CODE)
+    assert out == f"{CODE}\n{CODE}\ndu\nls -S\n**You:**\n\nsizes\n\n**Model:**\n\n{CODE}\n"
+    assert "There is nothing to copy yet." in err
+    assert "There is no code block 3. The last reply has 2 code blocks." in err
+    assert "Unknown argument 'x' for /copy." in err
+
+
+def test_chats_are_exported_imported_and_found(start: Start, tmp_path: Path) -> None:
+    lines = ["/export", "sizes", "/export one.json", "/export one.json", "/import one.json", "/import"]
+    lines += ["/search OAKS", "/search pines", "/pin", "/load", "/load sizes"]
+    out, err = typed(start, tmp_path, lines, "Pines are tall.")
+    assert f"Exported this chat to {tmp_path / 'one.json'}.\n" in out
+    assert "Imported 1 chat. Type /load for the list of chats.\n" in out
+    assert out.count("sizes (now, 2 messages): Pines are tall.\n") == 2
+    assert "sizes (pinned, now, 2 messages)\n" in out
+    for text in (
+        "There is nothing to export: the chat is empty.",
+        "The file one.json exists already.",
+        "Type /import and the path of a file.",
+        "No chat contains “OAKS”.",
+        "Opened “sizes”.",
+    ):
+        assert text in err
+    assert len(saved(tmp_path)) == 2
+
+
+def test_messages_are_deleted_restored_and_forked(start: Start, tmp_path: Path) -> None:
+    lines = ["/fork", "/delete", "/undo", "/pin", "one", "two", "/delete", "/undo", "/delete", "/fork"]
+    out, err = typed(start, tmp_path, lines, "First.", "Second.")
+    assert "Deleted 2 messages. Type /undo to restore them.\nRestored. The chat has 4 messages." in out
+    assert "This is a new chat with 2 messages from “one”, which is unchanged." in out
+    for text in ("nothing to fork", "no message to delete", "nothing to undo", "nothing to pin"):
+        assert text in err
+    assert [len(chat["messages"]) for chat in saved(tmp_path)] == [2, 2]
+    assert [chat["title"] for chat in saved(tmp_path)] == ["one", "one (fork)"]
+
+
+def test_presets_are_saved_and_used(start: Start, tmp_path: Path, config: Path) -> None:
+    lines = ["/preset", "/preset nope", "/system Be brief.", "/set temperature 0", "/preset save short"]
+    lines += ["/preset save short", "perhaps", "no", "/new", "/show", "/preset", "/preset short", "/system"]
+    out, err = typed(start, tmp_path, lines)
+    assert "There are no presets yet. Type /preset save NAME" in out
+    assert f"Saved the preset short in {config / 'presets' / 'short.toml'}." in out
+    assert "The preset was not saved." in out
+    before, _, after = out.partition("\nshort\n")
+    assert "system prompt: none" in before
+    assert "The preset short takes effect with your next message." in after
+    assert "System prompt: Be brief." in after
+    assert "There is no preset 'nope'." in err
+    assert "Replace the existing preset short? Type yes or no.\nType yes or no." in err
+
+
+def test_reasoning_is_turned_off_only_if_the_model_can(start: Start, tmp_path: Path) -> None:
+    out, err = typed(start, tmp_path, ["/think", "/think off"])
+    assert "Reasoning: auto, the model's default." in out
+    assert "Reasoning cannot be turned on or off for the model demo." in err
+    source = "{% if enable_thinking is defined and not enable_thinking %}no{% endif %}"
+    code = SCRIPTED.replace(
+        "other = ",
+        "from edgespec.chat.template import ChatTemplate\n"
+        f"runtime.template = ChatTemplate({source!r}, '', '')\n"
+        "other = ",
+        1,
+    )
+    out, _ = typed(start, tmp_path, ["/think off", "/think"], code=code + "\nruntime.template.close()")
+    assert "From your next message on, the model is asked not to reason.\nReasoning: off." in out
+
+
+def test_files_are_attached(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("Pines are tall.")
+    (tmp_path / "data.bin").write_bytes(bytes(range(256)))
+    code = SCRIPTED.replace("ScriptedRuntime(", "edgespec.load('demo', threads=1) or (", 1)
+    code = code.replace("import sys", "import sys, edgespec", 1).replace(
+        "loading(runtime)", "lambda progress: edgespec.load('demo', threads=1)"
+    )
+    lines = ["/set max_tokens 4", "What is in @notes.txt?", "And in @data.bin?", "And in @missing.txt?"]
+    _, err = typed(start, tmp_path, lines, code=code)
+    assert "Attached notes.txt (" in err
+    assert "The message was not sent: data.bin" in err
+    assert "There is no file for @missing.txt, so this is sent as text." in err
+    (chat,) = saved(tmp_path)
+    assert [message["role"] for message in chat["messages"]] == ["user", "assistant"] * 2
+    assert chat["messages"][0]["files"][0]["text"] == "Pines are tall."
+
+
+def test_the_model_is_switched(start: Start, tmp_path: Path) -> None:
+    path = ROOT / "models" / "demo-draft-q8_0.gguf"
+    out, err = typed(start, tmp_path, ["one", f"/model {path}", "two", "/model nope", "/model"], "First.")
+    assert out.startswith("First.\nThis chat now uses demo-draft.\nFrom the other model.\n")
+    assert "There is no model named nope." in err
+    assert f"switched to {path}" in err
+    listed = out.partition("On this machine:\n")[2]
+    assert listed.startswith("demo: 12.0 MiB, draft model demo-draft\n")
+    assert "To download:\nsmollm2-135m: " in listed
+    assert len(saved(tmp_path)[0]["messages"]) == 4
+
+
+def test_a_model_that_cannot_be_loaded_leaves_the_old_one(start: Start, tmp_path: Path) -> None:
+    code = SCRIPTED.replace("lambda reference: loading(other)", "refuse").replace(
+        "end = ",
+        "from edgespec.errors import ModelFileError\n"
+        "def refuse(reference):\n"
+        "    def load(progress):\n"
+        "        raise ModelFileError('the file is damaged', 'download it again')\n"
+        "    return load\n"
+        "end = ",
+        1,
+    )
+    path = ROOT / "models" / "demo-draft-q8_0.gguf"
+    out, err = typed(start, tmp_path, [f"/model {path}", "one"], "First.", code=code)
+    assert out == "This chat still uses demo.\nFirst.\n"
+    assert "The file is damaged. Download it again." in err
+
+
+def configure(config: Path) -> None:
+    """Add a server with the tool `colour`."""
+    args = ", ".join(map(quoted, (str(ROOT / "tests" / "tools" / "good_server.py"), "stdio")))
+    servers_path().write_text(f"[good]\ncommand = {quoted(sys.executable)}\nargs = [{args}]\n")
+
+
+@pytest.mark.parametrize(
+    ("answers", "calls", "questions", "result"),
+    [
+        (["maybe", "yes"], 1, 1, "returned"),
+        (["no"], 1, 1, "failed. The user does not allow this call."),
+        (["chat"], 2, 1, "returned"),
+        (["yes", "no"], 2, 2, "returned"),
+        (["always"], 2, 1, "returned"),
+    ],
+)
+def test_a_tool_is_called_after_a_typed_answer(
+    start: Start, tmp_path: Path, config: Path, answers: list[str], calls: int, questions: int, result: str
+) -> None:
+    configure(config)
+    out, err = typed(
+        start, tmp_path, ["/tools", "Is red warm?", *answers], *["good_colour"] * calls, code=WITH_TOOLS
+    )
+    assert "The model can now call" in out
+    assert "Server good: on, " in out
+    assert "  colour: " in out
+    assert (
+        err.count("wants to call the tool colour of the server good with these arguments:\n{\n") == questions
+    )
+    assert f"Tool good_colour {result}" in err
+    assert ("Type yes, chat, always, no or stop." in err) == ("maybe" in answers)
+    (chat,) = saved(tmp_path)
+    roles = [message["role"] for message in chat["messages"]]
+    assert roles == ["user", *["assistant", "tool"] * calls, "assistant"]
+    assert ("allow = " in servers_path().read_text()) == (answers == ["always"])
+
+
+@pytest.mark.parametrize("answers", [["stop", "/continue", "yes"], ["stop", "Never mind."], []])
+def test_a_stopped_call_is_not_made(start: Start, tmp_path: Path, config: Path, answers: list[str]) -> None:
+    configure(config)
+    _, err = typed(start, tmp_path, ["Is red warm?", *answers], "good_colour", code=WITH_TOOLS)
+    assert "Tool good_colour failed. The user stopped the reply before this call was made." in err
+    (chat,) = saved(tmp_path)
+    roles = [message["role"] for message in chat["messages"]]
+    assert roles[:3] == ["user", "assistant", "tool"]
+    assert len(roles) == (3 if not answers else 6 if "/continue" in answers else 5)
