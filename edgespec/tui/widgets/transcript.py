@@ -22,7 +22,7 @@ from edgespec.tui.widgets.messages import Panel, ReplyMessage, SystemMessage, Us
 from edgespec.tui.widgets.tool_call import ToolCallMessage
 
 if TYPE_CHECKING:
-    from textual._arrange import DockArrangeResult
+    from textual.layout import DockArrangeResult
 
 __all__ = ["Transcript"]
 
