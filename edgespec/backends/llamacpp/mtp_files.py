@@ -82,8 +82,11 @@ _EXPERTS = (
     ("ffn_gate_inp.weight", "ffn_gate_up_exps.weight", "ffn_down_exps.weight"),
     ("ffn_gate_inp.weight", "ffn_up_exps.weight", "ffn_down_exps.weight"),
 )
-# Metadata keys that may differ between the target and a file that contains only MTP layers.
-_INDEPENDENT_KEYS = frozenset({"block_count", "nextn_predict_layers", "context_length", "vocab_size"})
+# Metadata keys that may differ between the target and a file that contains only MTP layers. Older files lack
+# `embedding_length_out`, and `_check_streams` checks it.
+_INDEPENDENT_KEYS = frozenset(
+    {"block_count", "nextn_predict_layers", "context_length", "vocab_size", "embedding_length_out"}
+)
 _F16_BYTES = 2
 
 
