@@ -50,7 +50,9 @@ async def select(screen: ChatScreen, step: int) -> None:
         screen.focus_previous()
         return
     screen.transcript.release_anchor()
-    screen.set_focus(message or screen.prompt)
+    screen.set_focus(message or screen.prompt, scroll_visible=False)
+    if message is not None:
+        screen.transcript.show_message(message)
 
 
 async def edit(screen: ChatScreen, place: int) -> None:

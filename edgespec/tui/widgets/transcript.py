@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from asyncio import Lock
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from textual.app import ComposeResult
 from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
+from textual.geometry import Size, clamp
+from textual.scrollbar import ScrollBar
 from textual.widget import Widget
 from textual.widgets import Static
 
@@ -16,6 +20,9 @@ from edgespec.tui.widgets.long_texts import drawing_seconds
 from edgespec.tui.widgets.message_widget import MessageWidget
 from edgespec.tui.widgets.messages import Panel, ReplyMessage, SystemMessage, UserMessage, Welcome
 from edgespec.tui.widgets.tool_call import ToolCallMessage
+
+if TYPE_CHECKING:
+    from textual.layout import DockArrangeResult
 
 __all__ = ["Transcript"]
 
@@ -46,7 +53,7 @@ class Transcript(VerticalScroll):
         # Messages `_first` (inclusive) to `_end` (exclusive) of the current branch are shown as widgets.
         self._first = self._end = 0
         self._dropped = 0
-        self._extending = False
+        self._extending = Lock()
         # The message that stays at a row of the screen until the added messages are laid out.
         self._held: tuple[MessageWidget, int] | None = None
         self._origin = False
@@ -126,12 +133,14 @@ class Transcript(VerticalScroll):
     async def page(self, pages: int) -> None:
         """Scroll by `pages` pages, up if negative. Show more messages if fewer are left."""
         await self._extend(pages)
-        if self._held is not None:
+        rows = pages * self.scrollable_content_region.height
+        if self._held is None:
+            self.scroll_relative(y=rows, animate=False, immediate=True)
+            # The next page then needs no time for new messages.
+            self.call_after_refresh(self._extend, pages)
+        else:
             message, row = self._held
-            self._held = message, row - pages * (self.scrollable_content_region.height - _MORE_ROWS)
-            return
-        scroll = self.scroll_page_up if pages < 0 else self.scroll_page_down
-        self.call_after_refresh(scroll, animate=False)
+            self._held = message, row - rows + pages * _MORE_ROWS
 
     def on_mouse_scroll_up(self) -> None:
         self.run_worker(self._extend(-1))
@@ -141,26 +150,40 @@ class Transcript(VerticalScroll):
 
     async def _extend(self, step: int) -> None:
         """Show more messages above or below if less than a page is left in that direction."""
-        left = self.scroll_y if step < 0 else self.max_scroll_y - self.scroll_y
-        more = self._earlier if step < 0 else self._later
-        if self._extending or not more.display or left >= self.size.height:
-            return
-        self._extending = True
-        try:
-            await (self.show_earlier() if step < 0 else self.show_later())
-        finally:
-            self._extending = False
+        async with self._extending:
+            left = self.scroll_y if step < 0 else self.max_scroll_y - self.scroll_y
+            more = self._earlier if step < 0 else self._later
+            # Messages that were just added are not laid out yet while a message is held.
+            if self._held is None and more.display and left < self.size.height:
+                await (self.show_earlier() if step < 0 else self.show_later())
 
     def _hold(self, message: MessageWidget | None, row: int) -> None:
-        """Keep a message at this row of the screen while the messages added above it are laid out."""
+        """Keep a message at this row of the screen when the messages added above it are laid out."""
         self._held = None if message is None else (message, row)
-        self.call_after_refresh(self._return_to_held)
+        self.call_after_refresh(self._release_held)
 
-    def _return_to_held(self) -> None:
-        if self._held is not None and self._held[0].is_attached:
-            message, row = self._held
-            self.scroll_to(y=self.scroll_y + message.region.y - row, animate=False, immediate=True)
+    def _release_held(self) -> None:
         self._held = None
+
+    def arrange(self, size: Size, optimal: bool = False) -> DockArrangeResult:
+        """Lay out the messages, and scroll so that the held message stays at its row.
+
+        Scrolling after the layout would draw the screen twice, and show wrong messages for a moment.
+        """
+        arrangement = super().arrange(size, optimal)
+        if self._held is not None and not optimal:
+            message, row = self._held
+            column = next(each.region for each in arrangement.placements if each.widget is self._column)
+            inner = column.shrink(self._column.gutter)
+            messages = self._column.arrange(inner.size).placements
+            # A removed message has no place.
+            for y in (each.region.y for each in messages if each.widget is message):
+                wanted = inner.y + y - (row - self.scrollable_content_region.y)
+                scroll_y = clamp(wanted, 0, max(0, column.bottom - size.height))
+                self.set_reactive(Transcript.scroll_y, scroll_y)
+                self.set_reactive(Transcript.scroll_target_y, scroll_y)
+                self.vertical_scrollbar.set_reactive(ScrollBar.position, scroll_y)
+        return arrangement
 
     def message_at(self, index: int) -> MessageWidget | None:
         """Return the widget of the `index`-th message of the chat, or None if it is not shown."""
@@ -184,6 +207,18 @@ class Transcript(VerticalScroll):
         elif index >= self._end and index < len(self._chat.tree.path):
             await self.show_later(_SELECTED_MESSAGES)
         return self.message_at(max(index, 0))
+
+    def show_message(self, message: MessageWidget) -> None:
+        """Scroll a message to the centre. If it is taller than the view, show its start."""
+
+        def scroll() -> None:
+            self.scroll_to_center(message, animate=False, immediate=True)
+
+        if message.size:
+            scroll()
+        else:
+            # The message was just added and has no place yet.
+            self.call_after_refresh(scroll)
 
     async def add(self, widget: Widget) -> None:
         """Append a message, note or panel and scroll to it."""
