@@ -72,7 +72,7 @@ def write_export(chat: SavedChat, file: str) -> Path:
 
     Args:
         chat: The chat.
-        file: The path of the file, or an empty text for a Markdown file in the current folder that is named
+        file: The path of the file, or an empty string for a Markdown file in the current folder that is named
             after the chat.
 
     Returns:

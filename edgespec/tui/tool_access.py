@@ -168,7 +168,7 @@ def add_result(chat: OpenChat, call: ToolCall, result: ToolResult, context_token
 
 
 def tools_argument(argument: str) -> str:
-    """Return the argument of `/tools`: `on`, `off` or an empty text. Raises OptionError if it is invalid."""
+    """Return the argument of `/tools`: "on", "off" or "". Raises OptionError if it is invalid."""
     word = argument.lower()
     if word not in ("", "on", "off"):
         raise OptionError(f"unknown argument {argument!r} for /tools", "type /tools, /tools on or /tools off")

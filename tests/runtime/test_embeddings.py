@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import gguf
 import llama_cpp
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 import edgespec
 from edgespec import RequestQueue, Runtime
+from edgespec.backends.llamacpp.loading import model_params
 from edgespec.catalog import resolve
 from edgespec.errors import (
     BusyError,
@@ -34,17 +36,18 @@ SAME: dict[str, Any] = {"kv_type": "f16", "flash_attention": "off", "context": 1
 
 
 def reference(path: str, texts: Sequence[str], pooling: int) -> list[NDArray[np.float64]]:
-    """llama-cpp-python's embeddings."""
-    model = llama_cpp.Llama(
-        path,
-        embedding=True,
-        pooling_type=pooling,
-        n_ctx=1024,
-        n_batch=1024,
-        n_ubatch=1024,
-        flash_attn=False,
-        verbose=False,
-    )
+    """llama-cpp-python's embeddings, with edgespec's choice of kernels."""
+    with patch.object(llama_cpp.llama_cpp, "llama_model_default_params", model_params):
+        model = llama_cpp.Llama(
+            path,
+            embedding=True,
+            pooling_type=pooling,
+            n_ctx=1024,
+            n_batch=1024,
+            n_ubatch=1024,
+            flash_attn=False,
+            verbose=False,
+        )
     try:
         return [np.array(model.embed(text, normalize=True)) for text in texts]
     finally:
