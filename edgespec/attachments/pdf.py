@@ -13,8 +13,6 @@ from edgespec.files import format_bytes
 
 __all__ = ["pdf_text"]
 
-# Maximum time in seconds to extract the text. A page of text takes about 20 ms.
-_MAX_SECONDS = 60.0
 # Maximum memory of the child process in bytes. Python and pypdf use about 60 MiB, and extracting a book uses
 # a few times the size of its file.
 _MEMORY_BYTES = 1 << 30
@@ -22,12 +20,13 @@ _MEMORY_BYTES = 1 << 30
 _MAX_TEXT_BYTES = 32 << 20
 
 
-def pdf_text(name: str, data: bytes) -> str:
+def pdf_text(name: str, data: bytes, max_seconds: float) -> str:
     """Return the text of a PDF file.
 
     Args:
         name: The name of the file, for error messages.
         data: The contents of the file.
+        max_seconds: Maximum time to extract the text. A page of text takes about 20 ms.
 
     Raises:
         AttachmentError: The file is damaged, encrypted or too large, or contains no text.
@@ -36,7 +35,7 @@ def pdf_text(name: str, data: bytes) -> str:
         process = ChildProcess(module_arguments("edgespec.attachments.pdf_worker"))
     except EdgespecError as error:
         raise AttachmentError(f"{name} cannot be read: {error.what}", error.next_step) from error
-    deadline = monotonic() + _MAX_SECONDS
+    deadline = monotonic() + max_seconds
 
     def extract() -> bytes:
         with suppress(OSError, ValueError):
@@ -47,7 +46,7 @@ def pdf_text(name: str, data: bytes) -> str:
 
     def poll() -> None:
         if monotonic() > deadline:
-            raise _failure(name, f"extracting the text takes more than {_MAX_SECONDS:.0f} seconds")
+            raise _failure(name, f"extracting the text takes more than {max_seconds:.0f} seconds")
         if process.memory_bytes > _MEMORY_BYTES:
             raise _failure(
                 name, f"extracting the text needs more than {format_bytes(_MEMORY_BYTES)} of memory"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from pathlib import Path
+from time import monotonic
 from typing import NamedTuple
 
 from edgespec.attachments.finding import find_files, shown_path
@@ -18,6 +19,8 @@ __all__ = ["ReadFiles", "read_files"]
 _MAX_BYTES = 16 << 20
 _MAX_PDF_BYTES = 64 << 20
 _MAX_TOTAL_BYTES = 32 << 20
+# Maximum time in seconds to read a file, or all files in a folder. Hostile PDF files use it up.
+_MAX_SECONDS = 60.0
 _IMAGES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"BM", b"II*\0", b"MM\0*")
 # Byte order marks, longest first, because the mark of UTF-32 begins with that of UTF-16.
 _MARKS = (
@@ -48,15 +51,21 @@ def read_files(path: str) -> ReadFiles:
 
     Raises:
         AttachmentError: The file does not exist, is unreadable or too large, or contains no text, or none of
-            several files can be attached.
+            several files can be attached, or reading them takes too long.
     """
     paths = find_files(path)
     if len(paths) == 1:
-        return ReadFiles((_read(paths[0]),))
+        return ReadFiles((_read(paths[0], _MAX_SECONDS),))
     files, total_bytes, problem = [], 0, None
+    deadline = monotonic() + _MAX_SECONDS
     for each in paths:
+        if (left_seconds := deadline - monotonic()) <= 0:
+            raise AttachmentError(
+                f"reading the files in {path} takes more than {_MAX_SECONDS:.0f} seconds",
+                "attach fewer files",
+            )
         try:
-            files.append(_read(each))
+            files.append(_read(each, left_seconds))
         except AttachmentError as error:
             problem = error
             continue
@@ -71,7 +80,7 @@ def read_files(path: str) -> ReadFiles:
     return ReadFiles(tuple(files), len(paths) - len(files))
 
 
-def _read(path: Path) -> AttachedFile:
+def _read(path: Path, max_seconds: float) -> AttachedFile:
     name = shown_path(path)
     try:
         size_bytes = regular_file_bytes(path)
@@ -89,7 +98,8 @@ def _read(path: Path) -> AttachedFile:
             f" {format_bytes(limit_bytes)} for attached files",
             "copy the part you need to a smaller file",
         )
-    return AttachedFile(name, pdf_text(name, data) if b"%PDF-" in start else _decoded(name, data))
+    is_pdf = b"%PDF-" in start
+    return AttachedFile(name, pdf_text(name, data, max_seconds) if is_pdf else _decoded(name, data))
 
 
 def _decoded(name: str, data: bytes) -> str:

@@ -6,6 +6,7 @@ import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from time import monotonic
 
 import pytest
 
@@ -124,10 +125,22 @@ def test_hostile_files_are_refused_in_one_sentence(make: Callable[[], object], r
 
 
 def test_a_pdf_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgespec.attachments.pdf._MAX_SECONDS", 0.2)
+    monkeypatch.setattr("edgespec.attachments.reading._MAX_SECONDS", 0.2)
     Path("file").write_bytes(pdfs.slow_pdf())
     with pytest.raises(AttachmentError, match="extracting the text takes more than"):
         read_files("file")
+
+
+def test_a_folder_of_slow_pdfs_takes_no_longer_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgespec.attachments.reading._MAX_SECONDS", 1.0)
+    Path("slow").mkdir()
+    slow = pdfs.slow_pdf()
+    for number in range(20):
+        Path("slow", f"{number}.pdf").write_bytes(slow)
+    began = monotonic()
+    with pytest.raises(AttachmentError, match="reading the files in slow takes more than 1 seconds"):
+        read_files("slow")
+    assert monotonic() - began < 8
 
 
 def test_a_folder_without_text_says_why() -> None:

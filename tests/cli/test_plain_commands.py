@@ -110,7 +110,7 @@ def test_chats_are_exported_imported_and_found(start: Start, tmp_path: Path) -> 
     for text in (
         "There is nothing to export: the chat is empty.",
         "The file one.json exists already.",
-        "Type /import and the path of a file.",
+        "/import needs the path of a file.",
         "No chat contains “OAKS”.",
         "Opened “sizes”.",
     ):

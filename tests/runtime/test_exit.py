@@ -47,3 +47,41 @@ def test_the_thread_that_reads_a_reply_closes_the_model(name: str, reply: str) -
     assert done.returncode == 3, done.stderr
     assert done.stdout == "closed in the reading thread\n" * done.stdout.count("\n")
     assert done.stdout
+
+
+# The destructors of a thread's C++ objects run after Python has joined the thread. MLX aborts the process if
+# one of them waits for the interpreter when Python begins to exit. Here this always happens: the destructors
+# wait for a lock, and Python begins to exit after releasing it without giving up the interpreter.
+_LATE_DESTRUCTORS = """
+import atexit, ctypes, sys, threading, time
+libc = ctypes.PyDLL(None)
+mutex = ctypes.create_string_buffer(64)
+def run_destructors():
+    sys.setswitchinterval(60)
+    libc.pthread_mutex_unlock(mutex)
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:
+        pass
+atexit.register(run_destructors)
+import edgespec
+libc.pthread_mutex_lock(mutex)
+with edgespec.load("demo-mlx", draft="none", context=256) as runtime:
+    def read():
+        runtime.generate("Tell me about files.", max_tokens=2)
+        libc.__cxa_thread_atexit_impl(libc.pthread_mutex_lock, mutex, None)
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join()
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(0.5)
+sys.slow = Slow()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a function of glibc")
+def test_a_thread_that_has_used_mlx_leaves_nothing_to_destroy() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _LATE_DESTRUCTORS], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr

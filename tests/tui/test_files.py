@@ -256,6 +256,28 @@ async def test_a_missing_file_is_sent_as_text(tmp_path: Path, demo: Load) -> Non
         assert d.chat.current_chat.messages[0].files == ()
 
 
+async def test_a_file_that_changes_before_it_is_sent(tmp_path: Path, demo: Load) -> None:
+    """The message gets the file as it is when it is sent. A deleted file is not left out silently."""
+    Path("notes.txt").write_text("old")
+    async with driving(demo, tmp_path, settings={"max_tokens": 4}) as d:
+        d.chat.prompt.replace_text("Read @notes.txt now")
+        await shows_chip(d, "notes.txt")
+        Path("notes.txt").write_text("a new and longer text")
+        await d.press("enter")
+        await d.settled()
+        (file,) = d.chat.current_chat.messages[0].files
+        assert file.text == "a new and longer text"
+        assert file.token_count > 3
+        d.chat.prompt.replace_text("Read @notes.txt again")
+        await shows_chip(d, "notes.txt")
+        Path("notes.txt").unlink()
+        await d.press("enter")
+        await d.said("The message was not sent: notes.txt no longer exists")
+        assert d.chat.prompt.text == "Read @notes.txt again"
+        await d.press("enter")
+        await d.said("There is no file for @notes.txt, so this was sent as text.")
+
+
 async def test_a_slow_disk_does_not_block_typing(
     tmp_path: Path, demo: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""Reuse the CPU streams of threads that have ended.
+"""Free what MLX holds for a thread when the thread ends, and reuse its CPU stream.
 
 By default, MLX creates a CPU stream for each thread that computes anything. Every CPU stream has its own
 system thread, which MLX never ends. A server that loads and unloads models for days would accumulate
@@ -11,17 +11,26 @@ import threading
 
 import mlx.core as mx
 
-from edgespec.backends.mlx.build_info import runs_on_cpu
-
 __all__ = ["release_streams", "reuse_stream"]
 
 _free: list[mx.Stream] = []
 
 
 class _Lease:
-    """A stream that only one thread uses. When that thread ends, another one can use the stream."""
+    """A stream that only one thread uses. When that thread ends, another one can use the stream.
+
+    Python deletes the lease while the thread can still run Python code. MLX would free the thread's compiled
+    functions and streams only after the thread has left Python. For that it needs the interpreter, and it
+    aborts the process if the interpreter is exiting by then.
+
+    Attributes:
+        is_used: Whether the thread may have used MLX since `release_streams`. If not, there is nothing to
+            free, and calling MLX in a thread that ends while Python exits could abort the process.
+    """
 
     def __init__(self) -> None:
+        self.is_used = True
+        self._thread = threading.get_ident()
         try:
             self.stream = _free.pop()
         except IndexError:
@@ -29,6 +38,10 @@ class _Lease:
             self.stream = mx.new_thread_unsafe_stream(mx.cpu)
 
     def __del__(self) -> None:
+        # When Python exits, the main thread deletes the leases of threads that still run.
+        if self.is_used and threading.get_ident() == self._thread:
+            mx.synchronize()
+            mx.clear_streams()
         _free.append(self.stream)
 
 
@@ -40,11 +53,13 @@ _leases = _Leases()
 
 
 def reuse_stream() -> None:
-    """Assign a free CPU stream to the calling thread, if MLX computes on the CPU.
+    """Assign a free CPU stream to the calling thread, and free what MLX holds for the thread when it ends.
 
     Every thread must call this before its first MLX operation. Further calls return immediately.
     """
-    if _leases.lease is None and runs_on_cpu() and threading.current_thread() is not threading.main_thread():
+    if (lease := _leases.lease) is not None:
+        lease.is_used = True
+    elif threading.current_thread() is not threading.main_thread():
         _lease_stream()
 
 
@@ -52,11 +67,12 @@ def release_streams() -> None:
     """Free the streams that MLX created for the calling thread. The thread can still use MLX."""
     mx.synchronize()
     mx.clear_streams()
-    _lease_stream()
+    _lease_stream().is_used = False
     if mx.is_available(mx.gpu):
         mx.set_default_stream(mx.new_stream(mx.gpu))
 
 
-def _lease_stream() -> None:
-    _leases.lease = _leases.lease or _Lease()
-    mx.set_default_stream(_leases.lease.stream)
+def _lease_stream() -> _Lease:
+    lease = _leases.lease = _leases.lease or _Lease()
+    mx.set_default_stream(lease.stream)
+    return lease

@@ -48,14 +48,17 @@ class AttachmentReader:
         self._known: dict[str, tuple[object, Attachment]] = {}
 
     def read(self, references: Sequence[str]) -> tuple[Attachment, ...]:
-        """Return the attachments of a message. References to files that do not exist are skipped.
+        """Return the attachments of a message. References to files that have never existed are skipped.
 
-        Attachments that no longer fit in the context after the preceding ones get a `problem`.
+        Attachments get a `problem` if they no longer fit in the context after the preceding ones, or if the
+        files have been deleted since the last call.
         """
         known, attachments, token_count = {}, [], 0
         for reference in references:
             path = next(filter(_exists, (reference, without_punctuation(reference))), None)
             if path is None:
+                if reference in self._known or without_punctuation(reference) in self._known:
+                    attachments.append(Attachment(reference, problem=_deleted(reference)))
                 continue
             state = _state(path)
             before = self._known.get(path)
@@ -96,6 +99,13 @@ class AttachmentReader:
             f"{size}, but the context holds only {self._runtime.context_tokens:,}",
             "attach less, or start edgespec with a larger --context",
         )
+
+
+def _deleted(reference: str) -> AttachmentError:
+    return AttachmentError(
+        f"{reference} no longer exists",
+        "choose another file, or press Enter again to send the message without it",
+    )
 
 
 def _exists(path: str) -> bool:
