@@ -1,4 +1,4 @@
-"""Choose the heads to load for a target."""
+"""Choose which heads to load with a target model."""
 
 from __future__ import annotations
 

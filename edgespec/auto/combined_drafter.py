@@ -137,7 +137,7 @@ class CombinedDrafter(Drafter):
 
     @property
     def planned_prefill_seconds(self) -> dict[str, float]:
-        """Maximum time that the next `propose` spends on prefilling each model, in seconds, by name."""
+        """Maximum time in seconds that the next `propose` spends on prefilling each model, by model name."""
         return self._selector.planned_prefill_seconds
 
     @property

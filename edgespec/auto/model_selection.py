@@ -23,8 +23,8 @@ _DRAFT_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 _MAX_TOKENS_AT_RISK = 0.5
 # Number of rounds for which a draft model runs instead of a better one, to measure it. A heuristic.
 _CHALLENGE_ROUNDS = 4
-# Minimum expected gain of a draft model that runs while a better one waits for its prefill. Lower gains are
-# often caused by chance. A heuristic.
+# While a better draft model waits for its prefill, run another one only if its expected speed-up is at least
+# this. Smaller measured gains are often noise. A heuristic.
 _MIN_INTERIM_GAIN = 1.15
 
 

@@ -117,7 +117,7 @@ class ModelFacts:
 
     @property
     def max_context_tokens(self) -> int:
-        """The number of tokens to which the context can be resized."""
+        """The largest size to which the context can grow, in tokens."""
         return max(self.requested_context_tokens, self.context_tokens)
 
     @property

@@ -29,7 +29,7 @@ __all__ = ["resolve_head_metadata", "resolve_metadata"]
 
 # Number of bytes to download before first trying to parse a model's header.
 _FIRST_PARSE_BYTES = 1 << 20
-# Maximum size of a header. The largest known headers are a few dozen megabytes.
+# Maximum size of a model file's header. The largest known headers are a few dozen megabytes.
 _MAX_HEADER_BYTES = 1 << 29
 _CHUNK_BYTES = 1 << 16
 # A safetensors file begins with the length of its header, stored in this many bytes.

@@ -14,7 +14,7 @@ _MIN_RATE, _MAX_RATE = 0.3, 0.95
 # Assumed acceptance rate of heads. AngelSlim's EAGLE-3 head for Qwen 3 8B reaches 1.99 tokens per pass of the
 # target with drafts of two tokens (its published benchmark), which is a rate of 0.62.
 _HEAD_RATE = 0.62
-# Cost of verifying one more token in the same pass, as a multiple of a single-token pass of the target.
+# Cost of verifying one more token in the same pass, as a fraction of the cost of a single-token target pass.
 # Measured with F16 weights on a 2-core CPU.
 _COST_PER_ROW = 0.14
 _MAX_DRAFT_LENGTH = 8

@@ -48,7 +48,7 @@ class _Reader:
     def __init__(self, stream: TextIO, max_characters: int) -> None:
         self._stream, self._max_characters = stream, max_characters
         self._decode = json.JSONDecoder().raw_decode
-        # The text that was read but not parsed yet begins at `_at`.
+        # The text that has been read but not yet parsed starts at `_at`.
         self._text, self._at = "", 0
 
     def skip(self, mark: str) -> bool:
@@ -81,7 +81,7 @@ class _Reader:
                     self._at = end
                     return value
             except ValueError:
-                # The value may only be incomplete, so read more of it.
+                # The value may just be incomplete, so read more of it.
                 if len(self._text) - self._at > self._max_characters:
                     raise ItemTooLargeError from None
                 if not self._read(size):

@@ -83,7 +83,7 @@ class HeadCache(DraftCache):
         return 0 < len(tokens) == self._read_tokens(tokens) and not self._can_run(len(tokens))
 
     def _read_tokens(self, tokens: Sequence[int]) -> int:
-        """Return how many of the first `tokens` are in the head's KV cache."""
+        """Return how many leading `tokens` are already in the head's KV cache."""
         return common_prefix_length(self.visible_tokens[: self.model.length], tokens)
 
     def copy(self, tokens: Sequence[int], start: int) -> bytes:

@@ -98,7 +98,7 @@ class Sampler:
         return distribution
 
     def draft_distribution(self, logits: Logits, row: int) -> Distribution | None:
-        """Return the same as `distribution` above temperature 0, or None if all tokens are forbidden."""
+        """Return what `distribution` returns at temperatures above 0, or None if all tokens are forbidden."""
         tokens, log_probs = self._survivors(logits, row)
         peak = log_probs.max(initial=-np.inf)
         return None if peak == -np.inf else Distribution.normalised(tokens, np.exp(log_probs - peak))

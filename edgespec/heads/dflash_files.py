@@ -116,8 +116,6 @@ def _check_tensors(
         if name not in shapes:
             raise ValueError(f"the tensor {name} is unknown")
         if tensor.shape != shapes[name]:
-            raise ValueError(f"the tensor {name} has the shape {tensor.shape} instead of {shapes[name]}")
+            raise ValueError(f"the tensor {name} has shape {tensor.shape} instead of {shapes[name]}")
         if not tensor.is_floating:
-            raise ValueError(
-                f"the tensor {name} has the type {tensor.dtype}, which is not a floating-point type"
-            )
+            raise ValueError(f"the tensor {name} has type {tensor.dtype}, which is not a floating-point type")

@@ -133,11 +133,9 @@ def _check_tensors(config: EagleConfig, tensors: Mapping[str, StoredTensor], dra
         if shape is None:
             raise ValueError(f"the tensor {name} is unknown")
         if tensor.shape != shape:
-            raise ValueError(f"the tensor {name} has the shape {tensor.shape} instead of {shape}")
+            raise ValueError(f"the tensor {name} has shape {tensor.shape} instead of {shape}")
         if not tensor.is_floating:
-            raise ValueError(
-                f"the tensor {name} has the type {tensor.dtype}, which is not a floating-point type"
-            )
+            raise ValueError(f"the tensor {name} has type {tensor.dtype}, which is not a floating-point type")
     if (
         config.version == 1
         and "embed_tokens.weight" not in tensors

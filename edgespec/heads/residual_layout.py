@@ -314,6 +314,6 @@ def _check_prefix_shapes(tensors: _NamedTensors, prefix: AttentionLayer, size: i
 
 def _check_tensor(tensors: _NamedTensors, name: str, tensor: StoredTensor, shape: tuple[int, ...]) -> None:
     if tensor.shape != shape:
-        raise tensors.error(f"{name} has the shape {list(tensor.shape)} instead of {list(shape)}")
+        raise tensors.error(f"{name} has shape {list(tensor.shape)} instead of {list(shape)}")
     if not tensor.is_floating:
-        raise tensors.error(f"{name} has the type {tensor.dtype}, which is not a floating-point type")
+        raise tensors.error(f"{name} has type {tensor.dtype}, which is not a floating-point type")

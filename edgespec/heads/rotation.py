@@ -31,7 +31,7 @@ class Rotation:
 
     def __init__(self, rope: RopeSettings, size: int) -> None:
         if rope.kind not in ROPE_KINDS:
-            raise ValueError(f"edgespec does not support rope_scaling of the type {rope.kind!r}")
+            raise ValueError(f"edgespec does not support rope_scaling of type {rope.kind!r}")
         self._frequencies = rope.theta ** (-np.arange(0, size, 2) / size)
         self._scale = np.float32(1.0)
         if rope.kind == "linear":

@@ -64,7 +64,7 @@ def _stored(path: Path, tensor: Any, file_bytes: int) -> StoredTensor:
     start, size_bytes = tensor.data_range.offset, tensor.data_range.size
     if tensor.dtype not in ITEM_BYTES:
         raise ModelFileError(
-            f"{path} contains tensors of the type {shorten(tensor.dtype)}, which edgespec cannot read",
+            f"{path} contains tensors of type {shorten(tensor.dtype)}, which edgespec cannot read",
             "use a version of the head with 16-bit weights",
         )
     if not all(type(size) is int and size >= 0 for size in (start, size_bytes, *tensor.shape)):

@@ -1,4 +1,4 @@
-"""Convert draft models to GGUF, such as those that `edgespec train draft` writes."""
+"""Convert draft models, such as those that `edgespec train draft` writes, to GGUF."""
 
 from __future__ import annotations
 

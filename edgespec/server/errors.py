@@ -36,7 +36,7 @@ _TYPE = re.compile(r"\[|-|^(?:str|int|float|bool|dict|[A-Z]\w*)$")
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """An error to report to the client. Each API formats it in its own way.
+    """An error to report to the client, which each API formats in its own way.
 
     Attributes:
         status: The HTTP status.
@@ -65,7 +65,7 @@ def invalid_request(message: str, *, param: str | None = None, code: str | None 
 def unsupported_content(kind: str, *, param: str) -> ApiError:
     """Return the error for a part of a message that is not text, such as an image."""
     return invalid_request(
-        f"{param} has the type {kind[:40]!r}, but edgespec's models read only text;"
+        f"{param} has type {kind[:40]!r}, but edgespec's models read only text;"
         " remove it, or describe it in words",
         param=param,
         code="unsupported_content",

@@ -31,7 +31,7 @@ def _has_terminal() -> bool:
 
 
 def is_input_open() -> bool:
-    """Return whether stdin is an open terminal, or the open pipe of a chat in a browser."""
+    """Return whether stdin is still open: a terminal, or the pipe from the browser of `serve --chat`."""
     if _has_terminal() or sys.__stdin__ is None or sys.platform == "win32":
         return _has_terminal()
     poll = select.poll()

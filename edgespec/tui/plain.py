@@ -219,7 +219,10 @@ class PlainChat:
             self._is_reading = False
 
     def _read_message(self) -> str | None:
-        """Return the next message, or None at the end of the input. Triple quotes enclose several lines."""
+        """Return the next message, or None at the end of the input.
+
+        A message in triple quotes can span several lines.
+        """
         lines: list[str] = []
         while True:
             line = self._read_line("... " if lines else "> ")

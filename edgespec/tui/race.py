@@ -67,7 +67,7 @@ def _work(
     options: dict[str, Any],
     progress: RaceProgress,
 ) -> Callable[[Runtime, Callable[[], bool]], Race]:
-    """Return the function that runs the race in the model thread."""
+    """Return the function that runs `/race` in the model thread."""
 
     def work(runtime: Runtime, is_cancelled: Callable[[], bool]) -> Race:
         def start(**each: Any) -> ReplyStream:

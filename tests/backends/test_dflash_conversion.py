@@ -103,7 +103,7 @@ def test_a_converted_head_drafts_what_the_published_one_does(
         ({"rope_theta": float("inf")}, "rope_theta is inf, but must be a positive number"),
         ({"rms_norm_eps": -1.0}, "rms_norm_eps is -1.0"),
         ({"num_hidden_layers": 1}, r"tensor layers\.1.* is unknown"),
-        ({"intermediate_size": 32}, "has the shape"),
+        ({"intermediate_size": 32}, "has shape"),
         ({"changes": {"norm.weight": None}}, "the tensor norm.weight is missing"),
         ({"changes": {"mask_embedding": np.zeros(32, np.float32)}}, "tensor mask_embedding is unknown"),
         ({"changes": SELECTOR}, "edgespec cannot run DFlash 2 heads"),

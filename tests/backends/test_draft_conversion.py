@@ -88,7 +88,7 @@ def test_every_supported_architecture_gives_the_same_logits(
     ("changes", "message"),
     [
         ({"model_type": "gemma2"}, "the architecture is 'gemma2', not one of llama, qwen2, qwen3"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope_scaling of the type 'dynamic'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope_scaling of type 'dynamic'"),
         ({"layer_types": ["sliding_attention"] * 2}, "sliding window"),
         ({"quantization": {"bits": 7, "group_size": 32}}, "the quantisation of .* is unknown"),
         ({"num_hidden_layers": 1}, "does not know the tensor model.layers.1"),

@@ -345,7 +345,7 @@ def test_the_hidden_states_that_a_head_reads_are_found_by_a_trial(tmp_path: Path
         ({"num_hidden_layers": 2}, ModelFileError, "the head has 2 layers"),
         ({"draft_vocab": 9}, ModelFileError, "has a tensor d2t, but no LM head of its own"),
         ({"changes": {"fc.weight": None}}, ModelFileError, "fc.weight is missing"),
-        ({"changes": {"fc.weight": np.zeros((SIZE, SIZE), np.float32)}}, ModelFileError, "has the shape"),
+        ({"changes": {"fc.weight": np.zeros((SIZE, SIZE), np.float32)}}, ModelFileError, "has shape"),
         ({"changes": {"fc.weight": np.zeros((SIZE, 2 * SIZE), np.int64)}}, ModelFileError, "type I64"),
         ({"changes": {"more": np.zeros(3, np.float32)}}, ModelFileError, "tensor more is unknown"),
         ({"changes": {"fc.bias": np.full(SIZE, np.nan, np.float32)}}, ModelFileError, "not finite"),

@@ -135,7 +135,7 @@ def test_what_llama_cpp_does_not_support_is_not_converted(target_path: Path, tmp
     llama3 = {**_ROPES[0], "original_max_position_embeddings": 32}
     for number, (changes, message) in enumerate(
         [
-            ({"rope_scaling": {"type": "longrope"}}, "rope_scaling of the type 'longrope'"),
+            ({"rope_scaling": {"type": "longrope"}}, "rope_scaling of type 'longrope'"),
             ({"norm_output": True}, "norm_output"),
             ({"eagle_aux_hidden_state_layer_ids": [7, 8, 9]}, "layers"),
             ({"rope_scaling": {"type": "linear"}}, "factor"),

@@ -128,7 +128,7 @@ PREFIX = Layout("hydra", grounded=True, prefix=True, dropouts=True)
         (HYDRA, "hydra_mlp.2.0.linear.weight", (SIZE, 3 * SIZE), "shape"),
         (PREFIX, "prefix_embeding_layer.norm.weight", None, "prefix_embeding_layer.norm.weight is missing"),
         (PREFIX, "prefix_embeding_layer.layers.0.self_attn.k_proj.weight", (SIZE,), "shape"),
-        (PREFIX, "prefix_embeding_layer.layers.0.mlp.up_proj.weight", (SIZE, SIZE), "up_proj has the shape"),
+        (PREFIX, "prefix_embeding_layer.layers.0.mlp.up_proj.weight", (SIZE, SIZE), "up_proj has shape"),
     ],
 )
 def test_incomplete_heads_are_refused(

@@ -351,7 +351,7 @@ def test_tokens_are_counted(client: anthropic.Anthropic) -> None:
         ({"mcp_servers": []}, "unknown field 'mcp_servers'; leave it out"),
         ({"messages": []}, "messages is empty; add at least one"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "'robot'"),
-        ({"messages": [{"role": "user", "content": [PNG]}]}, "messages.0.content.0 has the type 'image'"),
+        ({"messages": [{"role": "user", "content": [PNG]}]}, "messages.0.content.0 has type 'image'"),
         (
             {
                 "messages": [
@@ -361,15 +361,15 @@ def test_tokens_are_counted(client: anthropic.Anthropic) -> None:
                     }
                 ]
             },
-            "messages.0.content.0.content.0 has the type 'image'",
+            "messages.0.content.0.content.0 has type 'image'",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
             "messages.0.content.0.text is missing; add this field",
         ),
-        ({"system": [PNG]}, "system.0 has the type 'image'"),
+        ({"system": [PNG]}, "system.0 has type 'image'"),
         ({"tools": [{"input_schema": {}}]}, "tool 1 has an invalid name"),
-        ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice has the type tool, but no name"),
+        ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice has type tool, but no name"),
         ({"tools": [WEB_SEARCH], "tool_choice": {"type": "any"}}, "there are no tools"),
         ({"thinking": {"type": "often"}}, "thinking.type"),
     ],

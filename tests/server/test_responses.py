@@ -331,7 +331,7 @@ def test_logprobs(client: openai.OpenAI) -> None:
         (
             {"input": [{"type": "computer_call", "call_id": "c"}]},
             "input.0",
-            "input.0 has the type 'computer_call', which edgespec does not support",
+            "input.0 has type 'computer_call', which edgespec does not support",
         ),
         ({"input": [{"type": "item_reference"}]}, "input.0.id", "input.0.id is missing; add this field"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "the server stores no responses"),

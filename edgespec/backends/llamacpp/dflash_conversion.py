@@ -68,7 +68,7 @@ def _problem(config: DFlashConfig, target_layers: int) -> str:
     if not config.states or not all(0 <= state <= target_layers for state in config.states):
         return f"it reads the layers {list(config.states)}, but the target has {target_layers} layers"
     if config.rope.kind not in ROPE_KINDS:
-        return f"llama.cpp does not support rope_scaling of the type {shorten(config.rope.kind)!r}"
+        return f"llama.cpp does not support rope_scaling of type {shorten(config.rope.kind)!r}"
     if len({*config.windows} - {0}) > 1:
         return "its layers have sliding windows of different sizes"
     return ""

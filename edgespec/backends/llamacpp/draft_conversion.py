@@ -81,7 +81,7 @@ def _problem(settings: Mapping[str, Any], config: LayerConfig, stored: Mapping[s
     if kind not in _ARCHITECTURES:
         return f"the architecture is {shorten(kind)!r}, not one of {', '.join(_ARCHITECTURES)}"
     if config.rope.kind not in ROPE_KINDS:
-        return f"llama.cpp does not support rope_scaling of the type {shorten(config.rope.kind)!r}"
+        return f"llama.cpp does not support rope_scaling of type {shorten(config.rope.kind)!r}"
     if kind == "llama" and biases:
         return f"llama.cpp does not support the bias {min(biases)} in Llama models"
     if settings.get("use_sliding_window") or "sliding_attention" in (settings.get("layer_types") or ()):

@@ -86,7 +86,7 @@ def _layers(folder: Path, head: EagleFiles, target_layers: int) -> tuple[int, ..
     if unknown:
         problem = f"llama.cpp does not support the tensor {unknown[0]}"
     elif config.norm_output or config.rope.kind not in ROPE_KINDS:
-        rope = f"rope_scaling of the type {shorten(config.rope.kind)!r}"
+        rope = f"rope_scaling of type {shorten(config.rope.kind)!r}"
         problem = f"llama.cpp does not support {'norm_output' if config.norm_output else rope}"
     elif not choices or len(choices[0]) != _STATES or max(choices[0]) >= target_layers:
         problem = f"its layers {list(config.layers or ())} do not fit a target with {target_layers} layers"

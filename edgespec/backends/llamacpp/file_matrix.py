@@ -64,7 +64,7 @@ class FileMatrix:
             found: NDArray[np.float32] = gguf.dequantize(self._read([(row, 1) for row in ids]), self.kind)
         except NotImplementedError as error:
             raise CapabilityError(
-                f"a matrix in {self._file} has the type {self.kind.name}, which edgespec cannot convert",
+                f"a matrix in {self._file} has type {self.kind.name}, which edgespec cannot convert",
                 "choose another quantisation of the model, or another method, such as suffix",
             ) from error
         return found

@@ -171,7 +171,7 @@ class AssistantHead(SelfDraftView["LlamaCppModel"]):
         )
         logits = self._context.run_pairs(tree.tokens[first:end], states, [position] * count, [(0,)] * count)
         self._own_states = np.concatenate([self._own_states, self._context.last_states(count)])
-        # Without committed tokens, attention divides by zero. Only warm-up passes run the head then.
+        # With no committed tokens, attention divides by zero. This happens only in warm-up passes.
         return logits if position else np.zeros_like(logits)
 
     def interrupt(self, enabled: bool) -> None:

@@ -139,7 +139,7 @@ class ContextSlot(KvSequences):
         tokens: The number of KV cells of the slot.
     """
 
-    # Number of the slot's llama.cpp sequences that are neither text nor scratch space.
+    # Number of llama.cpp sequences per slot, besides those for the text and for drafts.
     _EXTRA_SEQUENCES = 0
 
     def __init__(self, shared: SharedContext, context: LlamaContext, slot: int) -> None:

@@ -113,6 +113,6 @@ def _tool_choice(choice: AnthropicToolChoice | None) -> ToolChoice:
         return "required"
     if choice.name is None:
         raise invalid_request(
-            "tool_choice has the type tool, but no name; add tool_choice.name", param="tool_choice.name"
+            "tool_choice has type tool, but no name; add tool_choice.name", param="tool_choice.name"
         )
     return {"type": "function", "function": {"name": choice.name}}

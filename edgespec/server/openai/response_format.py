@@ -38,7 +38,7 @@ def answer_schema(wanted: ResponseFormat | None) -> dict[str, Any]:
         return {"schema": without_other_properties(wanted.schema_ or {"type": "object"})}
     if wanted.json_schema is None:
         raise invalid_request(
-            "response_format has the type json_schema, but no json_schema; add response_format.json_schema",
+            "response_format has type json_schema, but no json_schema; add response_format.json_schema",
             param="response_format",
         )
     return {"schema": without_other_properties(wanted.json_schema.schema_)}

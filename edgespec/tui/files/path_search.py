@@ -1,4 +1,4 @@
-"""Search paths for completion.
+"""Find paths to offer as completions.
 
 Inside the working folder, a path matches if it contains the typed letters in order. Elsewhere, only the
 entries of the typed folder are searched.
@@ -27,7 +27,7 @@ _MAX_ENTRIES = 2_000
 
 
 class PathSearch:
-    """Finds paths for completion. Paths of folders end with `/`. A call can take seconds in large folders."""
+    """Finds paths for completion. Folder paths end with `/`. Searching a large folder can take seconds."""
 
     def __init__(self) -> None:
         self._paths: Sequence[str] = ()

@@ -1,4 +1,4 @@
-"""Limit how much of a very long text the chat shows, because drawing all of it would block the screen."""
+"""Limit how much of a very long text the chat shows, because drawing all of it would freeze the chat."""
 
 from __future__ import annotations
 

@@ -59,6 +59,6 @@ def _schema(wanted: TextFormat | None) -> dict[str, Any]:
         return {"schema": {"type": "object"}}
     if wanted.schema_ is None:
         raise invalid_request(
-            "text.format has the type json_schema, but no schema; add text.format.schema", param="text.format"
+            "text.format has type json_schema, but no schema; add text.format.schema", param="text.format"
         )
     return {"schema": without_other_properties(wanted.schema_)}

@@ -70,7 +70,7 @@ def _add(messages: list[dict[str, Any]], place: str, item: InputItem) -> None:
     kind = item.type or "message"
     if kind not in _NEEDED:
         raise invalid_request(
-            f"{place} has the type {kind[:40]!r}, which edgespec does not support; use one of the types"
+            f"{place} has type {kind[:40]!r}, which edgespec does not support; use one of the types"
             f" {', '.join(_NEEDED)}, item_reference",
             param=place,
             code="unsupported_content",
