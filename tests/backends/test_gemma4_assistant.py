@@ -17,7 +17,7 @@ import edgespec
 from edgespec.assembly.loading import always_draft
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LanguageModel, LoadOptions
-from edgespec.backends.llamacpp.context import ContextPlan
+from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.backends.llamacpp.gemma4_assistant_files import check_assistant
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.backends.optional_features import HeadModel

@@ -10,7 +10,8 @@ from types import FrameType
 import psutil
 import pytest
 
-from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
+from edgespec.backends.llamacpp.context import LlamaContext
+from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.catalog.catalogue import models_folder
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import ContextFullError, MemoryBudgetError

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from edgespec.backends.base import LanguageModel
-from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
+from edgespec.backends.llamacpp.context import LlamaContext
+from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.backends.llamacpp.quantise import quantise
 from edgespec.backends.self_draft_methods import EarlyExit, LowBit
 from edgespec.engine.tree import TokenTree

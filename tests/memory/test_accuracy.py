@@ -16,7 +16,7 @@ from edgespec.backends import llamacpp
 from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.llamacpp import memory_estimate as estimate_module
 from edgespec.backends.llamacpp.checkpoints import ExportedCheckpoint
-from edgespec.backends.llamacpp.context import ContextPlan
+from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.backends.llamacpp.layerskip import load_layerskip
 from edgespec.backends.llamacpp.memory_estimate import (
     ContextBuffers,

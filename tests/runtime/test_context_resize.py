@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 import edgespec
 from edgespec import Reply, Runtime
-from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
+from edgespec.backends.llamacpp.context import LlamaContext
+from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.catalog.catalogue import models_folder
 from edgespec.errors import ContextFullError, MemoryBudgetError

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.batch import Batch, Inputs
-from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
+from edgespec.backends.llamacpp.context import LlamaContext
+from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.backends.llamacpp.native import library
 
 __all__ = ["BlockContext"]

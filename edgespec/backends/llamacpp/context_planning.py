@@ -9,7 +9,8 @@ from typing import Any
 import psutil
 
 from edgespec.backends.base import LoadOptions
-from edgespec.backends.llamacpp.context import MAX_WIDTH, ContextPlan, LlamaContext
+from edgespec.backends.llamacpp.context import LlamaContext
+from edgespec.backends.llamacpp.context_plan import MAX_WIDTH, ContextPlan
 from edgespec.backends.llamacpp.kv_types import (
     SMALL_KERNEL_MAX_ROWS,
     KvTypes,

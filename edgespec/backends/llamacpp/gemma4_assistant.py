@@ -14,7 +14,7 @@ from edgespec.backends.gguf_header import read_header
 from edgespec.backends.gguf_metadata import read_gguf_info
 from edgespec.backends.head_trial import check_finite
 from edgespec.backends.hidden_state_log import POST_NORM
-from edgespec.backends.llamacpp.context import ContextPlan
+from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.backends.llamacpp.gemma4_assistant_files import ASSISTANT, check_assistant
 from edgespec.backends.llamacpp.head_context import HeadContext
 from edgespec.backends.llamacpp.head_loading import BATCH_TOKENS, estimate_head, load_head_file

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from edgespec.backends.base import LanguageModel, LoadOptions, Progress, Snapshot, Vocabulary
 from edgespec.backends.base_model import BaseModel, in_batches
-from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
+from edgespec.backends.llamacpp.context import LlamaContext
+from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.lowbit import load_low_bit_view
 from edgespec.backends.llamacpp.merged_kv import merge_kv

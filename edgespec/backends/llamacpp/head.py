@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from edgespec.backends.base import LoadOptions, Progress, Snapshot
 from edgespec.backends.base_model import in_batches
 from edgespec.backends.hidden_state_log import HiddenStateLog
-from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
+from edgespec.backends.llamacpp.context import LlamaContext
+from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.backends.llamacpp.head_context import HeadContext
 from edgespec.backends.llamacpp.head_loading import BATCH_TOKENS
 from edgespec.backends.llamacpp.kv_cells import KvCells

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.batch import Batch
-from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
+from edgespec.backends.llamacpp.context import LlamaContext
+from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.backends.llamacpp.layer_taps import copied_rows
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.staging_api import nextn_api

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from edgespec.backends.base import LoadOptions, Progress, Vocabulary
 from edgespec.backends.gguf_files import gguf_files
-from edgespec.backends.llamacpp.context import ContextPlan
+from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.backends.llamacpp.header_validation import check_header
 from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.native import captured_log, library, recent_errors

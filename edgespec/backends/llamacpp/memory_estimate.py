@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.adapters import adapter_bytes
-from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
+from edgespec.backends.llamacpp.context import LlamaContext
+from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.backends.llamacpp.context_planning import (
     UNDO_TOKENS,
     States,

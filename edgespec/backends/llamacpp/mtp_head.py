@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import LoadOptions
-from edgespec.backends.llamacpp.context import ContextPlan
+from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.backends.llamacpp.context_planning import check_contexts_fit
 from edgespec.backends.llamacpp.head import PairHead
 from edgespec.backends.llamacpp.head_context import HeadContext

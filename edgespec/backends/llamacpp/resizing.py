@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from edgespec.backends.base import LoadOptions
-from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
+from edgespec.backends.llamacpp.context import LlamaContext
+from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.backends.llamacpp.context_planning import check_contexts_fit
 from edgespec.backends.llamacpp.devices import in_main_memory
 from edgespec.backends.llamacpp.metadata import architecture_metadata

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import LoadOptions
-from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
+from edgespec.backends.llamacpp.context import LlamaContext
+from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.backends.llamacpp.kv_sequences import KvSequences
 from edgespec.backends.llamacpp.metadata import has_state
 from edgespec.backends.llamacpp.pass_scheduler import PassPart, PassScheduler
