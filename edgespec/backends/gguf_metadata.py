@@ -133,7 +133,7 @@ def _kind(header: GgufHeader, tensors: Sequence[GgufTensor]) -> Kind:
     has_first_layer = any(tensor.name.startswith("blk.0.") for tensor in tensors)
     if header.architecture in _HEADS or (_heads(header, tensors) and not has_first_layer):
         return "head"
-    return "model" if header.architecture and header.architecture_value("block_count") else "other"
+    return "model" if header.architecture and header.architecture_number("block_count") else "other"
 
 
 def _heads(header: GgufHeader, tensors: Sequence[GgufTensor]) -> list[str]:
@@ -201,7 +201,10 @@ def _kv_bytes(header: GgufHeader) -> int:
     heads = header.architecture_value("attention.head_count")
     first_head = _number(heads[0] if isinstance(heads, np.ndarray) and len(heads) else heads)
     of_keys = header.architecture_value("attention.head_count_kv", heads)
-    all_heads = int(of_keys.sum()) if isinstance(of_keys, np.ndarray) else _number(of_keys) * layers
+    if isinstance(of_keys, np.ndarray):
+        all_heads = int(of_keys.sum()) if of_keys.dtype.kind in "iu" else 0
+    else:
+        all_heads = _number(of_keys) * layers
     size = _number(header.architecture_value("embedding_length")) // first_head if first_head else 0
     key = _number(header.architecture_value("attention.key_length")) or size
     value = _number(header.architecture_value("attention.value_length")) or size

@@ -68,7 +68,7 @@ class HeadCache(DraftCache):
 
     def prefill(self, max_tokens: int | None = None, progress: Progress | None = None) -> None:
         first = self.model.first_position
-        if max_tokens is not None:
+        if max_tokens is not None and max_tokens < self.pending_tokens:
             first = max(first, len(self.visible_tokens) - 1 - max_tokens)
         if self.model.length < first <= self.model.last_position:
             self.model.start_at(first)

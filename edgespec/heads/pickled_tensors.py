@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-from zipfile import ZIP_STORED, BadZipFile, ZipFile
+from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,8 +70,7 @@ def read_pickled_tensors(path: Path) -> dict[str, StoredTensor]:
     try:
         regular_file_bytes(path)
         with ZipFile(path) as archive:
-            # Ignore compressed entries, which could expand to fill the memory. PyTorch never compresses.
-            stored = {one.filename: one for one in archive.infolist() if one.compress_type == ZIP_STORED}
+            stored = _stored_entries(archive, path)
             pickles = [name for name in stored if name.rpartition("/")[2] == "data.pkl"]
             if len(pickles) != 1 or stored[pickles[0]].file_size > _MAX_PICKLE_BYTES:
                 raise ValueError(
@@ -79,10 +78,10 @@ def read_pickled_tensors(path: Path) -> dict[str, StoredTensor]:
                 )
             root = pickles[0].removesuffix("data.pkl")
             order = stored.get(f"{root}byteorder")
-            if order and (order.file_size != len("little") or archive.read(order) != b"little"):
+            if order and (order.file_size != len("little") or _read_entry(archive, order) != b"little"):
                 raise ValueError("the byte order is not little-endian")
             sizes = {name: entry.file_size for name, entry in stored.items()}
-            value = _Interpreter(path, root, sizes).run(archive.read(pickles[0]))
+            value = _Interpreter(path, root, sizes).run(_read_entry(archive, stored[pickles[0]]))
         if not isinstance(value, dict):
             raise ValueError("the file contains no dictionary of tensors")
         return {name: one for name, one in value.items() if isinstance(one, StoredTensor)}
@@ -90,6 +89,32 @@ def read_pickled_tensors(path: Path) -> dict[str, StoredTensor]:
         raise ModelFileError(f"{path} cannot be read: {error_reason(error)}", "download it again") from error
     except _DAMAGE as error:
         raise _damaged(path, error) from error
+
+
+def _stored_entries(archive: ZipFile, path: Path) -> dict[str, ZipInfo]:
+    """Return the uncompressed entries of an archive by name.
+
+    Compressed entries, which could expand to fill the memory, are ignored. PyTorch never compresses.
+
+    Raises:
+        ValueError: Two entries have the same name, or the entries are larger than the file.
+    """
+    entries = archive.infolist()
+    if len({entry.filename for entry in entries}) < len(entries):
+        raise ValueError("two entries of the archive have the same name")
+    stored = {entry.filename: entry for entry in entries if entry.compress_type == ZIP_STORED}
+    if sum(entry.file_size for entry in stored.values()) > regular_file_bytes(path):
+        raise ValueError("the entries of the archive are larger than the file")
+    return stored
+
+
+def _read_entry(archive: ZipFile, entry: ZipInfo) -> bytes:
+    """Return the data of an uncompressed entry. Raises ValueError if it does not have the stated size."""
+    with archive.open(entry) as file:
+        content = file.read(entry.file_size)
+    if len(content) != entry.file_size:
+        raise ValueError(f"the archive states a wrong size for {entry.filename}")
+    return content
 
 
 def _damaged(path: Path, error: Exception) -> ModelFileError:
@@ -248,7 +273,10 @@ class _Interpreter:
     ) -> NDArray[Any]:
         try:
             with ZipFile(self._path) as archive:
-                elements = decode_elements(archive.read(storage.entry), storage.dtype)
+                entry = _stored_entries(archive, self._path)[storage.entry]
+                elements = decode_elements(_read_entry(archive, entry), storage.dtype)
+            if elements.size != storage.elements:
+                raise ValueError(f"{storage.entry} has changed since the file was opened")
             size = elements.itemsize
             return np.lib.stride_tricks.as_strided(
                 elements[offset:], shape, [stride * size for stride in strides], writeable=False

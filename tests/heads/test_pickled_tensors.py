@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from zipfile import ZIP_DEFLATED
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import numpy as np
 import pytest
@@ -117,6 +117,37 @@ def test_compressed_and_foreign_files_are_refused(tmp_path: Path) -> None:
     for path in (bomb, legacy, tmp_path / "missing.bin", tmp_path):
         with pytest.raises(ModelFileError):
             read_pickled_tensors(path)
+
+
+def rewritten(path: Path, extra: bytes = b"", claimed_bytes: int | None = None) -> Path:
+    """Copy a head whose first tensor gets a second, compressed entry or claims another size."""
+    changed = path.with_name(f"changed-{path.name}")
+    with ZipFile(path) as old, ZipFile(changed, "w") as new:
+        for entry in old.infolist():
+            is_data = entry.filename.endswith("/data/0")
+            new.writestr(entry, old.read(entry)[: 4 if is_data and claimed_bytes else None])
+        (data,) = (entry for entry in new.infolist() if entry.filename.endswith("/data/0"))
+        if claimed_bytes:
+            data.file_size = claimed_bytes
+        if extra:
+            with pytest.warns(UserWarning, match="Duplicate name"):
+                new.writestr(data.filename, extra, ZIP_DEFLATED)
+    return changed
+
+
+def test_two_entries_with_the_same_name_are_refused(tmp_path: Path) -> None:
+    path = write_torch_file(tmp_path / "head.pt", {"w": np.ones(4, np.float32)})
+    with pytest.raises(ModelFileError, match="same name"):
+        read_pickled_tensors(rewritten(path, extra=bytes(1 << 20)))
+
+
+@pytest.mark.parametrize("elements", [16, 1 << 40])
+def test_a_wrong_size_in_the_list_of_entries_is_refused(tmp_path: Path, elements: int) -> None:
+    storage = Storage("0", np.zeros(4, np.float32), claimed_size=elements)
+    call = Call(Named("torch._utils", "_rebuild_tensor_v2"), storage, 0, (elements,), (1,))
+    path = write_archive(tmp_path / "head.pt", pickled({"w": call}), {"0": bytes(16)})
+    with pytest.raises(ModelFileError, match="damaged"):
+        read_pickled_tensors(rewritten(path, claimed_bytes=4 * elements))["w"].read()
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -37,8 +37,9 @@ class Call:
 
 
 class Storage:
-    def __init__(self, key: str, array: NDArray[Any]) -> None:
+    def __init__(self, key: str, array: NDArray[Any], claimed_size: int | None = None) -> None:
         self.key, self.array = key, array
+        self.size = array.size if claimed_size is None else claimed_size
 
 
 class Pickler(pickle._Pickler):
@@ -47,7 +48,7 @@ class Pickler(pickle._Pickler):
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, Storage):
             kind = Named("torch", _STORAGES[str(value.array.dtype)])
-            return "storage", kind, value.key, "cpu", value.array.size
+            return "storage", kind, value.key, "cpu", value.size
         return None
 
     def save(self, value: Any, save_persistent_id: bool = True) -> None:

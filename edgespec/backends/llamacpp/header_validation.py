@@ -137,7 +137,7 @@ def _stream_problem(header: GgufHeader) -> str:
     """Check the sizes of a model with several residual streams and compressed keys."""
     if header.architecture != _STREAMS_ARCHITECTURE:
         return ""
-    streams = header.architecture_value("hyper_connection.count")
+    streams = header.architecture_number("hyper_connection.count")
     if streams != _STREAMS:
         return f"it has {streams} residual streams instead of {_STREAMS}"
     heads, groups = (_largest(header, f"attention.{key}") for key in ("head_count", "output_group_count"))
@@ -180,7 +180,8 @@ def _vocabulary_problem(header: GgufHeader) -> str:
         return ""
     if duplicates := _duplicate_count(tokens):
         return f"its vocabulary has {duplicates:,} duplicate tokens"
-    if header.metadata.get("tokenizer.ggml.model") == "llama":
+    model = header.metadata.get("tokenizer.ggml.model")
+    if isinstance(model, str) and model == "llama":
         # Require a token for each byte, because llama.cpp aborts if it cannot spell a character with byte
         # tokens.
         byte_tokens = {name: byte for byte in range(256) for name in (b"<0x%02X>" % byte, bytes([byte]))}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -209,14 +209,20 @@ def _check_complete(path: Path, names: set[str], layer: int, graph: MtpGraph) ->
 
 def _layer_token_bytes(header: GgufHeader, layer: int) -> int:
     heads = header.architecture_value("attention.head_count", 0)
-    of_keys = header.architecture_value("attention.head_count_kv", heads)
-    count = int(of_keys[layer]) if isinstance(of_keys, np.ndarray) and layer < len(of_keys) else of_keys
-    first = int(heads[0]) if isinstance(heads, np.ndarray) else heads
-    size = _count(header, "embedding_length") // first if isinstance(first, int) and first else 0
+    first = _of_layer(heads, 0)
+    count = _of_layer(header.architecture_value("attention.head_count_kv", heads), layer)
+    size = _count(header, "embedding_length") // first if first else 0
     key, value = (_count(header, f"attention.{part}_length") or size for part in ("key", "value"))
     if header.architecture_value("attention.key_length_mla"):
         value = 0
-    return count * (key + value) * _F16_BYTES if isinstance(count, int) else 0
+    return count * (key + value) * _F16_BYTES
+
+
+def _of_layer(value: Any, layer: int) -> int:
+    """Return the value for a layer. A file has one number for all layers, or one for each."""
+    if isinstance(value, np.ndarray):
+        return int(value[layer]) if value.dtype.kind in "iu" and layer < len(value) else 0
+    return value if isinstance(value, int) else 0
 
 
 def _count(header: GgufHeader, key: str) -> int:
