@@ -252,11 +252,12 @@ class _DrafterFactory:
             name: The drafter.
             is_loaded: Whether the drafter was requested when the model was loaded.
         """
-        if name == "swift" and not self._format.skips_layers:
-            return self._make_swift()
-        if name == "layerskip" and "layerskip" in self._format.preparations:
-            # Replies of the prepared model run one after the other, also with --parallel.
-            return self._make_layerskip()
+        match name:
+            case "swift" if not self._format.skips_layers:
+                return self._make_swift()
+            case "layerskip" if "layerskip" in self._format.preparations:
+                # Replies of the prepared model run one after the other, also with --parallel.
+                return self._make_layerskip()
         alone = "omit --parallel" if is_loaded else f"load the model with --method {name} and no --parallel"
         if name in HEADS:
             alone += f", with a head for it (see `edgespec models show {self._reference}`)"

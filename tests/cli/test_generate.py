@@ -165,9 +165,9 @@ def test_log_probabilities_are_part_of_the_json_object(run: Run) -> None:
     ("args", "message"),
     [
         (("--schema", "missing.json"), "the file 'missing.json' cannot be read"),
-        (("--schema", '{"type": "object"}'), "a schema needs the path of a file, not the schema itself"),
+        (("--schema", '{"type": "object"}'), "the schema must be given as the path of a file, not as JSON"),
         (("--schema", "bad.json"), "bad.json is not valid JSON (line 1, column 13); correct the file"),
-        (("--schema", "list.json"), "list.json contains no JSON schema"),
+        (("--schema", "list.json"), "a JSON schema must be a JSON object"),
         (("--regex", "(a"), "invalid regular expression '(a': unclosed group"),
         (("--adapter", "bad.json=loud"), "the scale 'loud' is not a number"),
         (("--regex", "a", "--choice", "b"), "regex and choice cannot be used together"),

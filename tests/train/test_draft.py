@@ -280,6 +280,6 @@ def test_other_draft_models_are_refused(target: TrainingTarget, model: Path, tmp
 def test_another_model_is_not_overwritten(target: TrainingTarget, draft: Path, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "qwen3")
     before = file_state(tmp_path / "model.safetensors")
-    with pytest.raises(ModelFileError, match="contains another model than a trained"):
+    with pytest.raises(ModelFileError, match="contains a model that is not a trained version of"):
         trained(target, draft, tmp_path)
     assert file_state(tmp_path / "model.safetensors") == before

@@ -152,7 +152,7 @@ async def test_a_download_is_stopped_and_resumed(
 @pytest.mark.parametrize(
     ("fault", "text"),
     [
-        ("network", "cannot be reached"),
+        ("network", "cannot reach http"),
         ("gated", "is gated: its licence must be accepted first; accept it at"),
         ("disk", "has only 1.0 KiB free"),
         ("missing", "has no model repository"),

@@ -135,5 +135,5 @@ def test_other_heads_are_not_overwritten(teacher: MlxTeacher, tmp_path: Path) ->
     assert isinstance(arrays, dict)
     arrays["hydra_lm_head.2.weight"] *= 2
     mx.save_safetensors(str(folder / "hydra_lm_head.safetensors"), arrays)
-    with pytest.raises(ModelFileError, match="output matrices are not those of the target"):
+    with pytest.raises(ModelFileError, match="output matrices of the heads differ from the target's"):
         teacher.head("hydra").published(folder)
