@@ -114,11 +114,18 @@ class _DrafterFactory:
             "swift": self._make_swift,
             **{name: partial(self._make_head, name) for name in HEADS},
         }
+        # Whether a method cannot be used with this file at all. Omitting --parallel would then not help.
+        needs_other_file = {
+            "swift": not self._format.skips_layers,
+            "layerskip": "layerskip" in self._format.preparations,
+        }
         for name, make in makers.items():
-            if self._shares_passes and name in (*SELF_DRAFTS, *HEADS):
-                self.made[name] = self._not_shared(name, is_loaded=name in needed)
-            else:
+            if not self._shares_passes or name not in (*SELF_DRAFTS, *HEADS):
                 self.made[name] = make() if name in needed else _not_loaded(name)
+            elif needs_other_file.get(name):
+                self.made[name] = make()
+            else:
+                self.made[name] = self._not_shared(name, is_loaded=name in needed)
         if draft:
             self.made["model"] = self._make_model(draft)
         elif self._arguments["learn"]:
@@ -245,19 +252,13 @@ class _DrafterFactory:
         view = self._model.self_draft(EarlyExit(exit_layer or self._measure_best_exit()))
         return self._model_drafter(view, "layerskip")
 
-    def _not_shared(self, name: str, *, is_loaded: bool) -> Drafter | MissingDrafter:
+    def _not_shared(self, name: str, *, is_loaded: bool) -> MissingDrafter:
         """Return why a drafter is missing that cannot draft for several replies, with everything it needs.
 
         Args:
             name: The drafter.
             is_loaded: Whether the drafter was requested when the model was loaded.
         """
-        match name:
-            case "swift" if not self._format.skips_layers:
-                return self._make_swift()
-            case "layerskip" if "layerskip" in self._format.preparations:
-                # Replies of the prepared model run one after the other, also with --parallel.
-                return self._make_layerskip()
         alone = "omit --parallel" if is_loaded else f"load the model with --method {name} and no --parallel"
         if name in HEADS:
             alone += f", with a head for it (see `edgespec models show {self._reference}`)"
