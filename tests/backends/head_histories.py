@@ -46,7 +46,9 @@ def first_logits(head: HeadModel, cache: HeadCache, tokens: list[int], depth: in
     Then commits the tokens before the draft, or discards the draft.
     """
     cache.begin(tokens)
-    cache.prefill()
+    if cache.pending_tokens:
+        # `auto` states how many tokens it has time for.
+        cache.prefill(cache.full_pending_tokens)
     assert cache.can_draft(8)
     lag = tokens[head.length :]
     draft = [*lag, *_DRAFT[: depth - 1]]
