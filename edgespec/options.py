@@ -98,7 +98,7 @@ def check_load_arguments(given: Mapping[str, Any]) -> LoadArguments:
             raise OptionError(
                 f"{name} applies only to {' and '.join(option.read_by)},"
                 f" but method {', '.join(dict.fromkeys(methods))} uses none of them",
-                f"remove it, or add {option.read_by[0]} to the method",
+                f"remove it, or add {' or '.join(option.read_by)} to the method",
             )
     return arguments
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from edgespec.backends.drafter_training import DrafterTrainer
 from edgespec.errors import ModelFileError, OptionError
-from edgespec.files import replace_when_written
+from edgespec.files import read_regular_file, replace_when_written
 from edgespec.train.evaluation import DrafterFigures
 from edgespec.train.timing import TrainingSpeed
 
 __all__ = ["CurvePoint", "TrainingFolder", "TrainingProgress", "TrainingSettings"]
 
 T = TypeVar("T")
+
+# A saved speed is damaged if writing or training a token takes longer than this.
+_MAX_TOKEN_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +134,7 @@ class TrainingFolder:
         file = self.path / "speed.json"
         if not file.exists():
             _write_json(file, asdict(measure()))
-        return _parsed(file, lambda found: TrainingSpeed(**{name: float(one) for name, one in found.items()}))
+        return _parsed(file, _speed)
 
     def figures(self, drafter: str, measure: Callable[[], DrafterFigures]) -> DrafterFigures:
         """Return the saved figures of a drafter (`new` or `earlier`), or measure and save them.
@@ -188,6 +191,13 @@ def _progress(found: dict[str, Any]) -> TrainingProgress:
     )
 
 
+def _speed(found: dict[str, Any]) -> TrainingSpeed:
+    speed = TrainingSpeed(float(found["write_seconds"]), float(found["train_seconds"]))
+    if not all(0.0 <= seconds < _MAX_TOKEN_SECONDS for seconds in astuple(speed)):
+        raise ValueError("the saved speed is out of range")
+    return speed
+
+
 def _figures(found: dict[str, Any]) -> DrafterFigures:
     return DrafterFigures(
         float(found["tokens_per_pass"]),
@@ -212,7 +222,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_regular_file(path))
         if not isinstance(value, dict):
             raise ValueError("not an object")
     except (ValueError, RecursionError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -174,6 +175,15 @@ def test_saved_tokens_are_checked(train: Train, tmp_path: Path, tokens: NDArray[
         arrays = dict(saved) | {"tokens": tokens}
     np.savez(file, **arrays)
     with pytest.raises(ModelFileError, match=r"cannot be read.*train again"):
+        train(tmp_path)
+
+
+@pytest.mark.parametrize("seconds", [math.nan, -1.0, 1e308])
+def test_the_saved_speed_is_checked(train: Train, tmp_path: Path, seconds: float) -> None:
+    stopped(train, tmp_path, 2)
+    file = tmp_path / "training" / "speed.json"
+    file.write_text(json.dumps({"write_seconds": seconds, "train_seconds": 1.0}))
+    with pytest.raises(ModelFileError, match=r"speed\.json.*damaged"):
         train(tmp_path)
 
 
