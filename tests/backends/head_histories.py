@@ -46,9 +46,8 @@ def first_logits(head: HeadModel, cache: HeadCache, tokens: list[int], depth: in
     Then commits the tokens before the draft, or discards the draft.
     """
     cache.begin(tokens)
-    if cache.pending_tokens:
-        # `auto` states how many tokens it has time for.
-        cache.prefill(cache.full_pending_tokens)
+    # `auto` states how many tokens it has time for.
+    cache.prefill(cache.full_pending_tokens or None)
     assert cache.can_draft(8)
     lag = tokens[head.length :]
     draft = [*lag, *_DRAFT[: depth - 1]]
