@@ -44,7 +44,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Margin:
-    """What a list item or a quote draws to the left of its blocks.
+    """The bullet, number or bar to the left of a list item or a quote.
 
     Attributes:
         first: Text before the first row, such as a bullet.

@@ -118,7 +118,7 @@ class ReplyMarkdown(Widget):
         return Strip.join(parts)
 
     def _row(self, y: int, number: int, row: int) -> Row:
-        """Return row `y`, which is this row of this block."""
+        """Return row `y` of the widget: row `row` of block `number`, or the gap above it if `row` is -1."""
         width, style, block = self.size.width, self.visual_style, self._blocks[number]
         if row < 0:
             return gap_row(self._blocks[number - 1], block, width, y, style, self._get_style)
