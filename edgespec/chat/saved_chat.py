@@ -118,7 +118,7 @@ def _message_json(message: Message) -> dict[str, object]:
     if message.reasoning:
         data["reasoning"] = message.reasoning
     if message.reasoning_seconds is not None:
-        data["reasoning_seconds"] = round(message.reasoning_seconds, 3)
+        data["reasoning_seconds"] = message.reasoning_seconds
     if any(message.markers):
         data["markers"] = list(message.markers)
     if message.files:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +49,36 @@ def head_of(target: Any) -> EagleHead:
     return head
 
 
-def drafts(folder: Path) -> NDArray[np.float64]:
+def first_of(kind: type[EagleHead]) -> Callable[[Any, Iterable[EagleHead], Path], EagleHead]:
+    """A replacement for `load_most_accurate` that returns the first head of a kind.
+
+    The heads of these tests have random weights, so a trial would return any of them.
+    """
+
+    def choose(_target: Any, choices: Iterable[EagleHead], _folder: Path) -> EagleHead:
+        heads = list(choices)
+        chosen = next(head for head in heads if type(head) is kind)
+        for head in heads:
+            if head is not chosen:
+                head.close()
+        return chosen
+
+    return choose
+
+
+def drafts(folder: Path, kind: type[EagleHead] = EagleHead) -> NDArray[np.float64]:
     """The logits of a head for all nodes of a draft, which is run one level at a time, after five tokens.
 
     The draft is a chain if the target cannot verify trees.
+
+    Args:
+        folder: The model.
+        kind: The class of the head to run, if the model can be loaded with several.
     """
     target = load(folder)
-    head = head_of(target)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mtp, "load_most_accurate", first_of(kind))
+        head = head_of(target)
     parents = PARENTS if target.facts.capabilities.tree else tuple(range(-1, len(TOKENS) - 1))
     tree = TokenTree(TOKENS, parents, (None,) * len(TOKENS))
     target.prefill([5, 6, 7, 8, 9])
@@ -133,23 +156,11 @@ def test_layers_of_one_module_run_one_after_another(tmp_path: Path) -> None:
     check_plan(folder)
 
 
-def test_layers_of_one_module_can_each_predict_one_token(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_of_one_module_can_each_predict_one_token(tmp_path: Path) -> None:
     folder = qwen(tmp_path / "model")
     alone = drafts(folder)
     repeat_layer(folder, "mtp.layers.", 2)
-
-    def choose_chain(_target: Any, choices: Iterable[EagleHead], _folder: Path) -> EagleHead:
-        heads = list(choices)
-        chosen = next(head for head in heads if isinstance(head, ChainedMtpHead))
-        for head in heads:
-            if head is not chosen:
-                head.close()
-        return chosen
-
-    monkeypatch.setattr(mtp, "load_most_accurate", choose_chain)
-    np.testing.assert_allclose(drafts(folder), alone, atol=1e-4)
+    np.testing.assert_allclose(drafts(folder, ChainedMtpHead), alone, atol=1e-4)
     check_plan(folder)
 
 
@@ -174,7 +185,7 @@ def test_equal_modules_draft_like_one(tmp_path: Path) -> None:
     folder = write_numbered_mtp_layer(tmp_path / "model", "mimo")
     alone = drafts(folder)
     repeat_layer(folder, "model.mtp_layers.", 2)
-    np.testing.assert_allclose(drafts(folder), alone, atol=1e-4)
+    np.testing.assert_allclose(drafts(folder, ChainedMtpHead), alone, atol=1e-4)
 
 
 def test_different_modules_draft_differently_from_the_second_token_on(modules: Path, tmp_path: Path) -> None:
@@ -187,7 +198,7 @@ def test_different_modules_draft_differently_from_the_second_token_on(modules: P
     names = sorted({name.split(".")[2] for name in stored})
     first = {name: one for name, one in stored.items() if name.split(".")[2] == names[0]}
     save_file(first, alone / "mtp.safetensors")
-    chained, single = drafts(modules), drafts(alone)
+    chained, single = drafts(modules, ChainedMtpHead), drafts(alone)
     np.testing.assert_allclose(chained[0], single[0], atol=1e-4)
     assert np.abs(chained[1:] - single[1:]).max(axis=1).min() > 1e-3
 
