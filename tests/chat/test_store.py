@@ -95,10 +95,10 @@ def test_versions_of_messages_are_saved_with_their_parents(store: ChatStore) -> 
 def test_the_time_of_the_reasoning_comes_back(store: ChatStore) -> None:
     reply = Message("assistant", "Yes.", "Hm.", reasoning_seconds=1.23456)
     path = store.save(chat(messages=(TALK[0], reply)))
-    assert store.load("one").messages[1].reasoning_seconds == 1.235
+    assert store.load("one").messages[1].reasoning_seconds == 1.23456
     text = path.read_text("utf-8")
     for bad in ("-1", "true", '"1"', "Infinity", "NaN"):
-        path.write_text(text.replace("1.235", bad), "utf-8")
+        path.write_text(text.replace("1.23456", bad), "utf-8")
         with pytest.raises(ChatFileError, match="reasoning_seconds of message 2"):
             store.load("one")
 
