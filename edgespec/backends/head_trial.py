@@ -22,6 +22,9 @@ _TRIAL_TEXT = (
     "The capital of France is Paris, and the capital of Italy is Rome. To list the files of a folder by size,"
     " run `ls -lS`. def add(a, b):\n    return a + b\n\nOnce upon a time, there was a"
 )
+# Heads whose numbers of correct predictions differ by no more than this are considered equally accurate.
+# Heads with random weights differ by 1 or 2, while reading the wrong inputs costs most predictions.
+_TIE_TOKENS = 2
 
 
 def check_finite(head: LanguageModel, path: Path) -> None:
@@ -44,9 +47,9 @@ def check_finite_logits(logits: NDArray[np.floating], path: Path) -> None:
 def load_most_accurate(target: HiddenStateSource, choices: Iterable[H], folder: Path) -> H:
     """Return the head that most often predicts the target's most likely token. On a tie, return the first.
 
-    The configuration of a head does not say unambiguously which hidden states it reads. The wrong states
-    raise no error, but lower the acceptance rate. We therefore load a head for each possibility, and compare
-    the heads on a short text.
+    The configuration of a head does not say unambiguously which hidden states it reads and in which order it
+    reads its inputs. A wrong choice raises no error, but lowers the acceptance rate. We therefore load a head
+    for each possibility, and compare the heads on a short text.
 
     Args:
         target: The target. Its cache must be empty.
@@ -78,7 +81,9 @@ def _most_accurate(target: HiddenStateSource, heads: Sequence[H]) -> H:
         logits = target.verify(TokenTree.chain(tokens[0], tokens[1:]))
         best = [logits.best(row, 1)[0] for row in range(1, len(tokens))]
         target.commit(tuple(range(1, len(tokens))))
-        return max(heads, key=lambda head: _agreement(head, tokens, best))
+        agreements = [_agreement(head, tokens, best) for head in heads]
+        tied = [agreed >= max(agreements) - _TIE_TOKENS for agreed in agreements]
+        return heads[tied.index(True)]
     finally:
         target.truncate(0)
 

@@ -53,6 +53,9 @@ def estimate_eagle_head(folder: Path, context_tokens: int) -> MemoryEstimate:
 def load_eagle_head(target: MlxModel, net: Any, folder: Path) -> EagleHead:
     """Load an EAGLE head for a target. The target's cache must be empty.
 
+    The configuration of a head does not say which hidden states it reads, nor whether its inputs start with
+    the embedding or with the hidden state. We therefore try all possibilities (see `load_most_accurate`).
+
     Args:
         target: The target.
         net: The target's mlx-lm model.
@@ -68,10 +71,12 @@ def load_eagle_head(target: MlxModel, net: Any, folder: Path) -> EagleHead:
     check_sizes(target, folder, files.config.target_size, files.config.vocab_size)
     check_memory(target, name, files.weight_bytes)
     weights = [(parameter, weight_array(tensor)) for parameter, tensor in files.tensors.items()]
-    choices = _state_choices(target, files, folder)
-    return load_most_accurate(
-        target, (_head(target, net, files, weights, states, name, folder) for states in choices), folder
+    choices = (
+        _head(target, net, files, weights, states, hidden_first, name, folder)
+        for hidden_first in (False, True)
+        for states in _state_choices(target, files, folder)
     )
+    return load_most_accurate(target, choices, folder)
 
 
 def _state_choices(target: MlxModel, files: EagleFiles, folder: Path) -> list[tuple[int, ...]]:
@@ -97,13 +102,14 @@ def _head(
     files: EagleFiles,
     weights: Sequence[tuple[str, mx.array]],
     states: Sequence[int],
+    hidden_first: bool,
     name: str,
     folder: Path,
 ) -> EagleHead:
-    """Create a head that reads the target's hidden states `states`."""
+    """Create a head that reads the target's hidden states `states`, before or after the embedding."""
     config = files.config
     with invalid_settings(folder):
-        network = EagleNetwork(files)
+        network = EagleNetwork(files, hidden_first)
         network.load_weights(list(weights), strict=True)
         evaluate_constants([network.layer.self_attn.rope])
     parameters = dict(weights)

@@ -25,16 +25,22 @@ class EagleNetwork(Module):
 
     EAGLE-3 first reduces several hidden states of the target to one (`reduced`), and normalises its inputs.
     EAGLE-1 reads one hidden state, and combines it with the token's embedding in `fc`.
+
+    Args:
+        files: The head's configuration and weights.
+        hidden_first: Whether the head was trained on inputs that start with the hidden state. In the usual
+            order, they start with the embedding.
     """
 
-    def __init__(self, files: EagleFiles) -> None:
+    def __init__(self, files: EagleFiles, hidden_first: bool = False) -> None:
         super().__init__()
+        self._hidden_first = hidden_first
         config, names = files.config, files.tensors.keys()
         self._config = config
         size, eps = config.hidden_size, config.norm_eps
         fused = files.tensors["fc.weight"].shape[1]
         self.fc = Linear(fused, size, bias="fc.bias" in names)
-        self.layer = EagleLayer(config, {name for name in names if name.endswith(".bias")})
+        self.layer = EagleLayer(config, {name for name in names if name.endswith(".bias")}, hidden_first)
         if config.version == 3:
             self.norm = RMSNorm(size, eps)
         if config.norm_before_fc:
@@ -76,7 +82,7 @@ class EagleNetwork(Module):
         """
         attend = _CachedAttention(caches[0])
         if self._config.version == 1:
-            states = self.fc(mx.concatenate([embeddings, states], axis=-1))
+            states = self.fc(_joined(embeddings, states, self._hidden_first))
             return self.layer(states[None], None, attend)[0]
         return self.layer(states[None], embeddings[None], attend)[0]
 
@@ -87,6 +93,10 @@ class EagleNetwork(Module):
     def fed_back(self, states: mx.array) -> mx.array:
         """See `HeadNetwork.fed_back`."""
         return self.norm(states) if self._config.norm_output else states
+
+
+def _joined(embeddings: mx.array, states: mx.array, hidden_first: bool) -> mx.array:
+    return mx.concatenate([states, embeddings] if hidden_first else [embeddings, states], axis=-1)
 
 
 class Attend(Protocol):
@@ -122,12 +132,13 @@ class EagleLayer(Module):
     Args:
         config: The head's configuration.
         biases: Names of the head's biases, with the prefix `layer.`.
+        hidden_first: See `EagleNetwork`.
     """
 
-    def __init__(self, config: EagleConfig, biases: Collection[str] = ()) -> None:
+    def __init__(self, config: EagleConfig, biases: Collection[str] = (), hidden_first: bool = False) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.norm_eps
-        self._norm_before_residual = config.norm_before_residual
+        self._norm_before_residual, self._hidden_first = config.norm_before_residual, hidden_first
         self.self_attn = _Attention(config, biases)
         self.mlp = FeedForward(size, config.feed_forward_size)
         self.post_attention_layernorm = RMSNorm(size, eps)
@@ -140,7 +151,7 @@ class EagleLayer(Module):
         residual = inputs = states
         if embeddings is not None:
             normalised = self.hidden_norm(states)
-            inputs = mx.concatenate([self.input_layernorm(embeddings), normalised], axis=-1)
+            inputs = _joined(self.input_layernorm(embeddings), normalised, self._hidden_first)
             residual = normalised if self._norm_before_residual else states
         states = residual + self.self_attn(inputs, attend)
         return states + self.mlp(self.post_attention_layernorm(states))

@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import mlx.core as mx
@@ -23,6 +24,7 @@ from edgespec.backends.mlx.eagle import EagleHead
 from edgespec.backends.mlx.eagle_loading import estimate_eagle_head
 from edgespec.backends.mlx.model import MlxModel
 from edgespec.backends.self_draft_methods import Head
+from edgespec.catalog.catalogue import models_folder
 from edgespec.drafters.head_cache import HeadCache
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, CapabilityError, ClosedError, MemoryBudgetError, ModelFileError
@@ -200,7 +202,8 @@ def test_every_variant_is_computed(
     assert np.abs(second_guess(path) - second_guess(files.head())).max() > 1e-3
 
 
-def test_the_hidden_states_that_a_head_reads_are_found_by_a_trial(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hidden_first", [False, True])
+def test_the_inputs_of_a_head_are_found_by_a_trial(tmp_path: Path, hidden_first: bool) -> None:
     """A target that repeats every token, and a head that does so unless the state it reads is large."""
     target_path = write_checkpoint(tmp_path / "target", "llama", config={"tie_word_embeddings": True})
     weights = mx.load(str(target_path / "model.safetensors"))
@@ -213,18 +216,43 @@ def test_the_hidden_states_that_a_head_reads_are_found_by_a_trial(tmp_path: Path
         mx.save_safetensors(str(target_path / "model.safetensors"), weights, {"format": "mlx"})
         scale = 0.3 if norm > 1 else 3.0
         noise = np.random.default_rng(0).normal(size=(SIZE, SIZE)) * scale / SIZE**0.5
+        halves = [np.eye(SIZE), noise]
         silent = {"layer.self_attn.o_proj.weight": (SIZE, 32), "layer.mlp.down_proj.weight": (SIZE, 64)}
         changes: dict[str, Any] = {
-            "fc.weight": np.concatenate([np.eye(SIZE), noise], axis=1).astype(np.float32),
+            "fc.weight": np.concatenate(halves[::-1] if hidden_first else halves, axis=1).astype(np.float32),
             "fc.bias": None,
             "embed_tokens.weight": None,
             **{name: np.zeros(shape, np.float32) for name, shape in silent.items()},
         }
         path = write_head(tmp_path / f"head{norm}", "EAGLE-1", size=SIZE, vocab=ROWS, changes=changes)
         target = mlx.load(str(target_path), "target", LoadOptions(context_tokens=CONTEXT))
-        assert expected in head_of(target, path).facts.description
+        head = head_of(target, path)
+        assert expected in head.facts.description
+        network: Any = head._network
+        assert network._hidden_first is hidden_first
         assert target.length == 0
         target.close()
+
+
+def test_a_trained_head_whose_inputs_were_swapped_drafts_as_before(tmp_path: Path) -> None:
+    """The demo head, and a copy of it that reads hidden states before embeddings, predict the same tokens."""
+    path = copytree(models_folder() / "demo-mlx-head", tmp_path / "head")
+    weights = mx.load(str(path / "model.safetensors"))
+    assert isinstance(weights, dict)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        matrix = weights[f"midlayer.self_attn.{name}.weight"]
+        embedding, hidden = mx.split(matrix, 2, axis=1)
+        weights[f"midlayer.self_attn.{name}.weight"] = mx.concatenate([hidden, embedding], axis=1)
+    mx.save_safetensors(str(path / "model.safetensors"), weights, {"format": "mlx"})
+    tokens, rows = [5, 600, 70, 8, 91, 1000], []
+    target = mlx.load(str(models_folder() / "demo-mlx"), "target", LoadOptions(context_tokens=CONTEXT))
+    target.prefill(tokens[:-1])
+    for folder in (models_folder() / "demo-mlx-head", path):
+        head = head_of(target, folder)
+        rows.append(first_logits(head, HeadCache(head), tokens))
+        head.close()
+    target.close()
+    np.testing.assert_allclose(rows[1], rows[0], atol=1e-3)
 
 
 @pytest.mark.parametrize(
