@@ -48,7 +48,7 @@ _SOURCES = {
 # If the standard error of a speed-up exceeds this value, the status line shows the speed-up as approximate.
 _ROUGH_GAIN = 0.1
 # Matches the words for drafts, but not `draft model`.
-_DRAFT = re.compile(r"\bdraft(ing|s|)\b(?! model)")
+_DRAFT = re.compile(r"(?<!-)\bdraft(ing|s|)\b(?! model)")
 _GUESS = {"ing": "guessing", "s": "guesses", "": "guess"}
 # Matches drafter names in the text that explains why a method is used.
 _DRAFTERS_IN_REASON = re.compile(r"[a-z+]+(?= is retried occasionally| found no draft)")

@@ -116,3 +116,7 @@ def test_peak_memory_is_never_below_current_memory() -> None:
         made_up_stats(9), 34, method=LIVE, reply=None, rates=[], memory_bytes=200 << 20, loss_limits=LIMITS
     ).plain
     assert text.split("Memory")[1].count("200 MiB") == 2
+
+
+def test_options_in_a_reason_keep_their_names() -> None:
+    assert plain_words("drafting is slow; choose one with --draft") == "guessing is slow; choose one with --draft"
