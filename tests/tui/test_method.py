@@ -119,4 +119,7 @@ def test_peak_memory_is_never_below_current_memory() -> None:
 
 
 def test_options_in_a_reason_keep_their_names() -> None:
-    assert plain_words("drafting is slow; choose one with --draft") == "guessing is slow; choose one with --draft"
+    assert (
+        plain_words("drafting is slow; choose one with --draft")
+        == "guessing is slow; choose one with --draft"
+    )
