@@ -341,10 +341,9 @@ class _DrafterFactory:
                     f"{other.name} is a head for method {other.method}",
                     f"use --method {other.method}",
                 )
-            return MissingDrafter(
-                f"it needs a head that was trained for {self._model.facts.name}: {self._pair.why_no_head}",
-                f"pass one with --head REF (see `edgespec models show {self._reference}`)",
-            )
+            reason = f"it needs a head that was trained for {self._model.facts.name}"
+            advice = f"pass one with --head REF (see `edgespec models show {self._reference}`)"
+            return MissingDrafter(f"{reason}, but {self._pair.why_no_head}", self._pair.head_advice or advice)
         if name not in self._model.facts.capabilities.self_draft_methods:
             missing = self._missing_self_draft(option.head)
             self._head_notices.append(f"not drafting with the head {option.name}: {missing.reason}")
