@@ -69,7 +69,7 @@ def train(target: TrainingTarget) -> Iterator[Train]:
         settings = TrainingSettings(method, target.identity, tokens, "test")
         student = target.teacher.head(method)
         return train_drafter(
-            target, student, settings, PROMPTS, folder, progress or Stops(), lambda _seconds: None
+            target, student, settings, PROMPTS, folder, progress or Stops(), lambda _seconds, _continued: None
         )
 
     with pytest.MonkeyPatch.context() as patch:
