@@ -71,14 +71,22 @@ def test_table(run: Run, prompts: str) -> None:
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
     assert lines[0] == "model demo, draft model demo-draft, invariant acceptance"
-    heads = ["METHOD", "PROMPTS", "IDENTICAL", "NEAR-TIE", "VIOLATIONS", "DRAFTED", "ACCEPTED", "P-VALUE"]
+    heads = ["METHOD", "PROMPTS", "REPLIES", "IDENTICAL", "NEAR-TIE", "VIOLATIONS", "DRAFTED", "ACCEPTED"]
     assert lines[2].split() == " ".join(heads).split()
-    assert lines[-1].startswith("Passed: drafting did not change a single token of these replies")
+    # Two prompts at two temperatures, with two methods.
+    assert lines[-1].startswith("Passed: drafting did not change a single token of these 8 replies")
     assert [line.split()[0] for line in lines[3:-2]] == ["ngram", "model"]
     for line in lines[3:-2]:
-        drafted, accepted = map(int, line.split()[5:7])
+        assert line.split()[1:3] == ["2", "4"]
+        drafted, accepted = map(int, line.split()[6:8])
         assert drafted > 0
         assert drafted >= accepted
+
+
+def test_the_head_is_checked_and_named(run: Run, prompts: str) -> None:
+    lines = run("verify", *QUICK, "--prompts", prompts, "--head", "demo-head").stdout.splitlines()
+    assert lines[0] == "model demo, head demo-head, invariant acceptance"
+    assert [line.split()[0] for line in lines[3:-2]] == ["eagle", "suffix", "ngram"]
 
 
 def test_methods_guess_whether_or_not_it_pays(
