@@ -56,9 +56,10 @@ def resolve_head_with(reference: str, download: Download) -> Resolved:
         case NameReference():
             name = parsed.full_name
             if head := catalogue.find_head(name):
-                if (path := head.embedded_path) is not None:
-                    note = f"{typed} -> built in: {path}"
-                    return replace(_resolve_head_path(path), name=head.name, source="embedded", note=note)
+                if head.embedded_path is not None:
+                    note = f"{typed} -> built in: {head.embedded_path}"
+                    found = _resolve_head_path(head.embedded_path)
+                    return replace(found, name=head.name, source="embedded", note=note)
                 return _resolve_hub(typed, head.repository, None, download)
             if Path(name).exists():
                 return _resolve_head_path(Path(name))

@@ -169,8 +169,12 @@ async def test_a_chat_with_a_head_names_it_and_races_its_method(
         await d.sees("demo-head")
         await d.press("f3")
         await d.press("f9")
-        words = lambda: " ".join(re.findall(r"[\w-]+", "\n".join(d.screen_text())))  # noqa: E731
-        await until(d.pilot, lambda: "model with the head demo-head" in words(), "the head")
+
+        def is_named() -> bool:
+            words = re.findall(r"[\w-]+", "\n".join(d.screen_text()))
+            return "model with the head demo-head" in " ".join(words)
+
+        await until(d.pilot, is_named, "the head")
         await d.press("escape")
         await d.send("/race")
         await until(d.pilot, lambda: isinstance(d.app.screen, RaceScreen), "the race")
