@@ -147,6 +147,7 @@ def list_models(as_json: bool) -> None:
     _print_list(("YOUR MODEL", "DRAFT MODEL"), sorted(pairs.items()))
     if not any(speeds.values()):
         note("To see how fast each model would be on this machine, run `edgespec recommend` once.")
+    note("This list has no heads. `edgespec models show MODEL` lists the heads for a model.")
     if not own and not pairs:
         note("To give a model an alias, see `edgespec models alias --help`.")
     for each in installed.unusable[:_MAX_UNUSABLE]:

@@ -63,7 +63,7 @@ _PROMPTS_PER_CATEGORY = 2
     ),
 )
 @methods_option(
-    help="Methods to check, such as eagle,auto."
+    help="Methods to check. Others, such as auto, are checked only if listed."
     " [default: suffix, ngram and the methods of the loaded heads; with a draft model, also model and"
     " model+suffix]"
 )

@@ -258,7 +258,8 @@ def test_what_is_asked_by_default(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     assert run("verify", "--seed", "5").exit_code == 0
     asked = verified.asked
     told = " ".join(run("verify", "--help").stdout.split())
-    assert "[default: suffix and ngram, plus model and model+suffix if there is a draft model]" in told
+    assert "[default: suffix, ngram and the methods of the loaded heads; with a draft model, also" in told
+    assert f"[default: {len(asked['prompts'])} built-in prompts]" in told
     assert "Others, such as auto, are checked only if listed" in told
     assert asked["methods"] == ("model", "suffix", "ngram", "model+suffix")
     assert (asked["temperatures"], asked["draft_lengths"]) == ((0.0, 0.8, 1.2), (1, 4, 8))
