@@ -16,6 +16,7 @@ from edgespec.catalog.head_reference import resolve_head
 from edgespec.catalog.heads import HeadOption, head_options, named_head
 from edgespec.catalog.remote_header import resolve_head_metadata
 from edgespec.errors import EdgespecError, ModelFileError, OptionError
+from edgespec.files import format_bytes
 from edgespec.method_names import HEADS
 
 __all__ = ["FindHead", "FoundHeads", "choose_heads", "describe_choice", "find_heads", "without_heads"]
@@ -31,12 +32,15 @@ class FoundHeads(NamedTuple):
         why_none: Why no head was chosen. Empty if `chosen` is not empty.
         notice: Message that tells the user which heads were chosen. Empty if there is nothing to report.
         suggestion: Clause that suggests a published head, to append to a message. Empty if there is none.
+        advice: What to do to draft with a head that is used only if the user names it. Empty if there is
+            none.
     """
 
     chosen: tuple[HeadOption, ...] = ()
     why_none: str = ""
     notice: str = ""
     suggestion: str = ""
+    advice: str = ""
 
 
 def find_heads(
@@ -88,11 +92,22 @@ def find_heads(
         return FoundHeads()
     options = [_checked_estimate(option, target) for option in head_options(target, metadata)]
     chosen = choose_heads(options, named, automatic=automatic)
-    published = next((each for each in options if each.head is None and not each.problem), None)
+    if chosen:
+        return FoundHeads(chosen, notice=describe_choice(chosen, options))
+    wanted = [each for each in options if not each.problem and (automatic or each.method in named)]
+    published = next((each for each in wanted if each.head is None), None)
     suggestion = f", or a head with --head {published.name} ({published.expectation})" if published else ""
     places = f"in the files of {target.name}, beside them or in the Hugging Face cache"
-    why_none = f"no head was found {places}{suggestion}"
-    return FoundHeads(chosen, "" if chosen else why_none, describe_choice(chosen, options), suggestion)
+    advice = ""
+    if wanted:
+        download = f", a download of {format_bytes(wanted[0].size_bytes)}" if wanted[0] is published else ""
+        advice = f"use --head {wanted[0].name}{download}"
+    return FoundHeads(
+        why_none=f"no head was found {places}",
+        notice=describe_choice((), options),
+        suggestion=suggestion,
+        advice=advice,
+    )
 
 
 def without_heads(found: FoundHeads, why: str) -> FoundHeads:

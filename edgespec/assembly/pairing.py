@@ -67,6 +67,8 @@ class ModelPair:
         heads: Heads to draft with, at most one per method, most preferred first.
         why_no_head: The reason why there is no head, or why heads were dropped. Empty otherwise.
         why_heads: Notice for the user that names the chosen heads. Empty if the user chose the head.
+        head_advice: What to do to draft with a head that is used only if the user names it. Empty if there is
+            none.
     """
 
     target: Resolved
@@ -76,6 +78,7 @@ class ModelPair:
     heads: tuple[HeadOption, ...] = ()
     why_no_head: str = ""
     why_heads: str = ""
+    head_advice: str = ""
 
     @property
     def backends(self) -> tuple[Backend, ...]:
@@ -156,7 +159,16 @@ def find_pair(
         raise OptionError(
             f"method {method!r} needs a draft model: {why_none}", "pass a draft model with --draft REF"
         )
-    return ModelPair(found, found_draft, why_none, why_draft, heads.chosen, heads.why_none, heads.notice)
+    return ModelPair(
+        found,
+        found_draft,
+        why_none,
+        why_draft,
+        heads.chosen,
+        heads.why_none,
+        heads.notice,
+        heads.advice,
+    )
 
 
 def with_own_adapters(options: LoadOptions, target: Resolved) -> LoadOptions:

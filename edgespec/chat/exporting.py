@@ -29,24 +29,42 @@ _STYLE = (
 )
 
 
-def messages_as_markdown(messages: tuple[Message, ...]) -> str:
-    """Return messages as Markdown. Each one is preceded by the name of its author."""
-    return "\n\n".join(f"**{_NAMES[message.role]}:**\n\n{message.content.strip()}" for message in messages)
+def messages_as_markdown(messages: tuple[Message, ...], *, reasoning: bool = False) -> str:
+    """Return messages as Markdown. Each one is preceded by the name of its author.
+
+    Args:
+        messages: The messages. Of attached files, only the names are returned.
+        reasoning: Whether to include the model's reasoning, as block quotes.
+    """
+    return "\n\n".join(_message_as_markdown(message, reasoning) for message in messages)
+
+
+def _message_as_markdown(message: Message, reasoning: bool) -> str:
+    parts = [f"**{_NAMES[message.role]}:**"]
+    if message.files:
+        parts.append(_attached([_code(file.name) for file in message.files]))
+    if reasoning and message.reasoning:
+        lines = ("**Reasoning:**", "", *message.reasoning.strip().splitlines())
+        parts.append("\n".join(f"> {line}".rstrip() for line in lines))
+    parts.append(message.content.strip())
+    parts += [_called(_code(call.name), _code(call.arguments)) for call in message.tool_calls]
+    return "\n\n".join(filter(None, parts))
 
 
 def as_markdown(chat: SavedChat) -> str:
-    """Return the messages on a chat's current branch as Markdown."""
-    return f"# {_title(chat)}\n\n{messages_as_markdown(_all_messages(chat))}\n"
+    """Return the messages on a chat's current branch as Markdown, with the model's reasoning."""
+    return f"# {_title(chat)}\n\n{messages_as_markdown(_all_messages(chat), reasoning=True)}\n"
 
 
 def as_html(chat: SavedChat) -> str:
-    """Return the messages on a chat's current branch as a self-contained HTML page."""
+    """Return the messages on a chat's current branch as a self-contained HTML page.
+
+    The model's reasoning is folded.
+    """
     # With `html` off, tags in a reply are shown as text, so that the page cannot run scripts from a model.
     markdown = MarkdownIt("gfm-like", {"html": False, "linkify": False})
     sections = "".join(
-        f'<section><h2>{_NAMES[message.role]}</h2><div class="{message.role}">'
-        f"{html.escape(message.content) if message.role == 'user' else markdown.render(message.content)}"
-        "</div></section>\n"
+        f"<section><h2>{_NAMES[message.role]}</h2>{_message_as_html(message, markdown)}</section>\n"
         for message in _all_messages(chat)
     )
     title = html.escape(_title(chat))
@@ -56,6 +74,35 @@ def as_html(chat: SavedChat) -> str:
         f"<style>{_STYLE}</style></head>\n"
         f"<body><h1>{title}</h1>\n{sections}</body></html>\n"
     )
+
+
+def _message_as_html(message: Message, markdown: MarkdownIt) -> str:
+    page = ""
+    if message.files:
+        page += f"<p>{_attached([f'<code>{html.escape(file.name)}</code>' for file in message.files])}</p>"
+    if message.reasoning:
+        page += f"<details><summary>Reasoning</summary>{markdown.render(message.reasoning)}</details>"
+    content = html.escape(message.content) if message.role == "user" else markdown.render(message.content)
+    page += f'<div class="{message.role}">{content}</div>'
+    for call in message.tool_calls:
+        name, arguments = (f"<code>{html.escape(text)}</code>" for text in (call.name, call.arguments))
+        page += f"<p>{_called(name, arguments)}</p>"
+    return page
+
+
+def _attached(names: list[str]) -> str:
+    return f"Attached files: {', '.join(names)}"
+
+
+def _called(name: str, arguments: str) -> str:
+    return f"Called {name} with {arguments}"
+
+
+def _code(text: str) -> str:
+    """Return a text in one line as Markdown code."""
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    space = " " if "`" in text else ""
+    return f"{fence}{space}{' '.join(text.split())}{space}{fence}"
 
 
 def as_json(chat: SavedChat) -> str:

@@ -48,7 +48,7 @@ _SOURCES = {
 # If the standard error of a speed-up exceeds this value, the status line shows the speed-up as approximate.
 _ROUGH_GAIN = 0.1
 # Matches the words for drafts, but not `draft model`.
-_DRAFT = re.compile(r"\bdraft(ing|s|)\b(?! model)")
+_DRAFT = re.compile(r"(?<!-)\bdraft(ing|s|)\b(?! model)")
 _GUESS = {"ing": "guessing", "s": "guesses", "": "guess"}
 # Matches drafter names in the text that explains why a method is used.
 _DRAFTERS_IN_REASON = re.compile(r"[a-z+]+(?= is retried occasionally| found no draft)")
@@ -257,9 +257,17 @@ def _plan_rows(plan: MemoryPlan | None) -> list[tuple[str, str]]:
 
 
 def sentences(*texts: str) -> str:
-    """Join texts, such as the parts of an error message, into sentences. Setting names stay lower-case."""
-    starts = [text if text.split()[0] in SETTINGS else text[:1].upper() + text[1:] for text in texts if text]
+    """Join texts, such as the parts of an error message, into sentences.
+
+    Names of settings, files and models at the start of a sentence stay as they are.
+    """
+    starts = [text[0].upper() + text[1:] if _starts_with_word(text) else text for text in texts if text]
     return " ".join(text if text[-1] in ".?!" else f"{text}." for text in starts)
+
+
+def _starts_with_word(text: str) -> bool:
+    word = text.split()[0]
+    return word not in SETTINGS and word.rstrip(",:").replace("'", "").isalpha()
 
 
 def error_text(error: Exception) -> tuple[str, str]:

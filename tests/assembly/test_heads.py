@@ -139,6 +139,17 @@ class TestFinding:
         with pytest.raises(OptionError, match="--head none was given"):
             edgespec.load(str(target), "none", method="eagle", head="none", **OPTIONS)
 
+    def test_a_method_that_lacks_its_head_suggests_one_of_the_catalogue(self, target: Path) -> None:
+        with pytest.raises(OptionError) as raised:
+            edgespec.load("demo", "none", method="eagle", **OPTIONS)
+        assert raised.value.next_step == "use --head demo-head"
+        with pytest.raises(OptionError) as raised:
+            edgespec.load("demo", "none", method="medusa", **OPTIONS)
+        assert raised.value.next_step == "pass one with --head REF (see `edgespec models show demo`)"
+        with pytest.raises(OptionError) as raised:
+            edgespec.load(str(target), "none", method="eagle", **OPTIONS)
+        assert "pass one with --head REF" in raised.value.next_step
+
 
 class TestEarlyExit:
     """A model that was prepared for early exit takes no head."""
@@ -269,6 +280,9 @@ def test_a_published_head_is_suggested_but_not_downloaded(tmp_path: Path) -> Non
     add_to_hub(tmp_path / "cache", "unsloth/Qwen3-8B-GGUF", model)
     pair = pair_of(Path("qwen3-8b"))
     assert (pair.draft, pair.heads) == (None, ())
+    named = pair_of(Path("qwen3-8b"), method="eagle")
+    assert named.head_advice == "use --head qwen3-8b-eagle3, a download of 763 MiB"
+    assert pair_of(Path("qwen3-8b"), method="medusa").head_advice == ""
     for expected in (
         "download it with --draft qwen3-0.6b (381 MiB, expected speed-up",
         "estimated from its size, not measured on this machine)",

@@ -14,11 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.chat.exporting import FORMATS, as_html, as_json, as_markdown
+from edgespec.chat.attached_file import AttachedFile
+from edgespec.chat.exporting import FORMATS, as_html, as_json, as_markdown, messages_as_markdown
 from edgespec.chat.importing import ExportedChats
 from edgespec.chat.message import Message
 from edgespec.chat.message_tree import MessageTree
 from edgespec.chat.saved_chat import SavedChat
+from edgespec.chat.tool_calls.calls import ToolCall
 from edgespec.errors import ChatFileError
 
 NOON = datetime(2025, 3, 1, 12, 0, tzinfo=UTC)
@@ -219,3 +221,27 @@ def test_exports_are_readable_and_html_runs_nothing() -> None:
     assert "<script" not in page
     assert "default-src 'none'" in page
     assert set(FORMATS) == {".md", ".json", ".html"}
+
+
+def test_exports_name_attached_files_and_tools_and_contain_the_reasoning() -> None:
+    messages = [
+        Message("user", "Explain", files=(AttachedFile("a<b>.py", "x = 1"), AttachedFile("c`d.py", "y"))),
+        Message(
+            "assistant",
+            "It sets x.",
+            reasoning="First.\n\nThen </details>.",
+            tool_calls=(ToolCall("1", "ls", '{"path":\n "<i>"}'),),
+        ),
+    ]
+    chat = SavedChat("one", MessageTree.linear(messages), NOON, NOON, title="Files")
+    assert as_markdown(chat) == (
+        "# Files\n\n**You:**\n\nAttached files: `a<b>.py`, `` c`d.py ``\n\nExplain\n\n**Model:**\n\n"
+        "> **Reasoning:**\n>\n> First.\n>\n> Then </details>.\n\nIt sets x.\n\n"
+        'Called `ls` with `{"path": "<i>"}`\n'
+    )
+    assert "First." not in messages_as_markdown(chat.messages)
+    page = as_html(chat)
+    assert "<p>Attached files: <code>a&lt;b&gt;.py</code>, <code>c`d.py</code></p>" in page
+    assert "<details><summary>Reasoning</summary><p>First.</p>\n<p>Then &lt;/details&gt;.</p>" in page
+    assert "Called <code>ls</code> with <code>{&quot;path&quot;:" in page
+    assert "<i>" not in page

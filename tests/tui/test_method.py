@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.tui.texts import plain_words, speed_up_short, speed_up_text
+from edgespec.tui.texts import plain_words, sentences, speed_up_short, speed_up_text
 from edgespec.tui.widgets.details import details_content
 from edgespec.tui.widgets.status import StatusLine
 from tests.tui.driving import driving, until
@@ -116,3 +116,18 @@ def test_peak_memory_is_never_below_current_memory() -> None:
         made_up_stats(9), 34, method=LIVE, reply=None, rates=[], memory_bytes=200 << 20, loss_limits=LIMITS
     ).plain
     assert text.split("Memory")[1].count("200 MiB") == 2
+
+
+def test_options_in_a_reason_keep_their_names() -> None:
+    assert (
+        plain_words("drafting is slow; choose one with --draft")
+        == "guessing is slow; choose one with --draft"
+    )
+
+
+def test_names_at_the_start_of_a_sentence_are_not_capitalised() -> None:
+    assert (
+        sentences("x.html is not JSON", "choose another file") == "x.html is not JSON. Choose another file."
+    )
+    assert sentences("top_p is 2", "don't") == "top_p is 2. Don't."
+    assert sentences("the file is gone") == "The file is gone."

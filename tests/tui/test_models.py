@@ -113,6 +113,9 @@ async def test_a_found_model_is_downloaded_while_one_chats_and_then_used(
         await open_list(d)
         await d.write("tiny")
         await until(d.pilot, lambda: highlighted(d) == f"{REPOSITORY}:Q4_K_M", "the downloaded model")
+        await d.pilot.pause(1)
+        await until(d.pilot, lambda: "Searching" not in "\n".join(d.screen_text()), "the results")
+        assert REFERENCE not in "\n".join(d.screen_text()), "the downloaded model is listed once"
         await d.press("enter")
         await d.said("This chat now uses")
         await d.settled()

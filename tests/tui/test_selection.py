@@ -118,6 +118,18 @@ async def test_deleted_messages_can_be_restored(tmp_path: Path) -> None:
         assert len(saved(d).tree.messages) == 6
 
 
+async def test_restored_messages_are_scrolled_into_view(tmp_path: Path) -> None:
+    async with driving(loading(replies(*("Long.\n" * 9 for _ in range(3)), "Last.")), tmp_path) as d:
+        for question in ("first", "second", "third", "fourth"):
+            await d.say(question)
+        await d.say("/delete")
+        await d.sees("third")
+        await d.say("/undo")
+        await d.sees("fourth")
+        await act(d, "shift+up", "up", "d", "u")
+        await d.sees("fourth")
+
+
 async def test_a_fork_is_a_new_chat_and_leaves_the_old_one_unchanged(tmp_path: Path) -> None:
     async with driving(loading(replies("One.", "Two.", "Three.")), tmp_path) as d:
         await d.say("first")

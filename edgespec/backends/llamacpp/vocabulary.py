@@ -113,7 +113,7 @@ class LlamaVocabulary:
                 self._check_open()
                 count = self._lib.llama_token_to_piece(self._vocab, token, buffer, room, 0, special)
             if count >= 0:
-                return bytes(buffer[:count])
+                return buffer.raw[:count]
             room = -count
             buffer = ctypes.create_string_buffer(room)
 

@@ -134,13 +134,13 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
                 and all(word in f"{model.reference} {model.family}".lower() for word in words)
             ]
 
-        listed = {model.reference for model in self._models or ()}
+        listed = {name for model in self._models or () for name in (model.reference, model.path) if name}
         groups = (
             ("On this machine", matching(True), "" if self._models is not None else "Looking for models…"),
             ("To download", matching(False), ""),
             (
                 "On Hugging Face",
-                [each for each in self._found if each.reference not in listed],
+                [each for each in self._found if not {each.reference, each.path} & listed],
                 self._hub_note,
             ),
         )

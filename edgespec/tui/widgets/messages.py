@@ -34,7 +34,10 @@ _COPY_REPLY = f"type /copy to copy the last reply, or {_COPY_CHAT.removeprefix('
 _LEGEND = Content.assemble(
     ("■ ", "$success"), "guessed correctly   ", ("■ ", "$warning"), "from the model itself"
 )
-_ENDINGS = {"cancelled": "stopped", "length": "stopped: the reply reached its maximum length"}
+_ENDINGS = {
+    "cancelled": "stopped",
+    "length": "stopped: the reply reached its maximum length. Type /continue to extend it.",
+}
 
 
 def _origin_content(chunks: Sequence[TextChunk]) -> Content:

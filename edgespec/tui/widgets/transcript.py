@@ -80,8 +80,10 @@ class Transcript(VerticalScroll):
         with self.app.batch_update():
             await self.keep(index)
             await self.show_later()
-        if (changed := self.message_at(index - 1)) is not None:
-            self.call_after_refresh(self.scroll_to_widget, changed, animate=False)
+        # The second call keeps the message before the change in view too.
+        for message in (self.message_at(index), self.message_at(index - 1)):
+            if message is not None:
+                self.call_after_refresh(self.scroll_to_widget, message, animate=False, immediate=True)
 
     async def show_earlier(self, most: int = _PAGE_MESSAGES) -> None:
         """Show up to `most` older messages, at most a page. Remove the newest widgets if too many."""
