@@ -57,6 +57,14 @@ async def test_typing_filters_and_pinned_chats_come_first(tmp_path: Path) -> Non
         assert not any(chat.pinned for chat in ChatStore(tmp_path / "chats").list())
 
 
+async def test_a_fork_with_a_long_title_is_told_apart(tmp_path: Path) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.say("How do I find the largest files below a folder?")
+        await d.say("/fork")
+        await d.press("f2")
+        assert sorted(title[-8:] for title in titles(d)) == ["gest fi…", "… (fork)"]
+
+
 async def test_chats_are_renamed_pinned_and_restored_by_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
