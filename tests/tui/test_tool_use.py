@@ -227,7 +227,7 @@ async def test_a_hostile_server_cannot_draw_on_the_screen_or_end_the_chat(
     settings = {"max_tokens": 120, "temperature": 0.0, "seed": 1}
     async with driving(demo, tmp_path, size=(100, 40), settings=settings) as d:
         await tools_on(d, 2)
-        await d.said("The server gone was not started: the program ended with status 1")
+        await d.said("The server gone cannot be used: the program ended with status 1")
         await d.say("/tools")
         await until(d.pilot, lambda: isinstance(d.app.screen, ToolsScreen), "the list")
         await d.sees(r"\x1b[2J\u202eApproved\u200b \x07[bold]run[/bold]")
