@@ -22,7 +22,6 @@ from edgespec.tools.server_config import read_servers, servers_path
 from edgespec.tui.screens.approval import ApprovalScreen
 from edgespec.tui.screens.tools import ToolsScreen
 from edgespec.tui.tool_access import ToolAccess
-from edgespec.tui.widgets.tool_call import ToolCallMessage
 from edgespec.tui.worker import Load
 from tests.tui.driving import Driver, driving, until
 from tests.tui.scripted import ScriptedRuntime, loading
@@ -114,7 +113,8 @@ async def test_a_call_is_shown_approved_made_and_answered(
         assert results(d) == [{"red": "red is warm", "blue": "blue is cold"}[colour]]
         await d.sees("Tool good_colour")
         assert results(d)[0] not in shown(d)
-        d.chat.query_one(ToolCallMessage).query_one("CollapsibleTitle").focus()
+        await d.press("shift+up", "up")
+        await d.sees("Enter unfold")
         await d.press("enter")
         await d.sees(results(d)[0])
         (path,) = d.saved()

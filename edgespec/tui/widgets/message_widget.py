@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 from textual.widget import Widget
+from textual.widgets import Collapsible
 
 from edgespec.tui.selection import ACTIONS
 
@@ -26,7 +27,18 @@ class MessageWidget(Widget, can_focus=True):
         Binding("down", "screen.select_message(1)", show=False),
         Binding("pageup", "screen.page(-1)", show=False),
         Binding("pagedown", "screen.page(1)", show=False),
+        Binding("enter", "unfold", show=False),
         *(Binding(each.key, f"screen.message_key('{each.key}')", show=False) for each in ACTIONS),
     ]
 
     place: int | None = None
+
+    @property
+    def has_folds(self) -> bool:
+        """Whether the message contains reasoning or a tool call, which can be folded to one line."""
+        return any(fold.display for fold in self.query(Collapsible))
+
+    def action_unfold(self) -> None:
+        """Unfold the message's reasoning or tool call, or fold it again."""
+        for fold in self.query(Collapsible):
+            fold.collapsed = not fold.collapsed
