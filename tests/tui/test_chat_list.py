@@ -102,6 +102,18 @@ async def test_chats_are_renamed_pinned_and_restored_by_key(
         assert len(d.chat.current_chat.tree.messages) == 3
 
 
+async def test_a_pin_that_cannot_be_saved_is_not_reported(tmp_path: Path) -> None:
+    store = ChatStore(tmp_path / "chats")
+    path = store.save(SavedChat("old", MessageTree.linear([Message("user", "old")]), NOON, NOON))
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.press("f2")
+        assert titles(d) == ["old"]
+        path.write_text("{", "utf-8")
+        await d.press("ctrl+p")
+        await d.said("is not a valid chat file")
+        assert "Pinned" not in "\n".join(d.screen_text())
+
+
 async def test_the_search_command_filters_the_list(tmp_path: Path) -> None:
     runtime = ScriptedRuntime(scripts=[Script(text="Use ls."), Script(text="Use find.")])
     async with driving(loading(runtime), tmp_path) as d:
