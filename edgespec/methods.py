@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from edgespec.auto.combined_drafter import CombinedDrafter
 from edgespec.auto.controller import AutoConfig, AutoController
+from edgespec.auto.live_costs import LiveCosts
 from edgespec.auto.loss_limit import LossLimit
 from edgespec.auto.text_kind import text_kind
 from edgespec.backends.base import LanguageModel
@@ -122,6 +123,11 @@ class DrafterSet:
         n single-token passes.
         """
         return self._auto_config.limits if self._auto_config else None
+
+    @property
+    def live_costs(self) -> LiveCosts | None:
+        """The costs that limit what a reply can lose, or None if they were not measured."""
+        return self._auto_config.costs if self._auto_config else None
 
     def choose(
         self, method: str, *, constrained: bool = False, limited: bool = False

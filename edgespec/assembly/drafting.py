@@ -48,18 +48,28 @@ def make_drafters(
     progress: Progress | None,
     *,
     shares_passes: bool = False,
+    live_costs: LiveCosts | None = None,
 ) -> tuple[DrafterSet, tuple[str, ...]]:
     """Create the drafters for a loaded target, and return them with notices for the user.
 
-    Can clear the target's KV cache, to measure the target's speed. `shares_passes` is whether the target
-    shares its passes with other replies.
+    Can clear the target's KV cache, to measure the target's speed.
+
+    Args:
+        pair: The target and its draft model.
+        model: The loaded target.
+        draft: The loaded draft model, or None.
+        options: The drafting options.
+        costs: Provides the target's cost curve.
+        progress: Called with a description and the completed fraction. Returns False to cancel.
+        shares_passes: Whether the target shares its passes with other replies.
+        live_costs: The costs of such another reply, which are then shared too.
 
     Raises:
         CapabilityError, OptionError, ModelFileError, MemoryBudgetError: A drafter that a method needs cannot
             be created. Drafters already created are closed.
         CancelledError: `progress` returned False.
     """
-    factory = _DrafterFactory(pair, model, options, costs, progress, shares_passes)
+    factory = _DrafterFactory(pair, model, options, costs, progress, shares_passes, live_costs)
     try:
         return factory.make_all(draft)
     except BaseException:
@@ -80,9 +90,10 @@ class _DrafterFactory:
         costs: PassCosts,
         progress: Progress | None,
         shares_passes: bool,
+        live_costs: LiveCosts | None,
     ) -> None:
         self._pair = pair
-        self._shares_passes = shares_passes
+        self._shares_passes, self._live_costs = shares_passes, live_costs
         self._target = pair.target
         self._format = pair.target.file_format
         self._costs = costs
@@ -183,9 +194,13 @@ class _DrafterFactory:
             settings = f"{self._costs.settings_key} {threads} {heads}"
             return SavedArrays("policy", f"{models_fingerprint(*models)} {settings} {names}")
 
+        if self._live_costs:
+            live_costs = self._live_costs.for_another_slot()
+        else:
+            live_costs = LiveCosts(curve, threads, shares_passes=self._shares_passes)
         return AutoConfig(
             limits,
-            LiveCosts(curve, threads, shares_passes=self._shares_passes),
+            live_costs,
             saved_statistics,
             controls_named=max_loss is not None,
             adapts_length=adapts,

@@ -112,7 +112,14 @@ def _load_planned(planned: LoadPlan, trial_notice: str, progress: Progress | Non
         session_models: list[SessionModels] = []
         for each, draft in zip(models, drafts, strict=True):
             drafters, notices = make_drafters(
-                pair, each, draft, drafting, assumed_costs, progress, shares_passes=len(models) > 1
+                pair,
+                each,
+                draft,
+                drafting,
+                assumed_costs,
+                progress,
+                shares_passes=len(models) > 1,
+                live_costs=session_models[0].drafters.live_costs if session_models else None,
             )
             undo.callback(drafters.close)
             for method in drafting.methods:

@@ -256,7 +256,7 @@ class AutoController(Drafter):
         if self.costs.conditions == previous:
             return
         for worst_case in self._worst_cases.values():
-            worst_case.change_conditions(previous, step_seconds)
+            worst_case.change_conditions(step_seconds)
         self._backoff = self._backoffs.setdefault(self.costs.conditions, Backoff())
         self._is_drafting = self._is_drafting and not self._backoff.is_paused
         self._run_ahead(self._backoff.is_paused)
@@ -283,13 +283,11 @@ class AutoController(Drafter):
         step_seconds = self.target_step_seconds
         draft_seconds = this_round.draft_done - this_round.started
         width, pass_seconds, other_tokens = this_round.width, this_round.pass_seconds, this_round.other_tokens
-        expected_seconds = self.costs.pass_seconds(width)
         own_pass_seconds = self.costs.comparable_seconds(pass_seconds, width, other_tokens)
         own_seconds = seconds - pass_seconds + own_pass_seconds
         # Ignore the duration of the pass if another reply began or ended meanwhile, or the number of threads
         # changed.
-        is_undisturbed = self._current_conditions() == self._now
-        if is_undisturbed:
+        if self._current_conditions() == self._now:
             self.costs.record_pass(width, pass_seconds, other_tokens)
         if not this_round.was_asked:
             self._record_target_step(this_round, tokens, seconds, step_seconds, draft_seconds)
@@ -304,9 +302,6 @@ class AutoController(Drafter):
             self.loss_limit.record_draft_round(tokens, own_seconds, step_seconds)
             self._tokens_since_target_step += tokens
             self._backoff.record_draft(tokens - (own_seconds - prefill_seconds) / step_seconds)
-            if is_undisturbed:
-                for worst_case in self._worst_cases.values():
-                    worst_case.record_pass(own_pass_seconds, expected_seconds)
         for name, worst_case in self._worst_cases.items():
             if self._drafter.model_name in (name, None):
                 worst_case.record_draft(self._drafter.drafted_levels, draft_seconds - prefill_seconds)

@@ -26,6 +26,14 @@ _MAX_REPLIES = 8
 _MIN_TARGET_STEPS = 3
 # New estimates of pass costs adapt faster until about this many multi-token passes have been measured.
 _SETTLED_PASSES = 20
+# Assumed worst-case duration of a verify pass, relative to its expected duration, after the number of
+# concurrent replies or of CPU threads changes.
+_ASSUMED_PASS_RATIO, _ASSUMED_RATIO_OF_THREADS = 2.0, 1.25
+# Factors that lower the worst-case ratio after each single-token pass and after each verify pass, to forget
+# outliers.
+_TARGET_STEP_DECAY, _VERIFY_DECAY = 0.995, 0.97
+# Factor for this number of first verify passes, so that measurements soon replace the assumed ratio.
+_FIRST_DECAY, _FIRST_PASSES = 0.8, 4
 # Saved costs are treated as damaged if they differ from measured costs by a factor of more than 1,000.
 _MAX_LOG_RATIO = math.log(1000.0)
 
@@ -51,6 +59,7 @@ class _Bucket:
         common_log_ratio: Value to use for numbers of tokens that are not in `log_ratios`.
         target_steps: Number of single-token passes measured.
         wide_passes: Number of multi-token passes measured.
+        worst_ratio: Highest recent ratio of the measured to the expected duration of a verify pass.
     """
 
     target_step_seconds: float
@@ -58,6 +67,15 @@ class _Bucket:
     common_log_ratio: float = 0.0
     target_steps: int = _MIN_TARGET_STEPS
     wide_passes: int = _SETTLED_PASSES
+    worst_ratio: float = 1.0
+
+    def record_ratio(self, ratio: float, width: int) -> None:
+        """Record a pass's measured duration divided by its expected duration."""
+        if width == 1:
+            self.worst_ratio = max(self.worst_ratio * _TARGET_STEP_DECAY, 1.0)
+            return
+        decay = _FIRST_DECAY if self.wide_passes <= _FIRST_PASSES else _VERIFY_DECAY
+        self.worst_ratio = max(self.worst_ratio * decay, ratio, 1.0)
 
     def copy(self) -> _Bucket:
         return replace(self, log_ratios=dict(self.log_ratios))
@@ -101,6 +119,14 @@ class LiveCosts:
         self._deviation = 0.0
         self._steps, self._spread = 0, 0.0
         self._at_last_target_step = self._bucket.copy()
+        self._is_restored = False
+
+    def for_another_slot(self) -> LiveCosts:
+        """Return costs for another reply that shares the target's passes. Both use what either measures."""
+        other = LiveCosts(self.curve, self._measured.threads, shares_passes=self._shares_passes)
+        other._buckets, other._is_restored = self._buckets, True
+        other._bucket = self._buckets[other._key]
+        return other
 
     @property
     def target_step_seconds(self) -> float:
@@ -125,14 +151,21 @@ class LiveCosts:
             return
         if key not in self._buckets:
             replies, threads = conditions
+            # Another thread may add buckets meanwhile.
             nearest = min(
-                self._buckets,
+                tuple(self._buckets),
                 key=lambda at: (
                     abs(at[1].replies - replies), abs(at[1].threads - threads), abs(at[0] - context_bucket)
                 ),
             )  # fmt: skip
             bucket = self._buckets[nearest].copy()
             if nearest[1] != conditions:
+                same_replies = nearest[1].replies == replies
+                bucket.worst_ratio = (
+                    max(bucket.worst_ratio, _ASSUMED_RATIO_OF_THREADS)
+                    if same_replies
+                    else _ASSUMED_PASS_RATIO
+                )
                 bucket.target_steps = bucket.wide_passes = 0
                 if self._shares_passes:
                     bucket.target_step_seconds *= self.curve.v(replies) / self.curve.v(nearest[1].replies)
@@ -151,6 +184,10 @@ class LiveCosts:
     @property
     def _sharing_replies(self) -> int:
         return self._key[1].replies if self._shares_passes else 1
+
+    def worst_v(self, width: int) -> float:
+        """Return the longest duration of a pass to expect, relative to a single-token pass."""
+        return self._bucket.worst_ratio * self.v(width)
 
     def pass_seconds(self, width: int) -> float:
         return self.v(width) * self.target_step_seconds
@@ -188,7 +225,9 @@ class LiveCosts:
     def record_pass(self, width: int, seconds: float, other_tokens: int = 0) -> None:
         """Record the duration of a pass. See `comparable_seconds` for the arguments."""
         mean_width = self._mean_width(width, other_tokens)
+        ratio = seconds / self.pass_seconds(mean_width)
         self._record(mean_width, seconds)
+        self._bucket.record_ratio(ratio, width)
         if width == 1 < mean_width:
             # Other replies drafted in this pass. Count it as a target step all the same, because there may
             # never be a pass without drafts.
@@ -230,13 +269,23 @@ class LiveCosts:
         Costs measured with several concurrent replies or another number of CPU threads are left out.
         """
         step = self.curve.target_step_seconds
-        single = {context: bucket for (context, at), bucket in self._buckets.items() if at == self._measured}
+        # Copy the buckets, because another thread may change them meanwhile.
+        single = {
+            context: bucket.copy()
+            for (context, at), bucket in tuple(self._buckets.items())
+            if at == self._measured
+        }
         steps = [(at, each.target_step_seconds / step, each.common_log_ratio) for at, each in single.items()]
         wide = [(at, width, ratio) for at, each in single.items() for width, ratio in each.log_ratios.items()]
         return {"found": np.array(steps), "extra": np.array(wide).reshape(-1, 3)}
 
     def restore_statistics(self, saved: Mapping[str, NDArray[Any]]) -> None:
-        """Restore the arrays returned by `saved_statistics`. Damaged arrays raise KeyError or ValueError."""
+        """Restore the arrays returned by `saved_statistics`. Damaged arrays raise KeyError or ValueError.
+
+        Costs that another slot has restored already are not changed.
+        """
+        if self._is_restored:
+            return
         buckets = {}
         for context, steps, common in saved["found"].reshape(-1, 3).tolist():
             is_known = 0 <= context <= len(_CONTEXT_BUCKETS)
@@ -248,7 +297,9 @@ class LiveCosts:
             if not (abs(log_ratio) < _MAX_LOG_RATIO and 1 < width < math.inf):
                 raise ValueError(f"invalid saved cost of a {width}-token forward pass: {log_ratio}")
             buckets[int(context)].log_ratios[int(width)] = log_ratio
-        self._buckets = {(context, self._measured): bucket for context, bucket in buckets.items()}
+        self._buckets.clear()
+        self._buckets |= {(context, self._measured): bucket for context, bucket in buckets.items()}
         self._key = (0, self._measured)
         self._bucket = self._buckets.setdefault(self._key, _Bucket(self.curve.target_step_seconds))
         self._at_last_target_step = self._bucket.copy()
+        self._is_restored = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edgespec.auto.live_costs import Conditions, LiveCosts
+from edgespec.auto.live_costs import LiveCosts
 from edgespec.drafters.running_stats import RunningMean
 
 __all__ = ["WorstCaseCosts"]
@@ -12,12 +12,9 @@ __all__ = ["WorstCaseCosts"]
 _ASSUMED_LEVEL_COST = 0.3
 # Worst-case time to draft one token, relative to a pass of the draft model. It includes sampling the token.
 _MAX_LEVEL_PASSES = 1.5
-# Worst-case duration of a verify pass, relative to its expected duration, until it is measured under new
-# conditions: after the number of concurrent replies changes, and after the number of CPU threads changes.
-_ASSUMED_PASS_RATIO, _ASSUMED_RATIO_OF_THREADS = 2.0, 1.25
-# After each draft, the worst-case cost estimates are multiplied by this factor, to forget outliers.
-_DRAFT_ROUND_DECAY = 0.97
-_TARGET_STEP_DECAY = 0.995
+# Factors that lower the worst-case time to draft a token after each draft and after each single-token pass,
+# to forget outliers.
+_DRAFT_ROUND_DECAY, _TARGET_STEP_DECAY = 0.97, 0.995
 # Each of the first two drafts of a reply may lose at most half of the time that `--max-loss` allows.
 _FIRST_ROUNDS, _FIRST_ROUNDS_SHARE = 2, 0.5
 # Do not shorten a draft if shortening raises its cost per token by more than this factor.
@@ -42,25 +39,17 @@ class WorstCaseCosts:
         self.level_seconds = self._assumed_level_cost * costs.target_step_seconds
         self._costs = costs
         self._mean_level_seconds = RunningMean()
-        # Highest recent ratio of the actual to the expected duration of a verify pass.
-        self._pass_ratio = 1.0
-        self._pass_ratio_under: dict[Conditions, float] = {}
 
-    def change_conditions(self, previous: Conditions, previous_step_seconds: float) -> None:
+    def change_conditions(self, previous_step_seconds: float) -> None:
         """Adapt to a new number of concurrent replies or CPU threads.
 
         Call `LiveCosts.set_conditions` first.
         """
-        now = self._costs.conditions
-        self._pass_ratio_under[previous] = self._pass_ratio
-        same_replies = now.replies == previous.replies
-        assumed = max(self._pass_ratio, _ASSUMED_RATIO_OF_THREADS) if same_replies else _ASSUMED_PASS_RATIO
-        self._pass_ratio = self._pass_ratio_under.get(now, assumed)
         self.level_seconds *= self._costs.target_step_seconds / previous_step_seconds
 
     def extra_pass_seconds(self, width: int) -> float:
         """Return how much longer a `width`-token pass takes than a single-token pass, at worst."""
-        return max(self._pass_ratio * self._costs.v(width) - 1.0, 0.0) * self._costs.target_step_seconds
+        return max(self._costs.worst_v(width) - 1.0, 0.0) * self._costs.target_step_seconds
 
     def loss_seconds(self, levels: int, level_seconds: float) -> float:
         """Return the time lost in the worst case if `levels` tokens are drafted and all of them are rejected.
@@ -94,13 +83,8 @@ class WorstCaseCosts:
         return longest
 
     def record_target_step(self) -> None:
-        """Lower the worst-case estimates slightly, to forget outliers."""
+        """Lower the worst-case time to draft a token slightly, to forget outliers."""
         self._set_level_seconds(self.level_seconds * _TARGET_STEP_DECAY)
-        self._pass_ratio = max(self._pass_ratio * _TARGET_STEP_DECAY, 1.0)
-
-    def record_pass(self, seconds: float, expected_seconds: float) -> None:
-        """Record the duration of a verify pass with a draft."""
-        self._pass_ratio = max(self._pass_ratio * _DRAFT_ROUND_DECAY, seconds / expected_seconds, 1.0)
 
     def record_draft(self, levels: int, seconds: float) -> None:
         """Record how long drafting took. `levels` is 0 if nothing was drafted."""

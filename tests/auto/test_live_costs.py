@@ -100,6 +100,39 @@ def test_costs_are_restored() -> None:
     assert [again.v(rows) for rows in range(1, 12)] == pytest.approx([costs.v(rows) for rows in range(1, 12)])
 
 
+def test_slots_share_what_they_measure() -> None:
+    first = LiveCosts(CURVE, shares_passes=True)
+    second = first.for_another_slot()
+    for costs in (first, second):
+        costs.set_conditions(Conditions(replies=2))
+    assumed = second.worst_v(2)
+    for _ in range(8):
+        first.record_pass(1, 0.3, 1)
+        first.record_pass(2, 0.6, 2)
+    assert second.target_step_seconds == pytest.approx(first.target_step_seconds)
+    assert second.v(2) == pytest.approx(first.v(2))
+    assert second.worst_v(2) < assumed
+    saved = {**first.saved_statistics(), "found": np.array([[0.0, 3.0, 0.0]])}
+    second.restore_statistics(saved)
+    assert second.target_step_seconds == pytest.approx(first.target_step_seconds)
+
+
+def test_measurements_soon_replace_the_assumed_worst_case() -> None:
+    costs = LiveCosts(CURVE, shares_passes=True)
+    costs.set_conditions(Conditions(replies=2))
+    worst = []
+    for _ in range(6):
+        worst.append(costs.worst_v(2) / costs.v(2))
+        costs.record_pass(2, costs.pass_seconds(2), 2)
+    assert worst[0] == pytest.approx(2.0)
+    assert worst[-1] == pytest.approx(1.0)
+    # A pass that took much longer is remembered for more than a few passes.
+    costs.record_pass(2, 2.0 * costs.pass_seconds(2), 2)
+    for _ in range(6):
+        costs.record_pass(2, costs.pass_seconds(2), 2)
+    assert costs.worst_v(2) / costs.v(2) > 1.5
+
+
 def test_replies_that_share_passes_count_the_tokens_of_all() -> None:
     costs = LiveCosts(CURVE, shares_passes=True)
     assert costs.v(2) == pytest.approx(1.5)

@@ -18,9 +18,8 @@ def _costs() -> tuple[LiveCosts, WorstCaseCosts]:
 
 
 def _change(costs: LiveCosts, worst: WorstCaseCosts, now: Conditions) -> None:
-    previous = costs.conditions
     costs.set_conditions(now)
-    worst.change_conditions(previous, costs.target_step_seconds)
+    worst.change_conditions(costs.target_step_seconds)
 
 
 def test_a_measured_draft_model_allows_longer_first_drafts() -> None:
@@ -43,7 +42,7 @@ def test_another_number_of_threads_does_not_stop_drafting(now: Conditions, is_af
 def test_the_worst_case_is_remembered_for_each_number_of_threads() -> None:
     costs, worst = _costs()
     _change(costs, worst, Conditions(1, 7))
-    worst.record_pass(3.0, 1.0)
+    costs.record_pass(2, 4.5)
     slow = worst.extra_pass_seconds(2)
     _change(costs, worst, BEFORE)
     assert worst.extra_pass_seconds(2) < slow
@@ -53,7 +52,7 @@ def test_the_worst_case_is_remembered_for_each_number_of_threads() -> None:
 
 def test_a_bad_worst_case_is_kept_when_the_threads_change() -> None:
     costs, worst = _costs()
-    worst.record_pass(3.0, 1.0)
+    costs.record_pass(2, 4.5)
     slow = worst.extra_pass_seconds(2)
     _change(costs, worst, Conditions(1, 7))
     assert worst.extra_pass_seconds(2) == pytest.approx(slow)
