@@ -115,6 +115,7 @@ async def test_a_call_is_shown_approved_made_and_answered(
         assert results(d)[0] not in shown(d)
         await d.press("shift+up", "up")
         await d.sees("Enter unfold")
+        await d.sees("▌ ▶ Tool good_colour")
         await d.press("enter")
         await d.sees(results(d)[0])
         (path,) = d.saved()
