@@ -214,6 +214,7 @@ async def test_esc_stops_a_call_that_hangs(demo: Load, tmp_path: Path, forced: l
         await d.press("escape")
         await finished(d)
         assert results(d) == ["Error: The user stopped this call."]
+        await d.sees("· stopped")
         # The conversation continues.
         await d.say("/continue")
         assert roles(d) == ["user", "assistant", "tool", "assistant"]
