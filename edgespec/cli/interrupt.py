@@ -79,14 +79,19 @@ class _WorkerThread:
 _WORKER = _WorkerThread()
 
 
-def interruptible(work: Callable[[Stop], _Result]) -> _Result:
+def interruptible(
+    work: Callable[[Stop], _Result], *, first_message: str = "", second_message: str = "interrupted"
+) -> _Result:
     """Run `work` in a thread and turn Ctrl-C and SIGTERM into stop requests.
 
     Call it from the main thread, and not from `work`. A second signal ends the process immediately with exit
     status 130.
 
     Args:
-        work: Called with a `Stop`. Must return soon after a stop is requested.
+        work: Called with a `Stop`. Must return soon after a stop is requested, unless `first_message` says
+            that this takes longer.
+        first_message: Printed to stderr after the first signal. Nothing is printed if it is empty.
+        second_message: Printed to stderr after the second signal.
 
     Returns:
         The result of `work`. Exceptions in `work` are raised in the caller's thread.
@@ -107,10 +112,12 @@ def interruptible(work: Callable[[Stop], _Result]) -> _Result:
     def on_signal(_number: int, _frame: FrameType | None) -> None:
         if stop.requested:
             # Do not wait for the running command, because a native call may hang.
-            click.echo("interrupted", err=True)
+            _say(second_message)
             sys.stdout.flush()
             os._exit(INTERRUPTED)
         stop.request()
+        if first_message:
+            _say(first_message)
 
     # Keep ignoring signals that the parent process, such as nohup, ignores.
     handled = [s for s in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(s) is not signal.SIG_IGN]
@@ -125,3 +132,8 @@ def interruptible(work: Callable[[Stop], _Result]) -> _Result:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _say(message: str) -> None:
+    """Print to stderr. On a terminal, replace the progress line and the `^C` that the terminal shows."""
+    click.echo(f"\r\x1b[K{message}" if sys.stderr.isatty() else message, err=True)

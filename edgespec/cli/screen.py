@@ -151,7 +151,9 @@ class ProgressLine:
         self._is_terminal = is_terminal(sys.stderr)
 
     def __call__(self, description: str, fraction: float) -> bool:
-        """Show progress. Return False if a stop was requested."""
+        """Show progress. Return False if a stop was requested, without showing anything."""
+        if self._stop.requested:
+            return False
         now = time.monotonic()
         if self._began is None:
             self._began = now
@@ -167,7 +169,7 @@ class ProgressLine:
             self._reported = True
             sys.stderr.write(f"{description}\n")
             sys.stderr.flush()
-        return not self._stop.requested
+        return True
 
     def __enter__(self) -> Self:
         return self

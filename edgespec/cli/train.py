@@ -14,6 +14,7 @@ from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.measuring import duration_text, prompts_option
 from edgespec.cli.options import KindType, OutputPath, json_option, model_reference
 from edgespec.cli.screen import ProgressLine, note, print_json, print_table, printable
+from edgespec.errors import CancelledError
 from edgespec.option_kinds import Integer
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ __all__ = ["command"]
 
 _GGUF_NAME = "head.gguf"
 _MIN_TOKENS = 1_000
+_SAME_FOLDER = "The heads need no conversion to GGUF."
+_CONTINUE = "run the same command again to continue"
 
 
 @click.group(
@@ -48,11 +51,13 @@ class _Kind(NamedTuple):
         name: Name of the command, such as `eagle3`.
         title: Name with its article, such as `an EAGLE-3 head`.
         method: Name of the drafting method.
+        with_gguf: How the head is used with a GGUF model, as a sentence.
     """
 
     name: str
     title: str
     method: str
+    with_gguf: str
 
 
 class _Request(NamedTuple):
@@ -121,8 +126,7 @@ def _add_head_command(kind: _Kind) -> None:
         replies. Training takes hours for a model with several billion parameters. Press Ctrl-C to stop, and
         run the same command again to continue.
 
-        If REF is a GGUF model, training needs its MLX or Hugging Face form (--weights). EAGLE-3 heads are
-        then also converted to GGUF.
+        If REF is a GGUF model, training needs its MLX or Hugging Face form (--weights). {kind.with_gguf}
         """,
         examples=(
             f"edgespec train {kind.name} demo-mlx --to my-head",
@@ -145,9 +149,9 @@ def _add_head_command(kind: _Kind) -> None:
 
 
 for _kind in (
-    _Kind("eagle3", "an EAGLE-3 head", "eagle"),
-    _Kind("medusa", "Medusa heads", "medusa"),
-    _Kind("hydra", "Hydra heads", "hydra"),
+    _Kind("eagle3", "an EAGLE-3 head", "eagle", "The head is then also converted to GGUF."),
+    _Kind("medusa", "Medusa heads", "medusa", _SAME_FOLDER),
+    _Kind("hydra", "Hydra heads", "hydra", _SAME_FOLDER),
 ):
     _add_head_command(_kind)
 
@@ -208,7 +212,11 @@ def _run(
 
     prompts: list[TrainingPrompt] = file_prompts(request.prompts) if request.prompts else []
     prompts += chat_prompts() if request.chats else []
-    return interruptible(lambda stop: _train(stop, request, kind, draft, lora, prompts))
+    return interruptible(
+        lambda stop: _train(stop, request, kind, draft, lora, prompts),
+        first_message="stopping after this step; press Ctrl-C again to stop now",
+        second_message=f"interrupted: what was done since the progress was last saved is lost; {_CONTINUE}",
+    )
 
 
 def _train(
@@ -220,13 +228,31 @@ def _train(
     prompts: Sequence[TrainingPrompt],
 ) -> tuple[TrainingResult, Path | None]:
     """Train in the worker thread. See `_run`."""
+    try:
+        return _train_and_convert(stop, request, kind, draft, lora, prompts)
+    except CancelledError as error:
+        raise CancelledError(error.what, _CONTINUE) from error
+
+
+def _train_and_convert(
+    stop: Stop,
+    request: _Request,
+    kind: str,
+    draft: str | None,
+    lora: bool,
+    prompts: Sequence[TrainingPrompt],
+) -> tuple[TrainingResult, Path | None]:
     from edgespec.catalog import resolve
     from edgespec.prepare.head import needs_conversion, prepare_head
     from edgespec.train import DraftToTrain, TrainingSettings, find_draft, load_target, train_drafter
 
-    def announce(seconds: float) -> None:
+    def announce(seconds: float, continued: str) -> None:
         progress.clear()
-        click.echo(f"about {duration_text(seconds)} left", err=True)
+        if continued:
+            path = printable(str(folder / "training"))
+            click.echo(f"continuing the training in {path}: {continued}", err=True)
+        if seconds:
+            click.echo(f"about {duration_text(seconds)} left", err=True)
 
     reference, folder = request.reference, request.folder
     with ProgressLine(stop) as progress:

@@ -9,7 +9,7 @@ from edgespec.backends.gguf_files import gguf_files
 from edgespec.backends.registry import format_at
 from edgespec.errors import OptionError
 from edgespec.prepare.gguf_parts import GgufModel
-from edgespec.prepare.output_file import write_conversion
+from edgespec.prepare.output_file import require_folder, write_conversion
 
 __all__ = ["prepare_draft"]
 
@@ -26,6 +26,7 @@ def prepare_draft(folder: Path, target: Path, output: Path) -> int:
         The size of the new file in bytes.
 
     Raises:
+        ModelNotFoundError: The folder does not exist.
         OptionError: The target is not a GGUF model, or the vocabularies differ.
         ModelFileError: The draft model is damaged, or its architecture cannot be converted.
         EdgespecError: The file cannot be written.
@@ -37,6 +38,7 @@ def prepare_draft(folder: Path, target: Path, output: Path) -> int:
         raise OptionError(
             f"{target} is not a GGUF model", "pass the GGUF model that the draft model was trained for"
         )
+    require_folder(folder)
     own, other = format_at(folder).read_tokens(folder), form.read_tokens(target)
     if own is None or other is None or not own.same_ids(other):
         raise OptionError(

@@ -10,7 +10,7 @@ from edgespec.backends.head_files import head_at
 from edgespec.backends.registry import format_at
 from edgespec.errors import ModelFileError, OptionError
 from edgespec.files import cache_folder, error_reason
-from edgespec.prepare.output_file import delete_leftovers, write_conversion
+from edgespec.prepare.output_file import delete_leftovers, require_folder, write_conversion
 
 __all__ = ["convert_once", "converted_path", "needs_conversion", "prepare_head"]
 
@@ -60,6 +60,7 @@ def prepare_head(folder: Path, target: Path, output: Path, *, setting: str = "--
         The size of the new file in bytes.
 
     Raises:
+        ModelNotFoundError: The folder does not exist.
         ModelFileError: The folder contains no EAGLE-3, DFlash or DSpark head that can be converted.
         OptionError: The target is not a GGUF model.
         EdgespecError: The file cannot be written.
@@ -73,6 +74,7 @@ def prepare_head(folder: Path, target: Path, output: Path, *, setting: str = "--
         raise OptionError(
             f"{target} is not a GGUF model", "pass the GGUF model that the head was trained for"
         )
+    require_folder(folder)
     convert = convert_dflash_head if is_dflash(read_config(folder)) else convert_eagle_head
     write = partial(convert, folder, _layer_count(target))
     return write_conversion(output, f"the head {folder}", write, setting=setting)

@@ -1,4 +1,4 @@
-"""Write converted files. A file gets its final name only when it is complete."""
+"""Convert folders of heads and draft models to files. A file gets its final name only when it is complete."""
 
 from __future__ import annotations
 
@@ -9,15 +9,21 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from edgespec.errors import EdgespecError
+from edgespec.errors import EdgespecError, ModelNotFoundError
 from edgespec.files import error_reason, write_advice
 
-__all__ = ["delete_leftovers", "write_conversion"]
+__all__ = ["delete_leftovers", "require_folder", "write_conversion"]
 
 # Prefix of the names of temporary folders for conversions.
 _UNFINISHED = ".edgespec-"
 # Age in seconds from which a temporary folder counts as abandoned. No conversion takes this long.
 _STALE_SECONDS = 24 * 3600.0
+
+
+def require_folder(folder: Path) -> None:
+    """Raise ModelNotFoundError if the folder to convert does not exist."""
+    if not folder.exists():
+        raise ModelNotFoundError(f"there is no folder {folder}", "check the path")
 
 
 def write_conversion(

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.backends.base import Progress
-from edgespec.backends.drafter_training import DrafterTrainer, Guesser, Student
+from edgespec.backends.drafter_training import DrafterTrainer, Student
 from edgespec.errors import CancelledError, EdgespecError
+from edgespec.files import error_reason, write_advice
 from edgespec.train.conversations import (
     Conversation,
     batch_of,
@@ -24,6 +25,7 @@ from edgespec.train.conversations import (
 )
 from edgespec.train.evaluation import DrafterFigures, measure_drafter
 from edgespec.train.loading import TrainingTarget
+from edgespec.train.lock import lock_training
 from edgespec.train.plots import plot_training
 from edgespec.train.sources import TrainingPrompt
 from edgespec.train.state import CurvePoint, TrainingFolder, TrainingProgress, TrainingSettings
@@ -88,7 +90,7 @@ def train_drafter(
     prompts: Sequence[TrainingPrompt],
     folder: Path,
     progress: Progress,
-    announce: Callable[[float], None],
+    announce: Callable[[float, str], None],
 ) -> TrainingResult:
     """Train a drafter, or continue an interrupted training.
 
@@ -99,73 +101,119 @@ def train_drafter(
         prompts: Prompts to answer before the target writes its own questions.
         folder: Folder for the drafter. A drafter that is already there is replaced only by a better one.
         progress: Called with a description and the completed fraction. Returning False stops the training.
-        announce: Called once with the estimated remaining time in seconds, before writing and training.
+        announce: Called once before writing and training, with the estimated remaining time in seconds (0 if
+            only the evaluation is left), and with what an interrupted training has finished (empty for a new
+            training).
 
     Raises:
         CancelledError: `progress` returned False. Calling with the same arguments continues the training.
+        BusyError: Another process trains in the same folder.
         OptionError: The folder contains an unfinished training with other settings, or other files.
         ModelFileError: The folder contains another kind of drafter, or one for another target.
-        EdgespecError: The training failed.
-        OSError: The folder cannot be written.
+        EdgespecError: The training failed, or the folder cannot be written.
     """
-    teacher = target.teacher
-    earlier = student.published(folder) or student.untrained()
-    saved = TrainingFolder(folder / "training", settings)
-    writer = ConversationWriter(teacher, target.template, prompts)
+    path = folder / "training"
     try:
-        conversations = [
-            each
-            for file in saved.conversation_files()
-            for each in read_conversations(file, teacher.vocabulary.size)
-        ]
-        state = saved.progress()
+        with lock_training(path):
+            return _train_in(path, target, student, settings, prompts, folder, progress, announce)
+    except CancelledError as error:
+        raise CancelledError(
+            f"the training in {path} is not finished, but its progress is saved",
+            "run the same command again to continue",
+        ) from error
+    except OSError as error:
+        raise EdgespecError(
+            f"the training in {path} failed: {error_reason(error)}",
+            f"{write_advice(error, path)}, then run the same command again to continue",
+        ) from error
+
+
+def _train_in(
+    path: Path,
+    target: TrainingTarget,
+    student: Student,
+    settings: TrainingSettings,
+    prompts: Sequence[TrainingPrompt],
+    folder: Path,
+    progress: Progress,
+    announce: Callable[[float, str], None],
+) -> TrainingResult:
+    """Train in the locked folder `path`. See `train_drafter`."""
+    teacher, finished, kept = target.teacher, path / "finished", path / "kept"
+    # `kept` holds the new drafter while its files are moved to `folder`. If an earlier run was killed at this
+    # point, `folder` may contain only some of the files.
+    earlier = None if kept.exists() else student.published(folder) or student.untrained()
+    saved = TrainingFolder(path, settings)
+    conversations = [
+        each
+        for file in saved.conversation_files()
+        for each in read_conversations(file, teacher.vocabulary.size)
+    ]
+    state = saved.progress()
+    if not kept.exists():
+        writer = ConversationWriter(teacher, target.template, prompts)
         written = sum(len(each.tokens) for each in conversations)
         speed = saved.speed(lambda: measure_speed(teacher, student, writer.question_start, progress))
-        announce(speed.remaining_seconds(settings.tokens, written, state.trained_tokens))
+        left = speed.remaining_seconds(settings.tokens, written, state.trained_tokens)
+        trained = finished.exists()
+        announce(0.0 if trained else left, _continued(settings, conversations, state, trained=trained))
         _write_conversations(writer, saved, conversations, settings.tokens, progress)
-        held_out = conversations[::_HELD_OUT_EVERY][:_MAX_HELD_OUT]
-        held = set(map(id, held_out))
-        others = [each for each in conversations if id(each) not in held]
+        held_out, others = _divided(conversations)
         if not others:
             raise EdgespecError("there are too few conversations to train with", "use a larger --tokens")
-        finished = saved.path / "finished"
-        if not finished.exists():
+        steps = training_steps(others)
+        saved.check_progress(state, steps)
+        if not trained:
             counts = token_counts(others, teacher.vocabulary.size)
             trainer = student.trainer(batch_of(others[:_EXAMPLES]), counts)
-            _train(trainer, saved, state, others, held_out[:_CURVE_CONVERSATIONS], progress)
+            _train(trainer, saved, state, steps, held_out[:_CURVE_CONVERSATIONS], progress)
             _publish(trainer, finished)
             del trainer
         # Measure the saved drafter, because its weights have a lower precision than during training.
-        published = student.published(finished)
-        assert published is not None
-
-        def measured(name: str, drafter: Guesser) -> DrafterFigures:
-            return saved.figures(name, lambda: measure_drafter(drafter, held_out, BATCH_TOKENS, progress))
-
-        figures = measured("new", published)
-        before = measured("earlier", earlier) if earlier else None
-    except CancelledError as error:
-        raise CancelledError(
-            "the training is not finished, but everything done so far is saved",
-            "run the same command again to continue",
-        ) from error
+        drafters = {"new": student.published(finished), "earlier": earlier}
+        for name, drafter in drafters.items():
+            if drafter and not saved.is_measured(name):
+                saved.save_figures(name, measure_drafter(drafter, held_out, BATCH_TOKENS, progress))
+    figures = saved.figures("new")
+    before = saved.figures("earlier") if saved.is_measured("earlier") else None
     better = before is None or figures.tokens_per_pass > before.tokens_per_pass
-    plot = folder / "training.png"
-    plotted = False
+    plot, plotted = folder / "training.png", False
     if better:
-        # A crash may have left a folder with this name behind. Delete it, because it is never read again.
-        kept = saved.path / "kept"
-        shutil.rmtree(kept, ignore_errors=True)
-        for file in sorted(finished.rename(kept).iterdir()):
+        if not kept.exists():
+            finished.rename(kept)
+        for file in sorted(kept.iterdir()):
             file.replace(folder / file.name)
         plotted = plot_training(state.curve, f"{student.title} for {target.name}", plot)
+        kept.rmdir()
     tokens = sum(len(each.tokens) for each in conversations)
-    shutil.rmtree(saved.path)
-    if not any(folder.iterdir()):
-        folder.rmdir()
+    saved.delete_contents()
     return TrainingResult(
         folder, better, figures, before, state.curve, len(conversations), tokens, plot if plotted else None
     )
+
+
+def _continued(
+    settings: TrainingSettings, conversations: list[Conversation], state: TrainingProgress, *, trained: bool
+) -> str:
+    """Describe what an interrupted training has finished. Empty for a new training."""
+    if trained:
+        return "all training steps are finished, and only the evaluation is left"
+    if state.steps:
+        total = len(training_steps(_divided(conversations)[1]))
+        return f"{state.steps:,} of {total:,} training steps are finished"
+    if conversations:
+        tokens = sum(len(each.tokens) for each in conversations)
+        return (
+            f"{len(conversations):,} conversations with {tokens:,} of {settings.tokens:,} tokens are written"
+        )
+    return ""
+
+
+def _divided(conversations: list[Conversation]) -> tuple[list[Conversation], list[Conversation]]:
+    """Return the held-out conversations, and those to train with."""
+    held_out = conversations[::_HELD_OUT_EVERY][:_MAX_HELD_OUT]
+    held = set(map(id, held_out))
+    return held_out, [each for each in conversations if id(each) not in held]
 
 
 def _write_conversations(
@@ -194,12 +242,11 @@ def _train(
     trainer: DrafterTrainer,
     saved: TrainingFolder,
     state: TrainingProgress,
-    conversations: Sequence[Conversation],
+    steps: Sequence[Sequence[Conversation]],
     held_out: Sequence[Conversation],
     progress: Progress,
 ) -> None:
     """Run the remaining training steps, evaluating the drafter and saving its state at regular intervals."""
-    steps = training_steps(conversations)
     every = max(1, len(steps) // _CURVE_POINTS)
     if state.steps:
         trainer.load_state(saved.state_file(state.steps))

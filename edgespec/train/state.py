@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 import operator
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass, field
+from itertools import count, pairwise, takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
 from edgespec.backends.drafter_training import DrafterTrainer
 from edgespec.errors import ModelFileError, OptionError
-from edgespec.files import read_regular_file, replace_when_written
-from edgespec.train.evaluation import DrafterFigures
+from edgespec.files import read_regular_file, replace_when_written, sync_to_disk
+from edgespec.train.conversations import Conversation
+from edgespec.train.evaluation import DEPTH, DrafterFigures
+from edgespec.train.lock import LOCK_FILE
 from edgespec.train.timing import TrainingSpeed
 
 __all__ = ["CurvePoint", "TrainingFolder", "TrainingProgress", "TrainingSettings"]
@@ -21,6 +26,7 @@ T = TypeVar("T")
 
 # A saved speed is damaged if writing or training a token takes longer than this.
 _MAX_TOKEN_SECONDS = 3600.0
+_SETTINGS, _PROGRESS = "settings.json", "progress.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +94,7 @@ class TrainingFolder:
     """The folder that holds the state of an unfinished training.
 
     Args:
-        path: The folder, which is created if it does not exist.
+        path: The folder, which must exist and be locked with `lock_training`.
         settings: The settings of the training.
 
     Raises:
@@ -99,11 +105,11 @@ class TrainingFolder:
 
     def __init__(self, path: Path, settings: TrainingSettings) -> None:
         self.path = path
-        path.mkdir(parents=True, exist_ok=True)
-        file = path / "settings.json"
+        file = path / _SETTINGS
         if not file.exists():
-            # The folder is deleted after training, so it must not contain unrelated files.
-            if any(path.iterdir()):
+            # The folder is deleted after training, so it must not contain unrelated files. If an earlier run
+            # was killed early, the folder contains its temporary file.
+            if {each.name for each in path.iterdir()} - {LOCK_FILE, f"{_SETTINGS}.tmp"}:
                 raise OptionError(
                     f"{path} contains files that edgespec did not create", "choose another folder with --to"
                 )
@@ -122,7 +128,7 @@ class TrainingFolder:
         if other:
             raise OptionError(
                 f"{path} contains an unfinished training with a different {other[0]}",
-                "repeat the command that started it, or delete this folder to begin again",
+                f"repeat the command that started it, or delete the folder {path} to begin again",
             )
 
     def speed(self, measure: Callable[[], TrainingSpeed]) -> TrainingSpeed:
@@ -136,24 +142,33 @@ class TrainingFolder:
             _write_json(file, asdict(measure()))
         return _parsed(file, _speed)
 
-    def figures(self, drafter: str, measure: Callable[[], DrafterFigures]) -> DrafterFigures:
-        """Return the saved figures of a drafter (`new` or `earlier`), or measure and save them.
+    def is_measured(self, drafter: str) -> bool:
+        """Return whether the figures of a drafter (`new` or `earlier`) are saved."""
+        return self._figures_file(drafter).exists()
+
+    def save_figures(self, drafter: str, figures: DrafterFigures) -> None:
+        """Save the figures of a drafter (`new` or `earlier`). Raises OSError."""
+        _write_json(self._figures_file(drafter), asdict(figures))
+
+    def figures(self, drafter: str) -> DrafterFigures:
+        """Return the saved figures of a drafter (`new` or `earlier`).
 
         Raises:
             ModelFileError: The file is damaged.
+            OSError: The file cannot be read.
         """
-        file = self.path / f"{drafter}.json"
-        if not file.exists():
-            _write_json(file, asdict(measure()))
-        return _parsed(file, _figures)
+        return _parsed(self._figures_file(drafter), _figures)
+
+    def _figures_file(self, drafter: str) -> Path:
+        return self.path / f"{drafter}.json"
 
     def conversation_file(self, batch: int) -> Path:
         """Return the path of a batch of conversations, whether or not the file exists."""
         return self.path / f"conversations-{batch:06d}.npz"
 
     def conversation_files(self) -> list[Path]:
-        """Return the existing files of conversations, in the order of their batches."""
-        return sorted(self.path.glob("conversations-*.npz"))
+        """Return the files of conversations, in the order of their batches, up to the first missing one."""
+        return list(takewhile(Path.exists, map(self.conversation_file, count())))
 
     def state_file(self, steps: int) -> Path:
         """Return the path of the drafter's state after `steps` steps, whether or not the file exists."""
@@ -161,19 +176,49 @@ class TrainingFolder:
 
     def progress(self) -> TrainingProgress:
         """Return the saved progress, if any. Raises ModelFileError if the file is damaged."""
-        file = self.path / "progress.json"
+        file = self.path / _PROGRESS
         if not file.exists():
             return TrainingProgress()
         return _parsed(file, _progress)
 
+    def check_progress(self, progress: TrainingProgress, steps: Sequence[Sequence[Conversation]]) -> None:
+        """Check that the saved progress belongs to these training steps.
+
+        Args:
+            progress: The saved progress.
+            steps: The batch of conversations for each step.
+
+        Raises:
+            ModelFileError: The numbers of steps and tokens do not match.
+        """
+        finished = sum(len(each.tokens) for batch in steps[: progress.steps] for each in batch)
+        if (progress.steps, progress.trained_tokens) != (min(progress.steps, len(steps)), finished):
+            raise _damaged(self.path / _PROGRESS)
+
     def save(self, progress: TrainingProgress, trainer: DrafterTrainer) -> None:
         """Save progress and the drafter's state. If interrupted, the previously saved state stays valid."""
-        current = self.state_file(progress.steps)
-        trainer.save_state(current)
-        _write_json(self.path / "progress.json", asdict(progress))
+        current, unfinished = self.state_file(progress.steps), self.path / "unfinished.safetensors"
+        trainer.save_state(unfinished)
+        sync_to_disk(unfinished)
+        unfinished.replace(current)
+        _write_json(self.path / _PROGRESS, asdict(progress))
         for file in self.path.glob("state-*.safetensors"):
             if file != current:
                 file.unlink()
+
+    def delete_contents(self) -> None:
+        """Delete all files after the training, except for the lock.
+
+        If interrupted, the remaining files are a valid training folder. The progress is deleted before the
+        files that it refers to, and the settings are deleted last.
+        """
+        (self.path / _PROGRESS).unlink(missing_ok=True)
+        for file in self.path.iterdir():
+            if file.is_dir():
+                shutil.rmtree(file)
+            elif file.name not in (LOCK_FILE, _SETTINGS):
+                file.unlink()
+        (self.path / _SETTINGS).unlink()
 
 
 def _curve_point(steps: int, trained_tokens: int, loss: float, tokens_per_pass: float) -> CurvePoint:
@@ -183,12 +228,30 @@ def _curve_point(steps: int, trained_tokens: int, loss: float, tokens_per_pass: 
 
 
 def _progress(found: dict[str, Any]) -> TrainingProgress:
-    return TrainingProgress(
+    progress = TrainingProgress(
         operator.index(found["steps"]),
         operator.index(found["trained_tokens"]),
         [float(loss) for loss in found["losses"]],
         [_curve_point(**point) for point in found["curve"]],
     )
+    reached = [0, *(point.steps for point in progress.curve), progress.steps]
+    tokens = [0, *(point.trained_tokens for point in progress.curve), progress.trained_tokens]
+    if any(later < earlier for counts in (reached, tokens) for earlier, later in pairwise(counts)):
+        raise ValueError("the numbers of steps or tokens decrease")
+    if len(progress.losses) != reached[-1] - reached[-2]:
+        raise ValueError("there is not one loss for each step since the last evaluation")
+    losses = [*progress.losses, *(point.loss for point in progress.curve)]
+    if not all(map(math.isfinite, losses)):
+        raise ValueError("a loss is not finite")
+    for point in progress.curve:
+        _check_tokens_per_pass(point.tokens_per_pass)
+    return progress
+
+
+def _check_tokens_per_pass(tokens_per_pass: float) -> None:
+    """Raise ValueError if the number is impossible for drafts of `DEPTH` tokens, or not a number."""
+    if not 1.0 <= tokens_per_pass <= DEPTH + 1.0:
+        raise ValueError("the tokens per pass are out of range")
 
 
 def _speed(found: dict[str, Any]) -> TrainingSpeed:
@@ -199,11 +262,16 @@ def _speed(found: dict[str, Any]) -> TrainingSpeed:
 
 
 def _figures(found: dict[str, Any]) -> DrafterFigures:
-    return DrafterFigures(
+    figures = DrafterFigures(
         float(found["tokens_per_pass"]),
         tuple(float(each) for each in found["acceptance_per_depth"]),
         {str(kind): float(each) for kind, each in found["tokens_per_pass_by_kind"].items()},
     )
+    for each in (figures.tokens_per_pass, *figures.tokens_per_pass_by_kind.values()):
+        _check_tokens_per_pass(each)
+    if not all(0.0 <= each <= 1.0 for each in figures.acceptance_per_depth):
+        raise ValueError("an acceptance rate is out of range")
+    return figures
 
 
 def _parsed(path: Path, parse: Callable[[dict[str, Any]], T]) -> T:

@@ -213,3 +213,10 @@ def test_a_head_that_is_converted_when_it_is_used_on_a_full_disk(
     assert list((small_disk / "heads").iterdir()) == []
     (small_disk / "other").unlink()
     assert run(*command).exit_code == 0
+
+
+@pytest.mark.parametrize("kind", ["head", "draft"])
+def test_a_missing_folder(run: Run, model: Path, tmp_path: Path, kind: str) -> None:
+    missing = tmp_path / "nope"
+    result = run("prepare", kind, str(missing), str(model), "--to", str(tmp_path / "new.gguf"))
+    assert one_line_error(result, 1) == f"there is no folder {missing}; check the path"

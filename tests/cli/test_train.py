@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -13,18 +15,19 @@ from tests.backends.tiny_models import write_llama
 from tests.cli.conftest import Run, Start, json_of, one_line_error
 
 PROMPTS = "".join(json.dumps({"prompt": f"list {n} files", "category": "talk"}) + "\n" for n in range(64))
+STOPPING = "stopping after this step; press Ctrl-C again to stop now"
 # Says when the training has begun, and waits, so that an interrupt arrives before the last step.
 SLOW_STEPS = """
-import sys, time
+import os, sys, time
 from edgespec.backends.mlx.head_trainer import MlxHeadTrainer
 from edgespec.cli.program import program
 
-step = MlxHeadTrainer.step
+step, seconds = MlxHeadTrainer.step, float(os.environ.get("STEP_SECONDS", "0.2"))
 
 def slow_step(*args):
     loss = step(*args)
     print("step", file=sys.stderr, flush=True)
-    time.sleep(0.2)
+    time.sleep(seconds)
     return loss
 
 MlxHeadTrainer.step = slow_step
@@ -56,19 +59,47 @@ def test_an_interrupt_and_its_continuation(
         while (line := process.stderr.readline()) != b"step\n":
             assert line
     process.send_signal(signal.SIGINT)
-    rest = process.stderr.read().decode()
+    rest = process.stderr.read().decode().splitlines()
     assert process.wait() == 130
-    assert rest.splitlines()[-1] == (
-        "interrupted: the training is not finished, but everything done so far is saved; run the same command"
-        " again to continue"
+    assert rest[0] == STOPPING
+    assert rest[-1] == (
+        f"interrupted: the training in {folder / 'training'} is not finished, but its progress is saved; run"
+        " the same command again to continue"
     )
     assert list((folder / "training").glob("state-*.safetensors"))
-    facts = json_of(run(*arguments, "--to", str(folder), "--json"))
+    continued = run(*arguments, "--to", str(folder), "--json")
+    facts = json_of(continued)
+    place = re.escape(f"continuing the training in {folder / 'training'}: ")
+    assert re.match(rf"{place}\d+ of \d+ training steps are finished\n", continued.stderr)
     assert facts["kept"]
     assert facts["tokens"] >= 1_000
     assert facts["tokens_per_pass_by_kind"].keys() == {"talk"}
     assert not (folder / "training").exists()
     assert {file.name for file in folder.iterdir()} == {"config.json", "model.safetensors", "training.png"}
+
+
+def test_a_second_interrupt_ends_the_first_step(start: Start, arguments: list[str], tmp_path: Path) -> None:
+    to = ("--to", str(tmp_path / "head"))
+    process = start(*arguments, *to, code=SLOW_STEPS, env={"STEP_SECONDS": "100"})
+    assert process.stderr is not None
+    while (line := process.stderr.readline()) != b"step\n":
+        assert line
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    assert process.stderr.readline().decode() == f"{STOPPING}\n"
+    process.send_signal(signal.SIGINT)
+    assert process.wait() == 130
+    assert time.monotonic() - began < 20
+    assert process.stderr.read().decode() == (
+        "interrupted: what was done since the progress was last saved is lost; run the same command again to"
+        " continue\n"
+    )
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "medusa", "hydra", "draft"])
+def test_the_help_is_about_one_kind(run: Run, kind: str) -> None:
+    shown = " ".join(run("train", kind, "--help").stdout.split())
+    assert ("EAGLE" in shown, "converted to GGUF" in shown) == (kind == "eagle3", kind == "eagle3")
 
 
 def test_medusa_heads_are_trained_and_used(

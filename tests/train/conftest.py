@@ -64,13 +64,19 @@ def train(target: TrainingTarget) -> Iterator[Train]:
     """Train a head on short replies to 12 prompts, which takes a few seconds."""
 
     def train(
-        folder: Path, progress: Any = None, tokens: int = 500, method: str = "eagle3"
+        folder: Path,
+        progress: Any = None,
+        tokens: int = 500,
+        method: str = "eagle3",
+        announced: list[str] | None = None,
     ) -> TrainingResult:
+        def announce(_seconds: float, continued: str) -> None:
+            if announced is not None:
+                announced.append(continued)
+
         settings = TrainingSettings(method, target.identity, tokens, "test")
         student = target.teacher.head(method)
-        return train_drafter(
-            target, student, settings, PROMPTS, folder, progress or Stops(), lambda _seconds: None
-        )
+        return train_drafter(target, student, settings, PROMPTS, folder, progress or Stops(), announce)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("edgespec.train.writing._MAX_REPLY_TOKENS", 40)
@@ -87,3 +93,11 @@ def arrays_of(folder: Path, file: str = "model.safetensors") -> dict[str, Any]:
     """The tensors of a published head."""
     arrays: Any = mx.load(str(folder / file))
     return dict(arrays)
+
+
+def same_head(folder: Path, finished: TrainingResult) -> bool:
+    """Whether a folder contains the head of a training without interruption."""
+    found, expected = arrays_of(folder), arrays_of(finished.folder)
+    return found.keys() == expected.keys() and all(
+        mx.array_equal(array, expected[name]) for name, array in found.items()
+    )

@@ -89,7 +89,7 @@ def trained(
     chosen = DraftToTrain(resolve(str(draft)), lora)
     settings = TrainingSettings("draft", target.identity, 500, "test", chosen.identity, lora)
     return train_drafter(
-        target, chosen.student(target), settings, PROMPTS, folder, progress, lambda _seconds: None
+        target, chosen.student(target), settings, PROMPTS, folder, progress, lambda _seconds, _continued: None
     )
 
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -13,16 +17,18 @@ import pytest
 from numpy.typing import NDArray
 
 from edgespec.backends.llamacpp.eagle_conversion import convert_eagle_head
-from edgespec.errors import CancelledError, ModelFileError, OptionError
+from edgespec.backends.mlx.head_trainer import MlxHeadTrainer
+from edgespec.errors import BusyError, CancelledError, ModelFileError, OptionError
 from edgespec.files import file_state
 from edgespec.train import TrainingResult, TrainingTarget
 from tests.backends.mlx.tiny_checkpoints import ROWS
-from tests.train.conftest import LAYERS, Stops, Train, arrays_of
+from tests.train.conftest import LAYERS, Stops, Train, arrays_of, same_head
 
 
 def stopped(train: Train, folder: Path, after: int) -> None:
-    with pytest.raises(CancelledError, match="run the same command again to continue"):
+    with pytest.raises(CancelledError, match="run the same command again to continue") as raised:
         train(folder, Stops(after))
+    assert str(folder / "training") in raised.value.what
 
 
 def test_an_interrupted_training_gives_the_same_head(
@@ -30,13 +36,56 @@ def test_an_interrupted_training_gives_the_same_head(
 ) -> None:
     for after in (0, 2, 3):
         stopped(train, tmp_path, after)
-    result = train(tmp_path)
-    expected = arrays_of(finished.folder)
-    assert arrays_of(tmp_path).keys() == expected.keys()
-    assert all(mx.array_equal(array, expected[name]) for name, array in arrays_of(tmp_path).items())
+    announced: list[str] = []
+    result = train(tmp_path, announced=announced)
+    assert announced == [f"5 of {finished.curve[-1].steps} training steps are finished"]
+    assert same_head(tmp_path, finished)
     assert result.curve == finished.curve
     assert result.figures == finished.figures
     assert not (tmp_path / "training").exists()
+
+
+def test_two_trainings_do_not_share_a_folder(finished: TrainingResult, train: Train, tmp_path: Path) -> None:
+    refused: list[str] = []
+
+    def progress(_description: str, _fraction: float) -> bool:
+        if not refused:
+            with pytest.raises(BusyError, match="choose another folder with --to") as raised:
+                train(tmp_path)
+            refused.append(raised.value.what)
+        return True
+
+    train(tmp_path, progress)
+    assert refused == [f"another `edgespec train` is training in {tmp_path / 'training'}"]
+    assert same_head(tmp_path, finished)
+
+
+def test_written_conversations_are_counted(train: Train, tmp_path: Path) -> None:
+    def progress(description: str, fraction: float) -> bool:
+        fractions.append(fraction if description == "writing conversations" else 0.0)
+        # The prompts are answered in the first batch. The tiny model writes no questions for another.
+        return not fractions[-1]
+
+    fractions: list[float] = []
+    announced: list[str] = []
+    for _ in range(2):
+        with pytest.raises(CancelledError):
+            train(tmp_path, progress, tokens=5_000, announced=announced)
+    (file,) = (tmp_path / "training").glob("conversations-*.npz")
+    with np.load(file) as saved:
+        tokens = len(saved["tokens"])
+    assert announced == ["", f"12 conversations with {tokens} of 5,000 tokens are written"]
+    assert [each for each in fractions if each] == [tokens / 5_000] * 2
+
+
+def test_a_missing_file_of_conversations_is_written_again(
+    finished: TrainingResult, train: Train, tmp_path: Path
+) -> None:
+    stopped(train, tmp_path, 2)
+    (file,) = (tmp_path / "training").glob("conversations-*.npz")
+    file.unlink()
+    train(tmp_path)
+    assert same_head(tmp_path, finished)
 
 
 def test_an_interrupted_evaluation_continues_without_training_or_measuring_again(
@@ -187,12 +236,54 @@ def test_the_saved_speed_is_checked(train: Train, tmp_path: Path, seconds: float
         train(tmp_path)
 
 
-@pytest.mark.parametrize("changes", ['{"steps": "abc"}', '{"losses": [[]]}', '{"curve": [{"steps": 1}]}'])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        '{"steps": "abc"}',
+        '{"steps": -5}',
+        '{"steps": 1e30}',
+        '{"steps": 3}',
+        '{"steps": 1000000}',
+        f'{{"steps": {10**400}}}',
+        '{"trained_tokens": 5}',
+        '{"losses": [[]]}',
+        '{"losses": [NaN, 1]}',
+        '{"losses": [1]}',
+        '{"curve": [{"steps": 1}]}',
+        '{"curve": [{"steps": 2, "trained_tokens": 1, "loss": 1, "tokens_per_pass": 1e30}], "losses": []}',
+        '{"curve": [{"steps": 2, "trained_tokens": -1, "loss": 1, "tokens_per_pass": 1}], "losses": []}',
+        '{"curve": null}',
+    ],
+)
 def test_saved_progress_is_checked(train: Train, tmp_path: Path, changes: str) -> None:
     stopped(train, tmp_path, 2)
     file = tmp_path / "training" / "progress.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | json.loads(changes)))
     with pytest.raises(ModelFileError, match=r"progress\.json.*damaged"):
+        train(tmp_path)
+
+
+@pytest.mark.parametrize("tokens_per_pass", ["NaN", "-1", "1e30", '"much"', "null"])
+def test_saved_figures_are_checked(
+    finished: TrainingResult, train: Train, tmp_path: Path, tokens_per_pass: str
+) -> None:
+    with pytest.raises(CancelledError):
+        train(tmp_path, Stops(0, "measuring"))
+    figures = json.dumps(finished.figures.to_json() | {"tokens_per_pass": 0.5})
+    (tmp_path / "training" / "new.json").write_text(figures.replace("0.5", tokens_per_pass))
+    with pytest.raises(ModelFileError, match=r"new\.json.*damaged"):
+        train(tmp_path)
+
+
+@pytest.mark.parametrize("tokens_per_pass", ["NaN", "-1", "1e30", '"much"', "null"])
+def test_saved_figures_are_checked(
+    finished: TrainingResult, train: Train, tmp_path: Path, tokens_per_pass: str
+) -> None:
+    with pytest.raises(CancelledError):
+        train(tmp_path, Stops(0, "measuring"))
+    figures = json.dumps(finished.figures.to_json() | {"tokens_per_pass": 0.5})
+    (tmp_path / "training" / "new.json").write_text(figures.replace("0.5", tokens_per_pass))
+    with pytest.raises(ModelFileError, match=r"new\.json.*damaged"):
         train(tmp_path)
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from edgespec.backends.drafter_training import TrainingBatch
 from edgespec.backends.mlx.batch_writing import write_texts
 from edgespec.backends.mlx.evaluation import evaluate, translate_errors
-from edgespec.backends.mlx.gradient_descent import GradientDescent, ParameterGroup
+from edgespec.backends.mlx.gradient_descent import GradientDescent, ParameterGroup, save_arrays
 from edgespec.backends.mlx.trainable_draft import TrainableDraft
 from edgespec.backends.mlx_files import WEIGHTS_INDEX, is_weights
 from edgespec.errors import ModelFileError
@@ -152,7 +152,7 @@ class DraftTrainer(DraftGuesser):
         for file in self._original.iterdir():
             if file.suffix in _COPIED_SUFFIXES and file.name != WEIGHTS_INDEX:
                 shutil.copyfile(file, folder / file.name)
-        mx.save_safetensors(str(folder / _WEIGHTS_FILE), self._draft.published(), {"format": "mlx"})
+        save_arrays(folder / _WEIGHTS_FILE, self._draft.published(), {"format": "mlx"})
 
 
 class DraftStudent:

@@ -13,7 +13,7 @@ from mlx import optimizers
 from edgespec.backends.mlx.evaluation import evaluate
 from edgespec.errors import BackendError, ModelFileError
 
-__all__ = ["Arrays", "GradientDescent", "ParameterGroup", "Trainable"]
+__all__ = ["Arrays", "GradientDescent", "ParameterGroup", "Trainable", "save_arrays"]
 
 Arrays: TypeAlias = dict[str, mx.array]
 # Learning rate schedule: the rates rise for this many steps, stay constant for this fraction of the training,
@@ -105,7 +105,7 @@ class GradientDescent:
     def save(self, path: Path) -> None:
         """Save the weights and the optimisers' state to a `.safetensors` file. Raises OSError."""
         arrays = {**self._network.weights, **self._moments()}
-        mx.save_safetensors(str(path), arrays, {"steps": str(self.steps)})
+        save_arrays(path, arrays, {"steps": str(self.steps)})
 
     def load(self, path: Path) -> None:
         """Restore the state that `save` wrote. Raises ModelFileError if it is damaged or does not match."""
@@ -139,6 +139,13 @@ class GradientDescent:
             if isinstance(moments, dict)
             for moment, array in moments.items()
         }
+
+
+def save_arrays(path: Path, arrays: Arrays, metadata: dict[str, str]) -> None:
+    """Write arrays to a `.safetensors` file. Raises OSError, with the reason, if it cannot be written."""
+    # Given a path, MLX raises a RuntimeError without the reason.
+    with path.open("wb") as file:
+        mx.save_safetensors(file, arrays, metadata)
 
 
 def _part(arrays: Arrays, group: ParameterGroup) -> Arrays:

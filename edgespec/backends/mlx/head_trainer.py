@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from edgespec.backends.drafter_training import TrainingBatch
 from edgespec.backends.mlx.evaluation import evaluate, translate_errors
-from edgespec.backends.mlx.gradient_descent import GradientDescent, ParameterGroup
+from edgespec.backends.mlx.gradient_descent import GradientDescent, ParameterGroup, save_arrays
 from edgespec.backends.mlx.trainable_head import TrainableHead
 from edgespec.errors import ModelFileError
 
@@ -142,7 +142,7 @@ class MlxHeadTrainer(HeadGuesser):
     def publish(self, folder: Path) -> None:
         """See `DrafterTrainer`."""
         file, config = folder / self.head.weights_file, json.dumps(self.head.config, indent=2)
-        mx.save_safetensors(str(file), self.head.published(), {"format": "pt"})
+        save_arrays(file, self.head.published(), {"format": "pt"})
         (folder / _CONFIG).write_text(f"{config}\n", encoding="utf-8")
 
 
