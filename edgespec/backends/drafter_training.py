@@ -70,7 +70,7 @@ class DrafterTrainer(Guesser, Protocol):
         """
 
     def save_state(self, path: Path) -> None:
-        """Save the weights and the optimiser's state to a `.safetensors` file. Raises OSError."""
+        """Save the weights and the optimiser's state in the safetensors format. Raises OSError."""
 
     def load_state(self, path: Path) -> None:
         """Restore what `save_state` saved. Raises ModelFileError if the file does not fit."""

@@ -35,7 +35,7 @@ def search(chats: Sequence[StoredChat], query: str) -> list[FoundChat]:
         if not missing:
             found.append(FoundChat(chat))
         elif all(word in chat.folded_text for word in missing):
-            found.append(FoundChat(chat, _best_line(chat.text, missing)))
+            found.append(FoundChat(chat, _best_line(chat, missing)))
     return sorted(found, key=lambda each: not each.chat.pinned)
 
 
@@ -56,11 +56,14 @@ def find_chat(chats: Sequence[StoredChat], wanted: str) -> StoredChat | None:
     return same_id or next((chat for chat in chats if words in chat.title.casefold()), None)
 
 
-def _best_line(text: str, words: Sequence[str]) -> str:
+def _best_line(chat: StoredChat, words: Sequence[str]) -> str:
     """Return the line that contains the most of `words`, cut off shortly before the first of these words."""
-    lines = text.splitlines()
-    best = max(lines, key=lambda line: sum(word in line.casefold() for word in words))
-    folded = best.casefold()
+    lines = chat.folded_text.splitlines()
+    with_all = (number for number, line in enumerate(lines) if all(word in line for word in words))
+    number = next(with_all, -1)
+    if number < 0:
+        number = max(range(len(lines)), key=lambda each: sum(word in lines[each] for word in words))
+    folded, best = lines[number], chat.text.splitlines()[number]
     first = min((at for word in words if (at := folded.find(word)) >= 0), default=0)
     start = best.rfind(" ", 0, max(0, first - 12)) + 1
     return ("…" if start else "") + best[start:].strip()

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from edgespec.backends.drafter_training import DrafterTrainer
 from edgespec.errors import ModelFileError, OptionError
-from edgespec.files import read_regular_file, replace_when_written, sync_to_disk
+from edgespec.files import read_regular_file, replace_when_written
 from edgespec.train.conversations import Conversation
 from edgespec.train.evaluation import DEPTH, DrafterFigures
 from edgespec.train.lock import LOCK_FILE
@@ -197,12 +197,11 @@ class TrainingFolder:
 
     def save(self, progress: TrainingProgress, trainer: DrafterTrainer) -> None:
         """Save progress and the drafter's state. If interrupted, the previously saved state stays valid."""
-        current, unfinished = self.state_file(progress.steps), self.path / "unfinished.safetensors"
-        trainer.save_state(unfinished)
-        sync_to_disk(unfinished)
-        unfinished.replace(current)
+        current = self.state_file(progress.steps)
+        with replace_when_written(current) as unfinished:
+            trainer.save_state(unfinished)
         _write_json(self.path / _PROGRESS, asdict(progress))
-        for file in self.path.glob("state-*.safetensors"):
+        for file in self.path.glob("state-*"):
             if file != current:
                 file.unlink()
 

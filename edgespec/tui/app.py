@@ -42,9 +42,9 @@ _TICK_SECONDS = 1 / 25
 _QUIT_SECONDS = 5.0
 # Python's thread switch interval during the chat, in seconds. The default of 5 ms can slow down small models.
 _SWITCH_SECONDS = 5e-5
-# Number of collections of newer objects after which Python's garbage collector examines all objects. With the
-# default of 10, that would delay every sixth page of a long chat by about 20 ms.
-_FULL_COLLECTION_THRESHOLD = 100
+# Number of collections of newer objects after which Python's garbage collector examines all objects, which
+# takes about 100 ms. `Transcript` collects garbage earlier, while the user presses no key.
+_FULL_COLLECTION_THRESHOLD = 1000
 _NO_CONTROLS = NoControls()
 
 
@@ -144,9 +144,11 @@ class ChatApp(App[None]):
         except (ConfigurationError, OptionError) as error:
             theme = DARK
             self.notify(sentences(error.what, error.next_step), markup=False, timeout=10)
+        if theme == self.current_theme:
+            return
         self.register_theme(theme)
         if self.theme == theme.name:
-            # Refresh even if the name is the same, because the user may have edited the theme's file.
+            # The user has edited the theme's file.
             self.mutate_reactive(ChatApp.theme)
         self.theme = theme.name
 
@@ -273,9 +275,12 @@ def quick_screen() -> Iterator[None]:
     interval, thresholds = sys.getswitchinterval(), gc.get_threshold()
     sys.setswitchinterval(_SWITCH_SECONDS)
     gc.set_threshold(*thresholds[:2], _FULL_COLLECTION_THRESHOLD)
+    # Collections then need not examine the modules. The model is loaded later, so its memory can be freed.
+    gc.freeze()
     try:
         yield
     finally:
+        gc.unfreeze()
         sys.setswitchinterval(interval)
         gc.set_threshold(*thresholds)
 

@@ -12,7 +12,9 @@ from textual.app import ComposeResult
 from textual.containers import Horizontal
 from textual.content import Content
 from textual.message import Message as Event
+from textual.reactive import Reactive
 from textual.screen import Screen
+from textual.widget import Widget
 from textual.widgets import Static
 
 from edgespec.chat.saved_chat import Setting
@@ -47,6 +49,9 @@ _MEMORY_SECONDS = 3.0
 
 class ChatView(Screen[None]):
     """The widgets of the chat screen. Subclasses generate replies and handle keys."""
+
+    # Textual would draw the whole screen again whenever another widget gets the focus.
+    focused: Reactive[Widget | None] = Reactive(None, repaint=False)
 
     class PreferencesChanged(Event):
         """Posted when the user changes the theme or the visible columns."""
@@ -99,6 +104,8 @@ class ChatView(Screen[None]):
         self._last_stats: Stats | None = None
         self._state = ChatState()
         self._memory_bytes = runtime.memory_bytes()
+        # The title and the subtitle of the input. Setting them draws the input again.
+        self._hints = "", ""
         self._panels: set[str] = set()
         self._width_class = ""
 
@@ -189,8 +196,13 @@ class ChatView(Screen[None]):
         )
         draft = self.runtime.draft
         models = self.runtime.target.name + (f" with draft model {draft.name}" if draft is not None else "")
-        self._models.update(Content.assemble(("edgespec", "bold"), "  ", (models, "$muted")))
-        self._title.update(Content(self.current_chat.shown_title))
+        for line, content in (
+            (self._models, Content.assemble(("edgespec", "bold"), "  ", (models, "$muted"))),
+            (self._title, Content(self.current_chat.shown_title)),
+        ):
+            # Each update of a `Static` lays out the whole screen again.
+            if line.content != content:
+                line.update(content)
         self._refresh_hints()
         if details and "details" in self._panels:
             entry = self.current_chat.last_reply
@@ -213,10 +225,10 @@ class ChatView(Screen[None]):
         editing = self.editing is not None
         role = "" if self.editing is None else self.current_chat.tree.messages[self.editing].role
         names = {"user": "Editing your message", "assistant": "Editing the reply"}
-        prompt.border_title = names.get(role, "Editing the message" if role else prompt.vi_mode.upper())
+        title = names.get(role, "Editing the message" if role else prompt.vi_mode.upper())
         if (message := self.selected) is not None:
             label = "" if message.place is None else version_label(self.current_chat.tree, message.place)
-            prompt.border_title = f"Version {label}" if label else ""
+            title = f"Version {label}" if label else ""
             hint = selection.hint(prompt.size.width - 2, versions=bool(label), folds=message.has_folds)
         elif self.sidebar.has_focus:
             hint = chat_list_hint(narrow=narrow)
@@ -228,7 +240,9 @@ class ChatView(Screen[None]):
             hint = "Esc stops the reply"
         else:
             hint = "Enter sends · F1 help" if narrow else "Enter sends · Ctrl+J new line · F1 help"
-        prompt.border_subtitle = Content(hint)
+        if (title, hint) != self._hints:
+            self._hints = title, hint
+            prompt.border_title, prompt.border_subtitle = title, Content(hint)
         prompt.set_class(self.writing, "-writing")
         prompt.set_class(editing, "-editing")
 
@@ -273,10 +287,10 @@ class ChatView(Screen[None]):
     async def show_panels(self, panels: set[str]) -> None:
         """Show the panels with these names beside the conversation, or instead of it in a narrow terminal."""
         self._panels = panels
+        await self.refresh_sidebar()
         self.sidebar.display = "sidebar" in panels
         self._details.display = "details" in panels
         self.query_one("#middle").set_class(self._width_class == "-narrow" and bool(panels), "-covered")
-        await self.refresh_sidebar()
         self.call_after_refresh(self.refresh_facts)
 
     async def toggle_panel(self, name: str) -> bool:

@@ -119,5 +119,6 @@ def test_files_that_cannot_be_written(
         largest_file(limit_bytes),
     ):
         train(tmp_path)
+    assert not list((tmp_path / "training").glob("*.tmp"))
     train(tmp_path)
     assert same_head(tmp_path, finished)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from textual.binding import Binding, BindingType
+from textual.geometry import Size
+from textual.reactive import Reactive
 from textual.widget import Widget
 from textual.widgets import Collapsible
 
@@ -30,6 +32,10 @@ class MessageWidget(Widget, can_focus=True):
         Binding("enter", "unfold", show=False),
         *(Binding(each.key, f"screen.message_key('{each.key}')", show=False) for each in ACTIONS),
     ]
+
+    # Textual would lay out and draw all messages again after the size of a message has changed. Only widgets
+    # that scroll need that.
+    virtual_size: Reactive[Size] = Reactive(Size(0, 0), repaint=False)
 
     place: int | None = None
 

@@ -11,6 +11,7 @@ from rich.segment import Segment
 from textual import events
 from textual.geometry import Offset, Size
 from textual.message import Message as Event
+from textual.reactive import Reactive
 from textual.selection import Selection
 from textual.strip import Strip
 from textual.widget import Widget
@@ -38,6 +39,9 @@ class ReplyMarkdown(Widget):
         display: none;
     }
     """
+
+    # As in `MessageWidget`.
+    virtual_size: Reactive[Size] = Reactive(Size(0, 0), repaint=False)
 
     class CopyCode(Event):
         """Posted when the user clicks the “copy” mark of a code block."""

@@ -19,7 +19,7 @@ from edgespec.tui.open_chat import FORK_SUFFIX
 
 __all__ = ["ChatOption", "Sidebar", "chat_list_hint"]
 
-# Width of the rows, in cells, until the list has been laid out.
+# Width of the rows, in cells, until the list has been laid out. Its width in terminals of up to 136 columns.
 _DEFAULT_WIDTH = 30
 
 
@@ -67,6 +67,7 @@ class Sidebar(OptionList):
         self._chats: Sequence[StoredChat] = ()
         self._open = ""
         self._query = ""
+        self._row_width = _DEFAULT_WIDTH
         self._show_query()
 
     def show(self, chats: Sequence[StoredChat], *, current: str) -> None:
@@ -88,15 +89,13 @@ class Sidebar(OptionList):
             chat: The chat to highlight instead, if it is still listed.
         """
         found = search(self._chats, self._query)
-        # Leave space for the scrollbar even if there is none, so that its appearance changes nothing.
-        width = self.content_region.width - self.styles.scrollbar_size_vertical or _DEFAULT_WIDTH
         nothing = (
             f"No chat contains “{self._query}”."
             if self._chats
             else "No saved chats yet. Each message is saved when you send it."
         )
         self.set_options(
-            [ChatOption(each, width, is_open=each.chat.id == self._open) for each in found]
+            [ChatOption(each, self._row_width, is_open=each.chat.id == self._open) for each in found]
             or [Option(nothing, disabled=True)]
         )
         if chat is not None:
@@ -106,7 +105,11 @@ class Sidebar(OptionList):
 
     def on_resize(self) -> None:
         """Cut the lines off at the new width."""
-        self._refresh_options(self.highlighted or 0, self.chat)
+        # Leave space for the scrollbar even if there is none, so that its appearance changes nothing.
+        width = self.content_region.width - self.styles.scrollbar_size_vertical
+        if width != self._row_width:
+            self._row_width = width
+            self._refresh_options(self.highlighted or 0, self.chat)
 
     def _show_query(self) -> None:
         self.border_title = Content(f"Chats: {self._query}" if self._query else "Chats")
@@ -120,9 +123,12 @@ class Sidebar(OptionList):
 
     def filter(self, query: str) -> None:
         """Show only the chats whose titles or messages contain all words of `query`."""
-        self._query = query
-        self._show_query()
-        self._refresh_options(0)
+        if query != self._query:
+            self._query = query
+            self._show_query()
+            self._refresh_options(0)
+        elif self.chat is not None:
+            self.highlighted = 0
 
     def on_key(self, event: events.Key) -> None:
         """Filter the list by what the user types."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from asyncio import Lock
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -37,6 +38,9 @@ _SELECTED_MESSAGES = 2
 # Number of pages shown as widgets: one in view, and one above and below it. The more widgets there are, the
 # longer each change of the layout takes.
 _MAX_PAGES = 3
+# Time in seconds until garbage is collected after messages were removed from the screen. Widgets refer
+# to each other, so only the garbage collector frees them. While the user scrolls, it would delay a key.
+_COLLECTION_SECONDS = 2.0
 # Rows of a message besides those of its text: the space above it and its padding. Chosen low, because a page
 # with too many messages is better than one that does not fill the view.
 _OTHER_ROWS = 1
@@ -63,6 +67,11 @@ class Transcript(VerticalScroll):
 
     def on_mount(self) -> None:
         self.anchor()
+        self._collection = self.set_interval(_COLLECTION_SECONDS, self._collect_garbage, pause=True)
+
+    def _collect_garbage(self) -> None:
+        self._collection.pause()
+        gc.collect()
 
     async def show_chat(self, chat: OpenChat, *, welcome: Widget) -> None:
         """Replace the shown messages with those of another chat."""
@@ -325,6 +334,7 @@ class Transcript(VerticalScroll):
             for widget in message.walk_children(with_self=True):
                 widget.refresh()
         await self._column.remove_children(messages)
+        self._collection.reset()
 
     def _page(self, start: int, step: int, most: int = _PAGE_MESSAGES) -> int:
         """Return the other end of a page: messages from `start` on that fill the view."""
