@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import mean
@@ -117,6 +118,7 @@ def machine_identity() -> tuple[object, ...]:
     return platform.node(), platform.machine(), os.cpu_count(), *map(_version, names)
 
 
+@cache
 def _version(package: str) -> str:
     try:
         return version(package)

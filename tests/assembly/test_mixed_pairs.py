@@ -14,6 +14,7 @@ from edgespec.chat.prompt import PromptBuilder
 from edgespec.errors import MemoryBudgetError, OptionError
 from edgespec.losslessness import read_prompts
 from tests.backends.tiny_models import write_llama
+from tests.cases import covering
 
 pytest.importorskip("mlx.core")
 
@@ -86,8 +87,7 @@ def alike(branches: tuple[int, ...]) -> Iterator[Runtime]:
         yield runtime
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(("method", "temperature"), covering(METHODS, (0.0, 0.8)))
 def test_a_mixed_pair_has_the_same_tokens_and_acceptance(
     pair: Runtime, alike: Runtime, plain: dict[float, list[Reply]], method: str, temperature: float
 ) -> None:

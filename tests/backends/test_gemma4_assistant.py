@@ -37,6 +37,7 @@ from tests.backends.gemma4_reference import GemmaReference
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
 from tests.backends.tiny_gemma4_models import WINDOW, Gemma4Shape, write_gemma4, write_gemma4_assistant
 from tests.backends.tiny_models import WORDS, write_gemma3
+from tests.cases import covering
 
 CONTEXT = 512
 # The metadata before the vocabulary, and the names and shapes of the tensors, lie within this many bytes.
@@ -106,8 +107,7 @@ def test_a_draft_after_any_history_equals_that_of_a_fresh_head(
     check_history(files.load, files.head_of, rounds, seed, depth=3)
 
 
-@pytest.mark.parametrize("branches", [(), (2, 2)])
-@pytest.mark.parametrize("temperature", [0.0, 0.8, 1.2])
+@pytest.mark.parametrize(("temperature", "branches"), covering((0.0, 0.8, 1.2), ((), (2, 2))))
 def test_no_reply_changes(files: Files, branches: tuple[int, ...], temperature: float) -> None:
     asked: dict[str, Any] = {"max_tokens": 60, "temperature": temperature, "seed": 3}
     options: dict[str, Any] = {"methods": ["none", "mtp"], "draft_branches": branches, "context": CONTEXT}

@@ -32,7 +32,7 @@ class TestHistories:
     ) -> None:
         self.check(shared_model, history, start=20)
 
-    @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(rounds)
     def test_any_history_near_the_end_of_the_context(
         self, shared_model: LanguageModel, history: list[tuple[tuple[int, ...], int, int, str]]

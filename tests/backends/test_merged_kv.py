@@ -26,6 +26,7 @@ from edgespec.prepare.layerskip import prepare_layerskip
 from edgespec.runtime import Runtime
 from tests.backends.contract import TREES, path_to, row_of, step, tokens_for, tree_of
 from tests.backends.tiny_models import write_gemma3, write_llama
+from tests.cases import covering
 
 CONTEXT = 512
 PROMPTS = ("How do I list files by size?", "Write the numbers 1 to 20, then write the numbers 1 to 20 again.")
@@ -248,8 +249,7 @@ def _runtime(model: LanguageModel, copy: Path, how: LowBit) -> Runtime:
 
 
 class TestSameReplies:
-    @pytest.mark.parametrize("window", [None, 24])
-    @pytest.mark.parametrize("kv_type", ["auto", "q8_0"])
+    @pytest.mark.parametrize(("kv_type", "window"), covering(("auto", "q8_0"), (None, 24)))
     def test_replies_equal_plain_decoding_with_equal_acceptance(
         self, demo: Forms, kv_type: str, window: int | None
     ) -> None:

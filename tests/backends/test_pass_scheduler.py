@@ -37,7 +37,7 @@ class Passes:
     def run(self, parts: Sequence[PassPart]) -> None:
         self.ran.append(sorted(part.slot for part in parts))
         self.sizes.append(sum(len(part.tokens) for part in parts))
-        assert self.blocked.wait(10)
+        assert self.blocked.wait(60)
         self.interrupted.wait(PASS_SECONDS)
         for part in parts:
             if part.tokens[0] < 0:

@@ -32,6 +32,7 @@ from edgespec.errors import CancelledError, CapabilityError, EdgespecError, Memo
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
 from tests.backends.mlx.tiny_checkpoints import ROWS, write_checkpoint
 from tests.backends.tiny_models import WORDS, write_jamba, write_llama
+from tests.cases import covering
 from tests.heads.residual_files import (
     LAYOUTS,
     Arrays,
@@ -201,8 +202,7 @@ def test_heads_can_read_the_hidden_state_before_the_last_layers(
     view.close()
 
 
-@pytest.mark.parametrize("layout", [HYDRA, PREFIX], ids=str)
-@pytest.mark.parametrize("name", ["target", "recurrent"])
+@pytest.mark.parametrize(("name", "layout"), covering(("target", "recurrent"), (HYDRA, PREFIX)), ids=str)
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(ROUNDS, min_size=1, max_size=8), st.integers(0, 1 << 16))
 def test_a_draft_after_any_history_equals_that_of_a_fresh_head(

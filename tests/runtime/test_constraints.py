@@ -16,6 +16,7 @@ from edgespec import Runtime
 from edgespec.assembly.loading import always_draft
 from edgespec.errors import OptionError
 from edgespec.options import REPLY_OPTIONS
+from tests.cases import covering
 from tests.runtime.questions import HOWTO
 
 SCHEMA: dict[str, Any] = {
@@ -90,8 +91,11 @@ def compare(runtime: Runtime, methods: tuple[str, ...], options: dict[str, Any],
         assert other.tokens == plain.tokens, f"{method}: {other.text}"
 
 
-@pytest.mark.parametrize("temperature", TEMPERATURES)
-@pytest.mark.parametrize("options", CONSTRAINTS, ids=lambda options: next(iter(options)))
+@pytest.mark.parametrize(
+    ("options", "temperature"),
+    covering(CONSTRAINTS, TEMPERATURES),
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else str(value),
+)
 class TestTheSameTokens:
     def test_chains(self, runtime: Runtime, options: dict[str, Any], temperature: float) -> None:
         compare(runtime, METHODS, options, temperature)

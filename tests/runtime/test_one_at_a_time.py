@@ -111,9 +111,9 @@ class TestClosing:
 
         thread = threading.Thread(target=work)
         thread.start()
-        started.wait(10)
+        started.wait(60)
         runtime.close()
-        thread.join(10)
+        thread.join(60)
         assert ended in (["closed"], ["done"])
 
     @pytest.mark.parametrize("delay", [0.0, 0.03, 0.06])

@@ -18,6 +18,7 @@ from edgespec.engine.processors import Candidates, LogitsProcessor
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.errors import BusyError, ClosedError, ContextFullError, OptionError
 from edgespec.losslessness.rescore import is_near_tie, rescore
+from tests.cases import covering
 from tests.runtime.questions import HOWTO, REPEATS
 
 PLACES = 3
@@ -75,8 +76,7 @@ def check_equal(
     )
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "temperature"), covering(METHODS, (0.0, 0.8)))
 def test_concurrent_replies_equal_single_ones(
     alone: Runtime, many: Runtime, method: str, temperature: float
 ) -> None:

@@ -23,7 +23,7 @@ SAMPLING = {
 
 
 # A few of each are held against plain decoding by every run; `-m long` does the rest.
-DRAFT_LENGTHS = [(1, 2, 4, 7, 16), pytest.param((3, 5, 6, *range(8, 16)), marks=pytest.mark.long)]
+DRAFT_LENGTHS = [(1, 4, 16), pytest.param((2, 3, *range(5, 16)), marks=pytest.mark.long)]
 TREE_LENGTHS = [(2, 5), pytest.param((1, 3), marks=pytest.mark.long)]
 
 

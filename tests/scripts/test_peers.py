@@ -236,7 +236,7 @@ def test_idle_programs_are_suspended() -> None:
         first, second = (pool.generate(each, (5, 6), OPTIONS) for each in (EDGESPEC, SERVER))
         assert first.tokens[1:] == (5, 6)
         processes = [psutil.Process(run.tokens[0]) for run in (first, second)]
-        deadline = monotonic() + 10
+        deadline = monotonic() + 60
         while any(each.status() != psutil.STATUS_STOPPED for each in processes):
             assert monotonic() < deadline
             sleep(0.01)

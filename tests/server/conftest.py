@@ -86,7 +86,7 @@ def check_disconnect_cancels(
         else:
             with pytest.raises(httpx.ReadTimeout):
                 impatient.post(path, json=body)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while _cancelled_replies(http) == before:
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -26,6 +26,14 @@ def stopped(train: Train, folder: Path, after: int) -> None:
     assert str(folder / "training") in raised.value.what
 
 
+@pytest.fixture(scope="module")
+def unfinished(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a training that was interrupted. Tests change copies of it."""
+    folder = tmp_path_factory.mktemp("unfinished")
+    stopped(train, folder, 2)
+    return folder
+
+
 def test_an_interrupted_training_gives_the_same_head(
     finished: TrainingResult, train: Train, tmp_path: Path
 ) -> None:
@@ -203,8 +211,8 @@ def test_other_files_are_not_deleted(train: Train, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["settings.json", "progress.json", "state-*.safetensors", "conversations-*.npz"]
 )
-def test_a_damaged_training_is_reported(train: Train, tmp_path: Path, name: str) -> None:
-    stopped(train, tmp_path, 2)
+def test_a_damaged_training_is_reported(train: Train, unfinished: Path, tmp_path: Path, name: str) -> None:
+    shutil.copytree(unfinished, tmp_path, dirs_exist_ok=True)
     (file,) = (tmp_path / "training").glob(name)
     file.write_bytes(file.read_bytes()[:40])
     with pytest.raises(ModelFileError, match=r"training.*(damaged|cannot be read).*train again"):
@@ -212,8 +220,10 @@ def test_a_damaged_training_is_reported(train: Train, tmp_path: Path, name: str)
 
 
 @pytest.mark.parametrize("tokens", [np.full(1200, 10**6, np.int32), np.zeros((1200, 2), np.int32)])
-def test_saved_tokens_are_checked(train: Train, tmp_path: Path, tokens: NDArray[np.int32]) -> None:
-    stopped(train, tmp_path, 2)
+def test_saved_tokens_are_checked(
+    train: Train, unfinished: Path, tmp_path: Path, tokens: NDArray[np.int32]
+) -> None:
+    shutil.copytree(unfinished, tmp_path, dirs_exist_ok=True)
     (file,) = (tmp_path / "training").glob("conversations-*.npz")
     with np.load(file) as saved:
         arrays = dict(saved) | {"tokens": tokens}
@@ -223,8 +233,8 @@ def test_saved_tokens_are_checked(train: Train, tmp_path: Path, tokens: NDArray[
 
 
 @pytest.mark.parametrize("seconds", [math.nan, -1.0, 1e308])
-def test_the_saved_speed_is_checked(train: Train, tmp_path: Path, seconds: float) -> None:
-    stopped(train, tmp_path, 2)
+def test_the_saved_speed_is_checked(train: Train, unfinished: Path, tmp_path: Path, seconds: float) -> None:
+    shutil.copytree(unfinished, tmp_path, dirs_exist_ok=True)
     file = tmp_path / "training" / "speed.json"
     file.write_text(json.dumps({"write_seconds": seconds, "train_seconds": 1.0}))
     with pytest.raises(ModelFileError, match=r"speed\.json.*damaged"):
@@ -250,8 +260,8 @@ def test_the_saved_speed_is_checked(train: Train, tmp_path: Path, seconds: float
         '{"curve": null}',
     ],
 )
-def test_saved_progress_is_checked(train: Train, tmp_path: Path, changes: str) -> None:
-    stopped(train, tmp_path, 2)
+def test_saved_progress_is_checked(train: Train, unfinished: Path, tmp_path: Path, changes: str) -> None:
+    shutil.copytree(unfinished, tmp_path, dirs_exist_ok=True)
     file = tmp_path / "training" / "progress.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | json.loads(changes)))
     with pytest.raises(ModelFileError, match=r"progress\.json.*damaged"):

@@ -24,7 +24,7 @@ NAMES = {" ": "space", "?": "question_mark", "/": "slash", ".": "full_stop", "-"
 
 
 async def until(
-    pilot: Pilot[None], condition: Callable[[], bool], what: str = "", seconds: float = 10
+    pilot: Pilot[None], condition: Callable[[], bool], what: str = "", seconds: float = 60
 ) -> None:
     """Wait for `condition`."""
     for _ in range(int(seconds / 0.02)):
@@ -139,7 +139,7 @@ async def driving(
             await driver.settled()
         yield driver
     app.model_thread.close()
-    assert app.model_thread.join(5)
+    assert app.model_thread.join(60)
 
 
 # The ends of a scrollbar's handle: where they are drawn depends on when the screen was last painted.

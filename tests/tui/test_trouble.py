@@ -34,7 +34,7 @@ async def test_loading_shows_progress(tmp_path: Path) -> None:
 
     def load(progress: Progress) -> Runtime:
         progress("loading 70b-q4", 0.42)
-        gate.wait(5)
+        gate.wait(60)
         return as_runtime(ScriptedRuntime())
 
     async with driving(load, tmp_path, wait=False) as d:
@@ -57,26 +57,26 @@ async def test_loading_can_be_cancelled(tmp_path: Path, key: str) -> None:
     async with app.run_test() as pilot:
         await until(pilot, lambda: isinstance(app.screen, LoadingScreen))
         await pilot.press(key)
-        await until(pilot, lambda: not app.is_running, "the app to end", seconds=3)
+        await until(pilot, lambda: not app.is_running, "the app to end", seconds=30)
     assert isinstance(app.load_error, CancelledError)
-    assert app.model_thread.join(2)
+    assert app.model_thread.join(60)
 
 
 async def test_quit_during_a_load_that_ignores_cancel(tmp_path: Path) -> None:
     gate = threading.Event()
 
     def load(progress: Progress) -> Runtime:
-        gate.wait(10)
+        gate.wait(60)
         return as_runtime(ScriptedRuntime())
 
     app = ChatApp(load, store=ChatStore(tmp_path / "chats"))
     async with app.run_test() as pilot:
         await until(pilot, lambda: isinstance(app.screen, LoadingScreen))
         await pilot.press("escape", "escape")
-        await until(pilot, lambda: not app.is_running, "the app to end", seconds=3)
+        await until(pilot, lambda: not app.is_running, "the app to end", seconds=30)
     assert isinstance(app.load_error, CancelledError)
     gate.set()
-    assert app.model_thread.join(2)
+    assert app.model_thread.join(60)
 
 
 def test_run_chat_raises_what_loading_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,6 +23,7 @@ from edgespec.backends.memory_check import check_weights_fit
 from edgespec.backends.model_facts import ModelFacts
 from edgespec.cores import usable_cores
 from edgespec.errors import CancelledError, EdgespecError, MemoryBudgetError, ModelFileError
+from edgespec.files import file_state
 
 __all__ = [
     "check_file",
@@ -108,8 +110,18 @@ def load_files(
 
 def repacks_weights(paths: Paths, gpu_layers: int | None) -> bool:
     """Return whether llama.cpp would convert the weights in these files to a faster layout for this CPU."""
-    with captured_log() as lines, suppress(EdgespecError):
-        library().llama_model_free(load_skeleton(paths, gpu_layers))
+    every = (paths,) if isinstance(paths, str) else tuple(paths)
+    with suppress(EdgespecError, OSError):
+        states = tuple(file_state(part) for path in every for part in gguf_files(Path(path)))
+        return _repacks_weights(every, gpu_layers, states)
+    return False
+
+
+@lru_cache(maxsize=64)  # Opening a model takes long, so check each version of its files only once.
+def _repacks_weights(paths: tuple[str, ...], gpu_layers: int | None, _file_states: tuple[str, ...]) -> bool:
+    with captured_log() as lines:
+        skeleton = load_skeleton(paths[0] if len(paths) == 1 else paths, gpu_layers)
+        library().llama_model_free(skeleton)
     return any("_REPACK model buffer" in line for line in lines)
 
 

@@ -6,6 +6,7 @@ If MTP layers are missing or incomplete, llama.cpp ends the process instead of r
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from edgespec.backends.gguf_header import GgufHeader, read_header
 from edgespec.backends.gguf_metadata import tensor_bytes
 from edgespec.backends.hidden_state_log import POST_NORM, stream_states
 from edgespec.errors import CapabilityError, ModelFileError, shorten
+from edgespec.files import file_state
 
 __all__ = [
     "MTP_GRAPHS",
@@ -167,6 +169,15 @@ def unloaded_bytes(path: Path) -> int:
 
     Subtract this from `llama_model_size`, which counts MTP layers even if they are not loaded.
     """
+    try:
+        states = tuple(file_state(part) for part in gguf_files(path))
+    except (OSError, ModelFileError):
+        return 0
+    return _unloaded_bytes(path, states)
+
+
+@lru_cache(maxsize=64)  # Large headers are slow to read, so read each version of a file only once.
+def _unloaded_bytes(path: Path, _file_states: tuple[str, ...]) -> int:
     try:
         return read_mtp_layers(path).weight_bytes
     except (CapabilityError, ModelFileError):

@@ -17,6 +17,9 @@ from edgespec.errors import BackendError, ClosedError
 
 __all__ = ["LlamaVocabulary"]
 
+# Enough for most pieces. Comparing two vocabularies reads all pieces, and `create_string_buffer` is slow.
+_PieceBuffer = ctypes.c_char * 64
+
 
 class LlamaVocabulary:
     """The vocabulary of a loaded llama.cpp model.
@@ -104,15 +107,15 @@ class LlamaVocabulary:
                 f"token {token} is not in the vocabulary of {self.size:,} tokens",
                 f"use a token id from 0 to {self.size - 1}",
             )
-        room = 64
+        buffer, room = _PieceBuffer(), ctypes.sizeof(_PieceBuffer)
         while True:
-            buffer = ctypes.create_string_buffer(room)
             with self._lock:
                 self._check_open()
                 count = self._lib.llama_token_to_piece(self._vocab, token, buffer, room, 0, special)
             if count >= 0:
                 return buffer.raw[:count]
             room = -count
+            buffer = ctypes.create_string_buffer(room)
 
     def is_end(self, token: int) -> bool:
         """Return whether a token ends a reply."""

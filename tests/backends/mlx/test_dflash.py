@@ -26,6 +26,7 @@ from edgespec.heads.tensor_files import read_folder_tensors
 from tests.backends.dflash_reference import block_logits, markov_logits
 from tests.backends.head_histories import ROUNDS, Round, check_history
 from tests.backends.mlx.tiny_checkpoints import ROWS, write_checkpoint
+from tests.cases import covering
 from tests.heads.published_dflash import LAYOUTS, SELECTOR, WINDOW, Layout, write_dflash_head
 
 SIZE = 64
@@ -119,8 +120,9 @@ def test_drafts_equal_those_of_numpy(
     head.close()
 
 
-@pytest.mark.parametrize("kind", ["llama", "llama_sliding", "qwen3_next"])
-@pytest.mark.parametrize("layout", ["z-lab", "DeepSeek"])
+@pytest.mark.parametrize(
+    ("kind", "layout"), covering(("llama", "llama_sliding", "qwen3_next"), ("z-lab", "DeepSeek"))
+)
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rounds=st.lists(ROUNDS, min_size=1, max_size=8), seed=st.integers(0, 1 << 16))
 def test_a_draft_after_any_history_equals_that_of_a_fresh_head(
@@ -130,8 +132,9 @@ def test_a_draft_after_any_history_equals_that_of_a_fresh_head(
     check_history(lambda: files.load(kind), lambda target: head_of(target, path), rounds, seed)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "qwen3_next"])
-@pytest.mark.parametrize("layout", ["z-lab", "DeepSeek"])
+@pytest.mark.parametrize(
+    ("kind", "layout"), covering(("llama", "gemma3", "qwen3_next"), ("z-lab", "DeepSeek"))
+)
 def test_no_head_changes_a_reply(files: Files, kind: str, layout: Layout) -> None:
     path, head = files.target(kind), files.head(layout)
     branches = () if kind == "qwen3_next" else (2, 2)

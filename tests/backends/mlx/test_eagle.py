@@ -30,6 +30,7 @@ from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, CapabilityError, ClosedError, MemoryBudgetError, ModelFileError
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
 from tests.backends.mlx.tiny_checkpoints import ROWS, write_checkpoint
+from tests.cases import covering
 from tests.heads.published import LAYOUTS, Layout, write_head
 
 CONTEXT = 512
@@ -81,8 +82,7 @@ def head_of(target: Any, path: Path) -> EagleHead:
     return head
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", ["SafeAILab", "EAGLE-1"])
+@pytest.mark.parametrize(("kind", "layout"), covering(KINDS, ("SafeAILab", "EAGLE-1")))
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rounds=st.lists(ROUNDS, min_size=1, max_size=8), seed=st.integers(0, 1 << 16))
 def test_a_draft_after_any_history_equals_that_of_a_fresh_head(

@@ -316,10 +316,10 @@ def test_close_while_another_thread_tokenizes(tiny: MlxVocabulary) -> None:
 
     thread = threading.Thread(target=read)
     thread.start()
-    begun.wait(10)
+    begun.wait(60)
     tiny.close()
     tiny.close()
-    thread.join(10)
+    thread.join(60)
     assert outcomes == [ClosedError]
     with pytest.raises(ClosedError):
         tiny.piece(65)

@@ -1,0 +1,28 @@
+"""Choose which combinations of parameters every test run covers, and which only `-m long`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import pytest
+
+__all__ = ["covering"]
+
+
+def covering(*axes: Sequence[Any]) -> list[Any]:
+    """Return parameter sets for all combinations of the values of several parameters.
+
+    Every value occurs in a test run without `-m long`, which runs as many combinations as the longest axis
+    has values. The other combinations are marked as long.
+    """
+    sizes = [len(axis) for axis in axes]
+    short = {tuple(i % size for size in sizes) for i in range(max(sizes))}
+    return [
+        pytest.param(
+            *(axis[i] for axis, i in zip(axes, indices, strict=True)),
+            marks=() if indices in short else pytest.mark.long,
+        )
+        for indices in product(*map(range, sizes))
+    ]
