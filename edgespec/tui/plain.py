@@ -103,8 +103,8 @@ class PlainChat:
         """
         self.note(f"Model: {facts_line(self.runtime.target)}. Type /help for the commands, /quit to end.")
         if self._is_interactive:
-            for text in notices(self.runtime, "Type /model"):
-                self.note(text)
+            for notice in notices(self.runtime, "Type /model"):
+                self.note(notice)
         if resume is not None:
             self.resume(resume)
         if tools:
