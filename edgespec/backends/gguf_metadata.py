@@ -96,8 +96,10 @@ def _of_parts(parts: Sequence[Path]) -> ModelInfo:
     metadata = header.metadata
     has_head = any(name == "output.weight" for name, _ in bytes_of)
     tokens = tokens_of_header(header)
+    kind = _kind(header, tensors)
+    vocab_size = len(tokens.tokens) if tokens else _number(header.architecture_value("vocab_size"))
     return ModelInfo(
-        kind=_kind(header, tensors),
+        kind=kind,
         family=_text(metadata.get("general.basename"))
         or _text(metadata.get("general.name"))
         or header.architecture,
@@ -108,7 +110,7 @@ def _of_parts(parts: Sequence[Path]) -> ModelInfo:
         pass_bytes=_pass_bytes(bytes_of, _used_fraction(header), has_head),
         kv_bytes=_kv_bytes(header),
         context_tokens=_number(header.architecture_value("context_length")),
-        vocab_size=len(tokens.tokens) if tokens else _number(header.architecture_value("vocab_size")),
+        vocab_size=vocab_size,
         vocabulary=tokens.digest() if tokens else "",
         chat_template=bool(_text(metadata.get("tokenizer.chat_template"))),
         licence=_text(metadata.get("general.license")),
@@ -118,6 +120,9 @@ def _of_parts(parts: Sequence[Path]) -> ModelInfo:
         hidden_size=_hidden_size(header),
         layers=_number(header.architecture_value("block_count")),
         read_layers=_read_layers(header),
+        draft_vocab_size=next((tensor.elements for tensor in tensors if tensor.name == "d2t"), vocab_size)
+        if kind == "head"
+        else 0,
     )
 
 

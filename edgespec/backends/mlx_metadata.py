@@ -140,6 +140,7 @@ def read_head_info(folder: Path) -> ModelInfo:
         hidden_size=_first(config, ("target_hidden_size", "hidden_size", "n_embd")),
         layers=_first(config, ("num_hidden_layers", "n_layer")),
         read_layers=_read_layers(config),
+        draft_vocab_size=_first(whole, ("draft_vocab_size",)),
     )
 
 

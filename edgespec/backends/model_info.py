@@ -34,6 +34,7 @@ class ModelInfo:
         hidden_size: Number of values in a hidden state. For a head, in those of the target that it reads.
         layers: Number of layers.
         read_layers: For a head, the layers of the target whose hidden states it reads, if the files say so.
+        draft_vocab_size: For a head, how many of the target's tokens it can draft, if the files say so.
     """
 
     kind: Kind
@@ -55,3 +56,4 @@ class ModelInfo:
     hidden_size: int = 0
     layers: int = 0
     read_layers: tuple[int, ...] = ()
+    draft_vocab_size: int = 0

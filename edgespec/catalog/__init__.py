@@ -1,9 +1,11 @@
 """Resolve model references, download models and find installed models."""
 
+from edgespec.backends.head_files import head_info, method_of
 from edgespec.backends.mlx_files import mlx_installed
 from edgespec.backends.model_info import ModelInfo
 from edgespec.catalog.catalogue import (
     Catalogue,
+    HeadEntry,
     ModelEntry,
     ModelFormat,
     load_catalogue,
@@ -20,11 +22,14 @@ from edgespec.catalog.installed import (
 )
 from edgespec.catalog.metadata_cache import MetadataCache
 from edgespec.catalog.reference import Resolved, resolve
+from edgespec.catalog.speedup_estimate import MIN_ESTIMABLE_BYTES
 
 __all__ = [
+    "MIN_ESTIMABLE_BYTES",
     "Catalogue",
     "DraftChoice",
     "DraftOption",
+    "HeadEntry",
     "HeadOption",
     "InstalledModel",
     "MetadataCache",
@@ -36,8 +41,10 @@ __all__ = [
     "choose_draft",
     "draft_options",
     "find_installed",
+    "head_info",
     "head_options",
     "load_catalogue",
+    "method_of",
     "mlx_installed",
     "published_heads",
     "read_model_info",

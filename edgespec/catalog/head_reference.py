@@ -57,7 +57,9 @@ def resolve_head_with(reference: str, download: Download) -> Resolved:
             name = parsed.full_name
             if head := catalogue.find_head(name):
                 if head.embedded_path is not None:
-                    return replace(_resolve_head_path(head.embedded_path), name=head.name)
+                    note = f"{typed} -> built in: {head.embedded_path}"
+                    found = _resolve_head_path(head.embedded_path)
+                    return replace(found, name=head.name, source="embedded", note=note)
                 return _resolve_hub(typed, head.repository, None, download)
             if Path(name).exists():
                 return _resolve_head_path(Path(name))

@@ -20,7 +20,7 @@ from edgespec.files import cache_folder, read_regular_file, write_private_file
 
 __all__ = ["MetadataCache", "files_fingerprint"]
 
-_VERSION = 2
+_VERSION = 3
 # Limits on the number of models and model pairs in the cache file. No machine has that many.
 _MAX_MODELS, _MAX_PAIRS = 2000, 20_000
 _MAX_FILE_BYTES = 16 * 2**20

@@ -5,8 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-__all__ = ["estimate_acceptance_rate", "estimate_head_speedup", "estimate_speedup"]
+__all__ = ["MIN_ESTIMABLE_BYTES", "estimate_acceptance_rate", "estimate_head_speedup", "estimate_speedup"]
 
+# The estimates assume that the duration of a pass is proportional to the bytes of weights that it reads. If a
+# model reads fewer bytes than this, fixed costs dominate, and the estimates are too high. A CPU reads 64 MiB
+# in 1 to 3 ms, which `auto` considers too fast for drafting.
+MIN_ESTIMABLE_BYTES = 64 * 2**20
 # Assumed acceptance rate of a draft model with the target's size, and how much lower it is for each factor of
 # 10 in size. The estimate for the demo models is 0.80 and their measured rate 0.75.
 _RATE_AT_EQUAL_SIZE, _RATE_PER_DECADE = 0.86, 0.08

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edgespec.cli.failures import DONE, FAILED
+from edgespec.cli.head_details import is_head_folder, published_head
 from edgespec.cli.help import HelpfulGroup
 from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.models_shown import STORED_BY, Shown, entry_json, installed_json, prepared_json
@@ -146,6 +147,7 @@ def list_models(as_json: bool) -> None:
     _print_list(("YOUR MODEL", "DRAFT MODEL"), sorted(pairs.items()))
     if not any(speeds.values()):
         note("To see how fast each model would be on this machine, run `edgespec recommend` once.")
+    note("This list has no heads. `edgespec models show MODEL` lists the heads for a model.")
     if not own and not pairs:
         note("To give a model an alias, see `edgespec models alias --help`.")
     for each in installed.unusable[:_MAX_UNUSABLE]:
@@ -189,7 +191,7 @@ def _print_list(heads: Sequence[str], rows: Sequence[Sequence[str]], *, optional
 @click.option("--probe", is_flag=True, help="Also load the model and test its capabilities.")
 @json_option
 def show_model(reference: str, probe: bool, as_json: bool) -> int:
-    """Show details of the model REF, and which models and heads can draft for it.
+    """Show details of the model or head REF, and which models and heads can draft for a model.
 
     Until two models have been used together, the expected speed-up is estimated from their sizes. The exit
     status is 1 if a file could not be read.
@@ -198,25 +200,31 @@ def show_model(reference: str, probe: bool, as_json: bool) -> int:
         choose_draft,
         draft_options,
         find_installed,
+        head_info,
         head_options,
         published_heads,
         read_model_info,
         resolve,
     )
+    from edgespec.catalog.head_reference import resolve_head
 
-    shown = Shown(reference, _catalogued(reference))
+    head = published_head(reference)
+    is_head = head is not None or is_head_folder(reference)
+    shown = Shown(reference, _catalogued(reference), head)
     try:
-        found = shown.found = resolve(reference, allow_download=False)
+        find = resolve_head if is_head else resolve
+        found = shown.found = find(reference, allow_download=False)
     except ModelNotFoundError as error:
-        if shown.entry is None:
+        if shown.entry is None and head is None:
             raise
         shown.missing = error.what
-        shown.heads = published_heads(shown.entry)
+        if shown.entry is not None:
+            shown.heads = published_heads(shown.entry)
     else:
         shown.entry = found.entry or shown.entry
         installed = find_installed(include_embedded=True)
         try:
-            shown.info = read_model_info(found, installed.metadata)
+            shown.info = head_info(found.path) if is_head else read_model_info(found, installed.metadata)
         except ModelFileError as error:
             shown.problem = str(error)
         if not shown.info or shown.info.kind == "model":
@@ -354,10 +362,10 @@ def remove_model(reference: str, yes: bool, as_json: bool) -> None:
 
 def _resolver(reference: str) -> Callable[..., Resolved]:
     """Return `resolve_head` if the catalogue lists `reference` as a head, and `resolve` otherwise."""
-    from edgespec.catalog import load_catalogue, resolve
+    from edgespec.catalog import resolve
     from edgespec.catalog.head_reference import resolve_head
 
-    return resolve_head if load_catalogue().find_head(reference.strip().removeprefix("hf:")) else resolve
+    return resolve_head if published_head(reference) else resolve
 
 
 def _print_change(what: str, remark: str, value: dict[str, Any], as_json: bool) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from edgespec.cli.head_details import head_entry_json, head_lines
 from edgespec.files import format_bytes
 
 if TYPE_CHECKING:
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from edgespec.catalog import (
         DraftChoice,
         DraftOption,
+        HeadEntry,
         HeadOption,
         InstalledModel,
         ModelEntry,
@@ -26,15 +28,20 @@ __all__ = ["STORED_BY", "Shown", "entry_json", "installed_json", "prepared_json"
 
 STORED_BY = {"embedded": "edgespec", "ollama": "Ollama", "lmstudio": "LM Studio", "hub": "Hugging Face"}
 _MAX_DRAFTS = 8
+_TOO_SMALL = (
+    "none is predicted, because this model is so fast that drafting usually costs more time than it saves;"
+    " `edgespec bench` measures it"
+)
 
 
 @dataclass(slots=True)
 class Shown:
-    """Everything that `edgespec models show` reports about a model.
+    """Everything that `edgespec models show` reports about a model or a head.
 
     Attributes:
         reference: The reference that the user typed.
-        entry: Catalogue entry, if there is one.
+        entry: Catalogue entry of a model, if there is one.
+        head: Catalogue entry of a head, if there is one.
         found: The resolved model. None if it is not on this machine.
         missing: Why the model was not found on this machine.
         info: Metadata read from the model files.
@@ -46,7 +53,8 @@ class Shown:
     """
 
     reference: str
-    entry: ModelEntry | None
+    entry: ModelEntry | None = None
+    head: HeadEntry | None = None
     found: Resolved | None = None
     missing: str = ""
     info: ModelInfo | None = None
@@ -62,6 +70,15 @@ class Shown:
         known = self.found or self.entry
         return known.format if known else None
 
+    @property
+    def is_too_small(self) -> bool:
+        """Whether the model is so small that a speed-up cannot be estimated from sizes."""
+        from edgespec.catalog import MIN_ESTIMABLE_BYTES
+
+        size_bytes = self.info.pass_bytes if self.info else 0
+        size_bytes = size_bytes or (self.entry.approximate_file_bytes if self.entry else 0)
+        return 0 < size_bytes < MIN_ESTIMABLE_BYTES
+
     def to_json(self) -> dict[str, Any]:
         """Return the JSON output of `edgespec models show --json`."""
         found, choice = self.found, self.choice
@@ -75,19 +92,27 @@ class Shown:
             "source": found.source if found else None,
             "format": self.format,
             "note": found.note if found else self.missing,
-            "catalogue": entry_json(self.entry) if self.entry else None,
+            "catalogue": entry_json(self.entry)
+            if self.entry
+            else head_entry_json(self.head)
+            if self.head
+            else None,
             "model": model or None,
-            "drafts": [_draft_json(option) for option in self.options],
+            "drafts": [_draft_json(option, is_too_small=self.is_too_small) for option in self.options],
             "auto_draft": {
                 "draft": choice.draft.name if choice and choice.draft else None,
                 "why": choice.reason if choice else self.missing,
             },
-            "heads": [_head_json(head) for head in self.heads],
+            "heads": [_head_json(head) for head in self._shown_heads],
             "problem": self.problem,
         }
 
     def lines(self) -> list[tuple[str, str]]:
         """Return the (name, value) lines of `edgespec models show`."""
+        if self.head or (self.info and self.info.kind == "head"):
+            name = ("head", self.found.note if self.found else self.reference)
+            problem = [("problem", self.problem)] if self.problem else []
+            return [name, *head_lines(self.reference, self.head, self.info), *problem]
         lines = [("model", self.found.note if self.found else self.reference), *_entry_lines(self.entry)]
         if (known := self.found or self.entry) is not None:
             lines.append(("format", known.file_format.label))
@@ -98,9 +123,15 @@ class Shown:
         if self.facts is not None:
             lines += _capability_lines(self.facts)
         if self.choice is not None:
-            lines += _draft_lines(self.options, self.choice)
-        lines += [("head", _head_line(head)) for head in self.heads]
+            lines += _draft_lines(self.options, self.choice, is_too_small=self.is_too_small)
+        lines += [("head", _head_line(head)) for head in self._shown_heads]
+        if self.is_too_small and (self.options or self.heads):
+            lines.append(("expected speed-up", _TOO_SMALL))
         return [*lines, ("problem", self.problem)] if self.problem else lines
+
+    @property
+    def _shown_heads(self) -> Sequence[HeadOption]:
+        return [replace(head, speedup=0.0) for head in self.heads] if self.is_too_small else self.heads
 
 
 def _count_text(count: int) -> str:
@@ -168,6 +199,9 @@ def _info_json(info: ModelInfo) -> dict[str, Any]:
         "experts": info.experts,
         "experts_used": info.experts_used,
         "heads": list(info.heads),
+        "hidden_size": info.hidden_size,
+        "read_layers": list(info.read_layers),
+        "draft_vocab_size": info.draft_vocab_size,
     }
 
 
@@ -183,7 +217,7 @@ def _loaded_json(facts: ModelFacts) -> dict[str, Any]:
     }
 
 
-def _draft_json(option: DraftOption) -> dict[str, Any]:
+def _draft_json(option: DraftOption, *, is_too_small: bool) -> dict[str, Any]:
     return {
         "reference": option.reference,
         "on_this_machine": option.path is not None,
@@ -192,7 +226,7 @@ def _draft_json(option: DraftOption) -> dict[str, Any]:
         "shared_tokens": option.shared_token_fraction,
         "parameters": option.parameters,
         "file_bytes": option.size_bytes,
-        "expected_speedup": round(option.speedup, 3),
+        "expected_speedup": None if is_too_small else round(option.speedup, 3),
         "measured_acceptance": option.acceptance_rate,
     }
 
@@ -242,12 +276,6 @@ def _entry_lines(entry: ModelEntry | None) -> list[tuple[str, str]]:
 
 
 def _info_lines(info: ModelInfo) -> list[tuple[str, str]]:
-    if info.kind == "head":
-        size = format_bytes(info.size_bytes)
-        return [
-            ("head", f"{', '.join(info.heads)}, {info.quantisation}, {size}; made for one target"),
-            ("use it with", "--head, together with --target and the model that the head was made for"),
-        ]
     experts = f", {info.experts_used} of {info.experts} experts per token" if info.experts else ""
     trained = f"{info.context_tokens:,} tokens" if info.context_tokens else "not stated in the files"
     same = f"ID {info.vocabulary[:12]}" if info.vocabulary else "cannot be compared with other models"
@@ -277,15 +305,19 @@ def _capability_lines(facts: ModelFacts) -> list[tuple[str, str]]:
     return [("drafting works", speculation), ("rollback", facts.rollback)]
 
 
-def _draft_lines(options: Sequence[DraftOption], choice: DraftChoice) -> list[tuple[str, str]]:
+def _draft_lines(
+    options: Sequence[DraftOption], choice: DraftChoice, *, is_too_small: bool
+) -> list[tuple[str, str]]:
     """Return the lines about possible draft models and the one that `--draft auto` would use."""
     lines = []
     for option in options[:_MAX_DRAFTS]:
         here = "" if option.path else ", not on this machine"
         sizes = f"{_count_text(option.parameters)} parameters, {format_bytes(option.size_bytes)}"
-        basis = "estimated" if option.acceptance_rate is None else "measured"
-        gain = f"expected speed-up {option.speedup:.1f}x ({basis}){here}"
-        details = f"{option.tokens}, {sizes}, {option.format.upper()}; {gain}"
+        basis = "estimated from its size"
+        if option.acceptance_rate is not None:
+            basis += f" and the measured acceptance rate of {option.acceptance_rate:.0%}"
+        gain = "" if is_too_small else f"; expected speed-up {option.speedup:.1f}x ({basis})"
+        details = f"{option.tokens}, {sizes}, {option.format.upper()}{gain}{here}"
         lines.append(("draft model", f"{option.reference}: {details}"))
     if len(options) > _MAX_DRAFTS:
         lines.append(("draft model", f"and {len(options) - _MAX_DRAFTS} more"))

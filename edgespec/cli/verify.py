@@ -40,6 +40,7 @@ _MAX_SHOWN_DIVERGENCES = 5
 
 _COUNTS = {
     "prompts": "PROMPTS",
+    "replies": "REPLIES",
     "identical": "IDENTICAL",
     "near_tie": "NEAR-TIE",
     "violations": "VIOLATIONS",
@@ -63,10 +64,11 @@ _PROMPTS_PER_CATEGORY = 2
 )
 @methods_option(
     help="Methods to check. Others, such as auto, are checked only if listed."
-    " [default: suffix and ngram, plus model and model+suffix if there is a draft model]"
+    " [default: suffix, ngram and the methods of the loaded heads; with a draft model, also model and"
+    " model+suffix]"
 )
 @prompts_option(
-    help="JSON Lines file with a `prompt` or `messages` on each line. [default: built-in prompts]"
+    help="JSON Lines file with a `prompt` or `messages` on each line. [default: 18 built-in prompts]"
 )
 @temperatures_option(default="0,0.8,1.2", help="Temperatures to check.")
 @draft_lengths_option(default="1,4,8", help="Draft lengths to test, in tokens.")
@@ -103,8 +105,13 @@ def command(
     0.001 counts as a violation. Methods always draft here, even when that is slower. If a method drafts
     nothing, it cannot be checked, and the exit status is also 1.
 
-    The default is hundreds of replies, which takes minutes even with the demo model, and there is no partial
-    result. For a quick check, add --temperatures 0 --draft-lengths 4 -n 32.
+    Each prompt is answered once for every combination of method, temperature and draft length. With the
+    default values and a draft model, these are about 700 replies, which takes minutes even with the demo
+    model, and there is no partial result. For a quick check, add --temperatures 0 --draft-lengths 4 -n 32.
+
+    In the output, PROMPTS, IDENTICAL, NEAR-TIE and VIOLATIONS are numbers of prompts. A prompt is identical
+    only if all of its replies are. REPLIES is the number of replies that were compared. DRAFTED and ACCEPTED
+    are numbers of tokens.
     """
     from edgespec.losslessness import read_prompts
 
@@ -206,19 +213,26 @@ def _verdict(facts: dict[str, Any]) -> str:
         return "Passed: drafting did not measurably change the probabilities of the replies."
     near_ties = sum(method["near_tie"] for method in facts["methods"].values())
     apart = f", apart from {near_ties} near-ties (see `edgespec verify --help`)" if near_ties else ""
-    return f"Passed: drafting did not change a single token of these replies{apart}."
+    replies = sum(method["replies"] for method in facts["methods"].values())
+    return f"Passed: drafting did not change a single token of these {replies:,} replies{apart}."
 
 
 def _print(facts: dict[str, Any]) -> None:
-    draft = facts["draft"] or "none"
+    names = [f"head {name}" for name in facts["heads"]]
+    if facts["draft"] or not names:
+        names.insert(0, f"draft model {facts['draft'] or 'none'}")
     parallel = f", {facts['parallel']} replies at once" if facts["parallel"] > 1 else ""
-    click.echo(f"model {facts['target']}, draft model {draft}, {facts['acceptance']} acceptance{parallel}\n")
+    models = ", ".join([f"model {facts['target']}", *names])
+    click.echo(printable(f"{models}, {facts['acceptance']} acceptance{parallel}\n"))
     rows = []
     for name, method in facts["methods"].items():
-        value = method.get("smallest_corrected_p_value")
+        value = method["smallest_corrected_p_value"]
         counts = [str(method[key]) for key in _COUNTS]
         rows.append([name, *counts, "-" if value is None else f"{value:.3g}"])
-    print_table(("METHOD", *_COUNTS.values(), "P-VALUE"), rows)
+    heads = ("METHOD", *_COUNTS.values(), "P-VALUE")
+    # Only tests of probabilities have p-values.
+    columns = len(heads) if facts["acceptance"] == "rejection" else len(heads) - 1
+    print_table(heads[:columns], [row[:columns] for row in rows])
     for name in facts["nothing_drafted"]:
         why = facts["methods"][name]["note"]
         click.echo(printable(f"{name} drafted nothing, so nothing was checked{why and f': {why}'}"))

@@ -87,6 +87,7 @@ class Report:
 
     Attributes:
         parallel: Number of replies that were generated at once with each method.
+        heads: Names of the loaded heads.
     """
 
     target: str
@@ -94,6 +95,7 @@ class Report:
     acceptance: str
     methods: dict[str, MethodResult]
     parallel: int = 1
+    heads: tuple[str, ...] = ()
 
     @property
     def violations(self) -> int:

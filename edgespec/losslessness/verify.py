@@ -132,7 +132,9 @@ def verify(
         progress("done", 1.0)
     draft = runtime.draft.name if runtime.draft else None
     results = {method: each.finished_result() for method, each in findings.items()}
-    return Report(runtime.target.name, draft, acceptance, results, runtime.parallel if at_once else 1)
+    heads = tuple(head.name for head in runtime.heads)
+    at_a_time = runtime.parallel if at_once else 1
+    return Report(runtime.target.name, draft, acceptance, results, at_a_time, heads)
 
 
 @dataclass

@@ -28,7 +28,7 @@ from edgespec.tui.history import History
 from edgespec.tui.open_chat import OpenChat, version_label
 from edgespec.tui.preferences import Preferences
 from edgespec.tui.speed_history import SpeedHistory
-from edgespec.tui.texts import error_text, notices, speed_up_short, welcome_rows
+from edgespec.tui.texts import drafter_names, error_text, notices, speed_up_short, welcome_rows
 from edgespec.tui.widgets.details import Details, details_content
 from edgespec.tui.widgets.files import FileChips, PathList
 from edgespec.tui.widgets.message_widget import MessageWidget
@@ -194,8 +194,9 @@ class ChatView(Screen[None]):
             dropped_messages=self._state.dropped_messages,
             downloads=self.downloads.status,
         )
-        draft = self.runtime.draft
-        models = self.runtime.target.name + (f" with draft model {draft.name}" if draft is not None else "")
+        drafters = drafter_names(self.runtime)
+        names = " and ".join(f"{label.lower()} {name}" for label, name in drafters)
+        models = self.runtime.target.name + (f" with {names}" if names else "")
         for line, content in (
             (self._models, Content.assemble(("edgespec", "bold"), "  ", (models, "$muted"))),
             (self._title, Content(self.current_chat.shown_title)),
@@ -213,6 +214,7 @@ class ChatView(Screen[None]):
                     stats,
                     rates=self.speeds.rates(),
                     method=method,
+                    drafters=drafters,
                     reply=reply,
                     memory_bytes=self._memory_bytes,
                     loss_limits=self.runtime.loss_limits,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from textual.content import Content
@@ -65,14 +66,32 @@ def speed_text(model: AvailableModel) -> str:
 
 
 def details_text(
-    model: AvailableModel, budget_bytes: int | None, *, is_used: bool, is_downloading: bool
+    model: AvailableModel,
+    budget_bytes: int | None,
+    *,
+    is_used: bool,
+    drafters: Sequence[tuple[str, str]],
+    is_downloading: bool,
 ) -> Content:
-    """Return the details of the highlighted model, and a description of what Enter does."""
+    """Return the details of the highlighted model, and a description of what Enter does.
+
+    Args:
+        model: The model.
+        budget_bytes: Memory that models may use, or None if unknown.
+        is_used: Whether the chat uses this model.
+        drafters: Labels and names of the chat's draft model and heads, shown if the chat uses this model.
+        is_downloading: Whether the model is being downloaded.
+    """
     memory = "Its size is unknown."
     if model.needed_bytes:
         budget = f" {format_bytes(budget_bytes)} may be used." if budget_bytes is not None else ""
         memory = f"It needs about {format_bytes(model.needed_bytes)} of memory.{budget}"
-    draft = f" with the draft model {model.draft}" if model.draft else ""
+    # The chat may use the model with another draft model, with a head or alone.
+    draft = f" with the draft model {model.draft}" if model.draft and not is_used else ""
+    names = " and ".join(f"the {label.lower()} {name}" for label, name in drafters)
+    action = _action(model, is_used, is_downloading)
+    if is_used and names:
+        action = f"This chat uses this model with {names}."
     if model.speed is None:
         speed = f"It works{draft}. Ctrl+S measures its speed." if draft else "Ctrl+S measures its speed."
     else:
@@ -81,7 +100,7 @@ def details_text(
     return Content.assemble(
         (f"{model.reference}, {_PLACES[model.place]}", "bold"),
         "\n",
-        (_action(model, is_used, is_downloading), "$primary" if model.fits else "$warning"),
+        (action, "$primary" if model.fits else "$warning"),
         f"\n{memory} {speed}",
     )
 

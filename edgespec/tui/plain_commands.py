@@ -293,10 +293,11 @@ def _save(chat: PlainChat, argument: str) -> None:
 
 
 def _race(chat: PlainChat, argument: str) -> None:
-    from edgespec.tui.race import start_race
+    from edgespec.tui.race import race_method, start_race
 
-    chat.note("Racing plain decoding against auto.")
-    _, job, _ = start_race(chat.model_thread, chat.current_chat, argument)
+    method = race_method(chat.runtime, chat.current_chat)
+    chat.note(f"Racing plain decoding against {method}.")
+    _, job, _ = start_race(chat.model_thread, chat.current_chat, method, argument)
     try:
         race = job.result()
     except CancelledError as error:

@@ -1,4 +1,4 @@
-"""The `/race` command: generate a reply with plain decoding and again with `auto`, and compare the speeds."""
+"""The `/race` command: generate a reply with plain decoding and with the chat's method, and compare them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from edgespec.tui.open_chat import OpenChat
     from edgespec.tui.worker import ModelThread
 
-__all__ = ["StartedRace", "open_race", "start_race"]
+__all__ = ["StartedRace", "open_race", "race_method", "start_race"]
 
 
 class StartedRace(NamedTuple):
@@ -36,12 +36,25 @@ async def open_race(screen: ChatScreen, argument: str) -> None:
     """
     if screen.writing:
         raise OptionError("The reply is not finished yet", "Press Esc to stop it, then type /race again")
-    started = start_race(screen.model_thread, screen.current_chat, argument)
+    method = race_method(screen.runtime, screen.current_chat)
+    started = start_race(screen.model_thread, screen.current_chat, method, argument)
     await screen.app.push_screen(RaceScreen(*started, screen.model_thread.cancel))
 
 
-def start_race(thread: ModelThread, chat: OpenChat, argument: str) -> StartedRace:
+def race_method(runtime: Runtime, chat: OpenChat) -> str:
+    """Return the method to race against plain decoding: the chat's method, or `auto` if it is `none`."""
+    method = str(chat.settings.get("method") or runtime.method.requested)
+    return "auto" if method == "none" else method
+
+
+def start_race(thread: ModelThread, chat: OpenChat, method: str, argument: str) -> StartedRace:
     """Start a race in the model thread. It uses the chat's messages and settings, but leaves the chat as is.
+
+    Args:
+        thread: The model thread.
+        chat: The open chat.
+        method: The method to race against plain decoding.
+        argument: The message to reply to. If empty, the chat's last message.
 
     Raises:
         OptionError: There is no message.
@@ -57,13 +70,14 @@ def start_race(thread: ModelThread, chat: OpenChat, argument: str) -> StartedRac
     # Limit the replies, because long ones would make the race slow to run and to draw.
     options["max_tokens"] = min(int(str(options.get("max_tokens", DEFAULT_RACE_TOKENS))), DEFAULT_RACE_TOKENS)
     progress = RaceProgress()
-    race = thread.submit(_work(chat.system, messages, options, progress))
+    race = thread.submit(_work(chat.system, messages, method, options, progress))
     return StartedRace(messages[-1].content, race, progress)
 
 
 def _work(
     system: str | None,
     messages: tuple[Message, ...],
+    method: str,
     options: dict[str, Any],
     progress: RaceProgress,
 ) -> Callable[[Runtime, Callable[[], bool]], Race]:
@@ -77,6 +91,6 @@ def _work(
             progress.description, progress.fraction = description, fraction
             return not is_cancelled()
 
-        return run_race(start, options, progress=report)
+        return run_race(start, options, method=method, progress=report)
 
     return work

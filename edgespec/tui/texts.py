@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgespec.errors import EdgespecError
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from edgespec.tui.open_chat import OpenChat
 
 __all__ = [
+    "drafter_names",
     "error_text",
     "facts_line",
     "memory_rows",
@@ -62,6 +64,15 @@ def facts_line(facts: ModelFacts) -> str:
     )
 
 
+def drafter_names(runtime: Runtime) -> list[tuple[str, str]]:
+    """Return the label and name of the loaded draft model, if there is one, and of each loaded head."""
+    names = [("Draft model", runtime.draft.name)] if runtime.draft is not None else []
+    # A path is too long for the screen, so show only the name of the file or folder.
+    return names + [
+        ("Head", Path(head.path).name if head.name == head.path else head.name) for head in runtime.heads
+    ]
+
+
 def sources_text(drafters: str) -> str:
     """Describe where the tokens of drafters such as `model+suffix` come from."""
     return " + ".join(dict.fromkeys(_SOURCES.get(name, name) for name in drafters.split("+")))
@@ -105,23 +116,33 @@ def welcome_rows(runtime: Runtime) -> list[tuple[str, str]]:
     rows = [("Model", facts_line(target))]
     if runtime.draft is not None:
         rows.append(("Draft model", facts_line(runtime.draft)))
-    elif method.requested == "auto" and sources_text(method.effective) == _SOURCES["suffix"]:
+    elif (
+        not runtime.heads
+        and method.requested == "auto"
+        and sources_text(method.effective) == _SOURCES["suffix"]
+    ):
         rows.append(("Draft model", f"none: {plain_words(method.reason)}"))
-    rows.append(("Speed-up", speed_up_text(method)))
+    heads = [each for each in drafter_names(runtime) if each[0] == "Head"]
+    rows += [*heads, ("Speed-up", speed_up_text(method))]
     if method.effective == "none":
         return rows
-    guesser = "The small draft model" if "model" in method.effective.split("+") else "edgespec"
+    guesser = "edgespec"
+    if "model" in method.effective.split("+"):
+        guesser = "The small draft model"
+    elif heads:
+        guesser = "The head, a small network that was trained for this model,"
     explanation = (
         f"{guesser} guesses the next words, and {target.name} checks several guesses at once. Guesses that"
         f" match what {target.name} would have written are accepted, which makes replies faster. The rest"
         " are discarded, so the speed-up never changes a reply. The status line at the bottom shows how"
         " much faster the last reply was and how many guesses were accepted."
     )
-    if target.name == "demo":
-        explanation += (
-            " The demo model is so small that guessing words often costs more time than it saves. When"
-            " that happens, edgespec stops guessing; press F3 for details."
-        )
+    if target.name.startswith("demo"):
+        explanation += " The demo model is so small that guessing words often costs more time than it saves."
+        if method.requested == "auto":
+            explanation += " When that happens, edgespec stops guessing; press F3 for details."
+        else:
+            explanation += f" edgespec guesses all the same, because you chose the method {method.requested}."
     return [*rows, ("", ""), ("", explanation)]
 
 
@@ -179,6 +200,7 @@ def show_rows(
         rows.append(("reason", reason_text(method)))
     if runtime.draft is not None:
         rows.append(("draft model", facts_line(runtime.draft)))
+    rows += [("head", name) for label, name in drafter_names(runtime) if label == "Head"]
     rows += [
         ("context", _context(runtime.context_tokens, runtime.target.context_tokens)),
         ("memory", format_bytes(runtime.memory_bytes())),

@@ -43,7 +43,7 @@ def why_text(
         why(
             method,
             stats,
-            has_draft_model=runtime.draft is not None,
+            has_drafter=runtime.draft is not None or bool(runtime.heads),
             is_demo=runtime.target.name.startswith("demo"),
             is_random=float(str(temperature)) > 0,
         )
@@ -51,21 +51,21 @@ def why_text(
 
 
 def why(
-    method: MethodReport, stats: Stats, *, has_draft_model: bool, is_demo: bool, is_random: bool
+    method: MethodReport, stats: Stats, *, has_drafter: bool, is_demo: bool, is_random: bool
 ) -> list[str]:
     """Return three sentences: how the reply was sped up, what limited the speed-up, and what to try next.
 
     Args:
         method: The method report of the reply.
         stats: The statistics of the reply.
-        has_draft_model: Whether a draft model is loaded.
+        has_drafter: Whether a draft model or a head is loaded.
         is_demo: Whether the model is the demo, which is too small for a large speed-up.
         is_random: Whether the temperature is above 0.
     """
     return [
         _result(method, stats),
         _reason(method, stats),
-        _advice(method, stats, has_draft_model, is_demo, is_random),
+        _advice(method, stats, has_drafter, is_demo, is_random),
     ]
 
 
@@ -81,6 +81,8 @@ def _result(method: MethodReport, stats: Stats) -> str:
         if abs(method.gain) <= 2 * error:
             return f"{used}. That changed the speed too little to measure ({factor:.2f}× ± {error:.2f})."
         return f"{used}. That made this reply {factor:.2f}× as fast (± {error:.2f})."
+    if stats.speedup_estimate is not None and stats.speedup_estimate < 1:
+        return f"{used}. That made this reply slower, about {stats.speedup_estimate:.1f}× as fast."
     if stats.speedup_estimate is not None:
         return f"{used}. That made this reply about {stats.speedup_estimate:.1f}× as fast."
     return f"{used}. How much faster that was is unknown, because the reply is too short to measure."
@@ -102,14 +104,16 @@ def _reason(method: MethodReport, stats: Stats) -> str:
     return f"It is not more because guessing and checking take time too: {accepted}."
 
 
-def _advice(method: MethodReport, stats: Stats, has_draft_model: bool, is_demo: bool, is_random: bool) -> str:
+def _advice(method: MethodReport, stats: Stats, has_drafter: bool, is_demo: bool, is_random: bool) -> str:
     if method.requested == "none":
         return "To switch the speed-up on, type /set method auto."
+    if method.requested != "auto" and (stats.speedup_estimate or 1.0) < 1:
+        return "Type /set method auto, which guesses only while that saves time."
     if is_demo:
         return "The demo model is too small for a large speed-up. `edgespec recommend` suggests a real model."
     if method.gain is not None and method.gain >= _GOOD_GAIN:
         return "There is nothing to change. Type /race to compare this reply with plain decoding."
-    if not has_draft_model:
+    if not has_drafter:
         return "Try a draft model: `edgespec models show MODEL` names one that fits yours."
     if is_random and (stats.acceptance_rate or 0.0) < _LOW_ACCEPTANCE:
         return "Try a lower temperature, for example /set temperature 0, which makes text easier to guess."

@@ -12,6 +12,7 @@ import pytest
 
 from edgespec.catalog import mlx_installed
 from edgespec.catalog.catalogue import models_folder
+from tests.backends.published_heads import write_published
 from tests.backends.tiny_gemma4_models import write_gemma4, write_gemma4_assistant
 from tests.backends.tiny_models import write_eagle, write_llama
 from tests.catalog.fake_stores import add_to_hub
@@ -189,22 +190,68 @@ class TestHeads:
             "available: use it with --head demo-head --method eagle" in run("models", "show", "demo").output
         )
 
+    def test_no_speed_up_is_predicted_for_a_model_that_is_too_small(self, run: Run) -> None:
+        shown = run("models", "show", "demo").stdout
+        assert re.search(r"^expected speed-up +none is predicted", shown, re.MULTILINE)
+        assert not re.search(r"speed-up \d", shown)
+        listed = json_of(run("models", "show", "demo", "--json"))
+        assert [each["expected_speedup"] for each in listed["drafts"] + listed["heads"]] == [None] * 3
+
     def test_show_lists_published_heads(self, run: Run) -> None:
         shown = run("models", "show", "qwen3-8b").stdout
         assert "its publisher measured 1.7x on a server GPU with 16-bit weights" in shown
         assert "not on this machine; download it with --head qwen3-8b-eagle3" in shown
+        assert re.search(r"expected speed-up \d", shown)
 
     def test_show_a_head(self, run: Run, target: Path) -> None:
         shown = run("models", "show", str(target.with_name("eagle3-target.gguf"))).stdout
-        assert "made for one target" in shown
+        assert re.search(r"^what it is +a head: .*\(EAGLE-3, method eagle\)$", shown, re.MULTILINE)
+        assert re.search(r"^drafts for +the model that it was trained for$", shown, re.MULTILINE)
         assert "--draft auto" not in shown
+
+    @pytest.mark.parametrize(
+        ("head", "target", "reads"),
+        [
+            ("demo-head", "demo", "the hidden states of the target's layers 2, 6 and 9"),
+            ("demo-mlx-head", "demo-mlx", "hidden states of several layers of the target"),
+        ],
+    )
+    def test_show_a_head_of_the_catalogue(self, run: Run, head: str, target: str, reads: str) -> None:
+        lines = dict(
+            re.split("  +", line, maxsplit=1) for line in run("models", "show", head).stdout.splitlines()
+        )
+        assert lines["head"].startswith(f"{head} -> built in: ")
+        assert lines["drafts for"] == target
+        assert lines["size"].startswith(("2.1 MiB, Q8_0", "3.9 MiB, float16"))
+        assert lines["reads"].startswith(reads)
+        assert lines["can draft"] == "all 8,192 tokens of the target"
+        assert lines["use it with"].startswith(f"--target {target} --head {head} (add --method eagle ")
+        shown = json_of(run("models", "show", head, "--json"))
+        assert shown["catalogue"]["targets"] == [target]
+        assert shown["model"]["heads"] == ["EAGLE-3"]
+
+    def test_show_a_head_that_is_not_on_this_machine(self, run: Run) -> None:
+        shown = run("models", "show", "qwen3-8b-eagle3").stdout
+        assert "no; download it with `edgespec models pull qwen3-8b-eagle3`" in shown
+        assert "1.7x on a server GPU with 16-bit weights, measured by its publisher" in shown
+        assert json_of(run("models", "show", "qwen3-8b-eagle3", "--json"))["on_this_machine"] is False
+
+    def test_show_a_folder_with_a_head(self, run: Run, tmp_path: Path) -> None:
+        folder = write_published(tmp_path / "my head", draft_vocab_size=100)
+        shown = run("models", "show", str(folder)).stdout
+        assert re.search(r"^can draft +100 of the 269 tokens of the target$", shown, re.MULTILINE)
+        assert f"--head '{folder}'" in shown
+
+    def test_heads_that_are_part_of_edgespec_are_not_removed(self, run: Run) -> None:
+        refused = one_line_error(run("models", "remove", "demo-head", "--yes"), 2)
+        assert "it is part of edgespec" in refused
 
     def test_show_names_an_assistant_beside_its_model(self, run: Run, tmp_path: Path) -> None:
         target = write_gemma4(tmp_path / "gemma.gguf")
         head = write_gemma4_assistant(tmp_path / "mtp-gemma.gguf")
         shown = run("models", "show", str(target)).stdout
         assert re.search(rf"^head +{head}: MTP; .*works, with --method auto or mtp$", shown, re.MULTILINE)
-        assert "made for one target" in run("models", "show", str(head)).stdout
+        assert "(MTP, method mtp)" in run("models", "show", str(head)).stdout
         assert "pass it with --head" in one_line_error(run("plan", "--target", str(head)), 1)
 
     def test_the_list_does_not_complain_about_heads(self, run: Run, tmp_path: Path, target: Path) -> None:

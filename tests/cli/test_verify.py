@@ -71,14 +71,22 @@ def test_table(run: Run, prompts: str) -> None:
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
     assert lines[0] == "model demo, draft model demo-draft, invariant acceptance"
-    heads = ["METHOD", "PROMPTS", "IDENTICAL", "NEAR-TIE", "VIOLATIONS", "DRAFTED", "ACCEPTED", "P-VALUE"]
+    heads = ["METHOD", "PROMPTS", "REPLIES", "IDENTICAL", "NEAR-TIE", "VIOLATIONS", "DRAFTED", "ACCEPTED"]
     assert lines[2].split() == " ".join(heads).split()
-    assert lines[-1].startswith("Passed: drafting did not change a single token of these replies")
+    # Two prompts at two temperatures, with two methods.
+    assert lines[-1].startswith("Passed: drafting did not change a single token of these 8 replies")
     assert [line.split()[0] for line in lines[3:-2]] == ["ngram", "model"]
     for line in lines[3:-2]:
-        drafted, accepted = map(int, line.split()[5:7])
+        assert line.split()[1:3] == ["2", "4"]
+        drafted, accepted = map(int, line.split()[6:8])
         assert drafted > 0
         assert drafted >= accepted
+
+
+def test_the_head_is_checked_and_named(run: Run, prompts: str) -> None:
+    lines = run("verify", *QUICK, "--prompts", prompts, "--head", "demo-head").stdout.splitlines()
+    assert lines[0] == "model demo, head demo-head, invariant acceptance"
+    assert [line.split()[0] for line in lines[3:-2]] == ["eagle", "suffix", "ngram"]
 
 
 def test_methods_guess_whether_or_not_it_pays(
@@ -250,7 +258,8 @@ def test_what_is_asked_by_default(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     assert run("verify", "--seed", "5").exit_code == 0
     asked = verified.asked
     told = " ".join(run("verify", "--help").stdout.split())
-    assert "[default: suffix and ngram, plus model and model+suffix if there is a draft model]" in told
+    assert "[default: suffix, ngram and the methods of the loaded heads; with a draft model, also" in told
+    assert f"[default: {len(asked['prompts'])} built-in prompts]" in told
     assert "Others, such as auto, are checked only if listed" in told
     assert asked["methods"] == ("model", "suffix", "ngram", "model+suffix")
     assert (asked["temperatures"], asked["draft_lengths"]) == ((0.0, 0.8, 1.2), (1, 4, 8))

@@ -26,6 +26,7 @@ from edgespec.chat.reasoning import ReasoningSplitter, split_reasoning
 from edgespec.chat.template import ChatTemplate
 from edgespec.errors import CancelledError, OptionError
 from edgespec.method_names import parse_method
+from edgespec.methods import LoadedHead
 from edgespec.options import ReplyArguments
 from edgespec.request import default_max_tokens
 from edgespec.tui.worker import Load
@@ -222,6 +223,7 @@ class ScriptedRuntime:
     scripts: list[Script] = field(default_factory=list)
     target: ModelFacts = field(default_factory=lambda: facts("demo"))
     draft: ModelFacts | None = field(default_factory=lambda: facts("demo-draft"))
+    heads: tuple[LoadedHead, ...] = ()
     method: MethodReport = METHOD
     context_tokens: int = 1024
     template: ChatTemplate | None = None

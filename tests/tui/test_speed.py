@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import edgespec
 from edgespec import MethodReport, Stats
+from edgespec.catalog import Progress
 from edgespec.tui.screens.race import RaceScreen
 from edgespec.tui.speed_history import SpeedHistory, sparkline
 from edgespec.tui.texts import speed_up_short
@@ -83,7 +86,7 @@ NONE = MethodReport("none", "none", "asked for")
 )
 def test_why_is_three_sentences(method: MethodReport, stats: Stats, said: tuple[str, str, str]) -> None:
     stats.accepted_tokens = 29 if stats.drafted_tokens else 0
-    told = why(method, stats, has_draft_model=True, is_demo=False, is_random=True)
+    told = why(method, stats, has_drafter=True, is_demo=False, is_random=True)
     assert len(told) == 3
     for sentence, part in zip(told, said, strict=True):
         assert sentence.endswith(".")
@@ -93,9 +96,17 @@ def test_why_is_three_sentences(method: MethodReport, stats: Stats, said: tuple[
 
 def test_why_suggests_a_draft_model_and_a_real_model() -> None:
     slow = replace(LIVE, gain=0.05)
-    told = why(slow, made_up_stats(30), has_draft_model=False, is_demo=False, is_random=False)
+    told = why(slow, made_up_stats(30), has_drafter=False, is_demo=False, is_random=False)
     assert "draft model" in told[2]
-    assert "demo" in why(slow, made_up_stats(30), has_draft_model=True, is_demo=True, is_random=False)[2]
+    assert "demo" in why(slow, made_up_stats(30), has_drafter=True, is_demo=True, is_random=False)[2]
+
+
+def test_why_suggests_auto_if_a_named_method_is_slow() -> None:
+    stats = replace(made_up_stats(30), verify_seconds=10.0)
+    named = MethodReport("eagle", "eagle", "as requested")
+    told = why(named, stats, has_drafter=True, is_demo=True, is_random=False)
+    assert "That made this reply slower, about 0.0× as fast." in told[0]
+    assert told[2].startswith("Type /set method auto")
 
 
 def test_the_status_line_names_only_measured_speed_ups() -> None:
@@ -136,6 +147,40 @@ async def test_a_race_on_the_screen(demo: Load, tmp_path: Path, size: tuple[int,
         assert d.chat.current_chat.messages == before
         await d.say("And the words?")
         assert len(d.chat.current_chat.messages) == 4
+
+
+@pytest.mark.parametrize("size", [(40, 20), (80, 24)])
+async def test_a_chat_with_a_head_names_it_and_races_its_method(
+    tmp_path: Path, size: tuple[int, int]
+) -> None:
+    def load(progress: Progress) -> edgespec.Runtime:
+        return edgespec.load(
+            "demo", "none", method="eagle", head="demo-head", context=512, threads=1, progress=progress
+        )
+
+    async with driving(load, tmp_path, size=size, settings={"max_tokens": 24}) as d:
+        assert "Head demo-head" in " ".join(d.transcript().split())
+        await d.say(QUESTION)
+        await d.say("/why")
+        await d.said("edgespec guessed tokens with: EAGLE head.")
+        await d.say("/show")
+        assert "head demo-head" in " ".join(d.transcript().split())
+        await d.press("f3")
+        await d.sees("demo-head")
+        await d.press("f3")
+        await d.press("f9")
+
+        def is_named() -> bool:
+            words = re.findall(r"[\w-]+", "\n".join(d.screen_text()))
+            return "model with the head demo-head" in " ".join(words)
+
+        await until(d.pilot, is_named, "the head")
+        await d.press("escape")
+        await d.send("/race")
+        await until(d.pilot, lambda: isinstance(d.app.screen, RaceScreen), "the race")
+        await until(d.pilot, lambda: "✓" in "\n".join(d.screen_text()), "the end of the race", 30)
+        assert "eagle" in "\n".join(d.screen_text())
+        await d.press("escape")
 
 
 async def test_a_race_can_be_cancelled_and_the_chat_goes_on(demo: Load, tmp_path: Path) -> None:

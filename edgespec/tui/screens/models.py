@@ -21,7 +21,7 @@ from edgespec.errors import EdgespecError
 from edgespec.tui.background import in_thread
 from edgespec.tui.downloads import Downloads
 from edgespec.tui.model_texts import details_text, row_text
-from edgespec.tui.texts import sentences
+from edgespec.tui.texts import drafter_names, sentences
 
 if TYPE_CHECKING:
     from edgespec import AvailableModel, Runtime
@@ -198,7 +198,11 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
         is_downloading = self._downloads.is_running(model.reference)
         self._details.update(
             details_text(
-                model, self._budget_bytes, is_used=self._is_used(model), is_downloading=is_downloading
+                model,
+                self._budget_bytes,
+                is_used=self._is_used(model),
+                drafters=drafter_names(self._runtime),
+                is_downloading=is_downloading,
             )
         )
 

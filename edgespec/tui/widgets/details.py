@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from textual.containers import VerticalScroll
@@ -27,13 +27,14 @@ def details_content(
     width: int,
     *,
     method: MethodReport,
+    drafters: Sequence[tuple[str, str]] = (),
     reply: Reply | None,
     rates: list[float],
     memory_bytes: int,
     loss_limits: tuple[float, float] | None,
 ) -> Content:
     """Return the contents of the details panel, laid out for `width` cells."""
-    parts = [_speed_up(method)]
+    parts = [Content.assemble(_speed_up(method), *(_row(*each, width) for each in drafters))]
     if stats is None or not (stats.generated_tokens or stats.prompt_tokens):
         parts.append(Content("Statistics appear with the first reply.\n").stylize("$muted"))
     else:
