@@ -111,7 +111,7 @@ class OpenLogs:
         """Append hidden states [tokens, states, size] for tokens from `position` on to every log."""
         for log, states in self._logs:
             columns = [self.states.index(state) for state in states]
-            log.append(position, rows[:, columns].reshape(len(rows), -1))
+            log.append(position, rows[:, columns].reshape(len(rows), len(columns) * rows.shape[2]))
 
     def truncate(self, length: int) -> None:
         """Forget the hidden states from position `length` on."""

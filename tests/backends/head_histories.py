@@ -104,9 +104,16 @@ class _History:
 
     def _prepare(self, tokens: list[int]) -> None:
         self._target_cache.sync_length()
-        self._target_cache.prepare(tokens, 16, Stats(), None)
+        logits = self._target_cache.prepare(tokens, 16, Stats(), None)
         self.tokens = tokens
         self.cache.begin(tokens)
+        if logits and self._random.integers(2):
+            # As in a reply, whose first token needs no pass of its own.
+            self.target.commit(())
+            self.tokens = [*tokens, *self._some(1)]
+        else:
+            # As after a reply that was cancelled before its first token.
+            self.target.truncate(self.target.length)
 
     def read(self, number: int) -> None:
         """Append many tokens, which the head has not seen, to the text."""

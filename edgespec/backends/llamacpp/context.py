@@ -188,6 +188,11 @@ class LlamaContext(KvSequences):
         """
         self._taps.set(self._context, states)
 
+    @property
+    def needs_all_rows(self) -> bool:
+        """See `StateTaps.needs_all_rows`."""
+        return self._taps.needs_all_rows
+
     def tapped_rows(self, count: int) -> NDArray[np.float32]:
         """Return the hidden states from the last pass of `count` tokens. See `StateTaps.rows`."""
         return self._taps.rows(self._context, count)

@@ -133,10 +133,10 @@ class LlamaCppModel(GgufModel):
             self.logs.append(self.length, self._context.tapped_rows(len(tokens)))
 
     def prefill_prompt(self, tokens: Sequence[int], progress: Progress | None = None) -> Logits | None:
-        # Do not verify the last token in the same pass if heads need the hidden states of all tokens, if a
-        # recurrent model needs a checkpoint before the last token, or if an exact model must compute the
+        # Do not verify the last token in the same pass if a head needs the final hidden states of all tokens,
+        # if a recurrent model needs a checkpoint before the last token, or if an exact model must compute the
         # logits of every token in the same way.
-        if self.logs.states or self._recurrent or self.facts.capabilities.exact:
+        if self._context.needs_all_rows or self._recurrent or self.facts.capabilities.exact:
             return super().prefill_prompt(tokens, progress)
         self._check(len(tokens))
         before, batch, part_progress = split_last_batch(tokens, self._context.batch_tokens, progress)
@@ -149,6 +149,10 @@ class LlamaCppModel(GgufModel):
         except (BackendError, ContextFullError, CancelledError):
             self._cut(self.length)
             raise
+        if self.logs.states:
+            states = self._context.tapped_rows(len(batch))
+            self.logs.append(self.length, states[:-1])
+            self._tree_states = [states[-1]]
         self.cells.length += len(batch) - 1
         self.cells.place_tree(TokenTree.chain(batch[-1]), 0)
         return HostLogits(logits)
