@@ -5,7 +5,7 @@
     .venv/bin/python scripts/bench_chat_screen.py --messages 5000 --json
 
 Opens a chat of 1,000 messages without a terminal and presses each key several times. Prints how long it takes
-until the screen is drawn for the first time, which shows the result of the key. The goal is a 95th percentile
+until the screen is drawn for the first time, which usually shows the result. The goal is a 95th percentile
 below 50 ms. The time until the chat is at rest includes later work, such as preparing the messages above and
 below the screen. It tells how often a key can be repeated. Run this on an otherwise idle machine. Other
 programs disturb the processor time less.

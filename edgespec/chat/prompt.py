@@ -237,10 +237,12 @@ class PromptBuilder:
             build = partial(self.build, progress=progress, settings=settings)
             prompt = _build_shorter(messages, estimates, limit_tokens, step_tokens, build)
         if len(prompt.tokens) >= context_tokens:
+            shortened = "shorten it or use fewer tools," if settings.tools else "shorten it"
+            others = _others(bool(first_turn), bool(settings.tools))
             raise ContextFullError(
-                f"the message has {len(prompt.tokens):,} tokens, but the context holds only"
+                f"the message{others} has {len(prompt.tokens):,} tokens, but the context holds only"
                 f" {context_tokens:,}",
-                f"shorten it or use --context {(len(prompt.tokens) + _REPLY_TOKENS) // 256 * 256 + 256}",
+                f"{shortened} or use --context {(len(prompt.tokens) + _REPLY_TOKENS) // 256 * 256 + 256}",
                 prompt_tokens=len(prompt.tokens),
                 context_tokens=context_tokens,
             )
@@ -368,3 +370,9 @@ def _build_shorter(
             break
         steps += 1
     return prompt
+
+
+def _others(system_prompt: bool, tools: bool) -> str:
+    """Return what a prompt contains besides the last message, for the text of an error."""
+    others = [*(["the system prompt"] if system_prompt else []), *(["the tools"] if tools else [])]
+    return f" with {' and '.join(others)}" if others else ""

@@ -170,7 +170,12 @@ def _reason(error: BaseException) -> str:
     """Return a one-line description of an error. For a group of errors, describe the first one."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
+    # Imported only when used, like the SDK, because these imports would delay the chat's first screen.
+    import httpx2
+
     if isinstance(error, FileNotFoundError):
         return f"there is no program {error.filename!r}"
+    if isinstance(error, httpx2.ConnectError):
+        return f"nothing answers at {error.request.url.copy_with(query=None)}"
     text = " ".join(visible(str(error)).split()) or type(error).__name__
     return text if len(text) <= _MAX_PROBLEM_CHARACTERS else text[:_MAX_PROBLEM_CHARACTERS] + "…"

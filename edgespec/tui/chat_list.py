@@ -27,25 +27,29 @@ async def rename_chat(screen: ChatScreen, chat: StoredChat) -> None:
 
 async def pin_chat(screen: ChatScreen, chat: StoredChat) -> None:
     """Pin the chat to the top of the list, or unpin it."""
-    await _change(screen, chat, pinned=not chat.pinned)
-    screen.say(f"{'Unpinned' if chat.pinned else 'Pinned'} “{chat.title}”.")
+    if await _change(screen, chat, pinned=not chat.pinned):
+        screen.say(f"{'Unpinned' if chat.pinned else 'Pinned'} “{chat.title}”.")
 
 
 async def _change(
     screen: ChatScreen, chat: StoredChat, *, title: str | None = None, pinned: bool | None = None
-) -> None:
+) -> bool:
+    """Change a chat. If it cannot be saved, show the error and return False."""
     current = screen.current_chat
     if chat.id == current.id:
         current.title = current.title if title is None else title
         current.pinned = current.pinned if pinned is None else pinned
-        await screen.save(show_again=True)
+        saved = await screen.save(show_again=True)
         screen.refresh_facts()
-        return
+        return saved
     try:
         await screen.archive.change(chat.id, title=title, pinned=pinned)
     except ChatFileError as error:
         await screen.show_error(error)
-    await screen.refresh_sidebar()
+        return False
+    finally:
+        await screen.refresh_sidebar()
+    return True
 
 
 async def delete_chat(screen: ChatScreen, chat: StoredChat) -> None:

@@ -231,7 +231,7 @@ class ChatView(Screen[None]):
         if (message := self.selected) is not None:
             label = "" if message.place is None else version_label(self.current_chat.tree, message.place)
             title = f"Version {label}" if label else ""
-            hint = selection.hint(prompt.size.width - 2, versions=bool(label))
+            hint = selection.hint(prompt.size.width - 2, versions=bool(label), folds=message.has_folds)
         elif self.sidebar.has_focus:
             hint = chat_list_hint(narrow=narrow)
         elif editing:

@@ -18,7 +18,10 @@ from edgespec.tui.numbers import count
 if TYPE_CHECKING:
     from edgespec import Reply, TextChunk
 
-__all__ = ["ChatEntry", "OpenChat", "RunningTurn", "code_blocks", "version_label"]
+__all__ = ["FORK_SUFFIX", "ChatEntry", "OpenChat", "RunningTurn", "code_blocks", "version_label"]
+
+FORK_SUFFIX = " (fork)"
+"""The end of the title of a fork."""
 
 
 @dataclass(slots=True, eq=False)
@@ -196,7 +199,7 @@ class OpenChat:
         return OpenChat(
             self.system,
             dict(self.settings),
-            title=f"{self.shown_title} (fork)",
+            title=self.shown_title + FORK_SUFFIX,
             tree=MessageTree.linear(ChatEntry(entry.message) for entry in entries),
         )
 

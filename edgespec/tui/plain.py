@@ -23,7 +23,7 @@ from edgespec.tui.plain_files import with_files
 from edgespec.tui.plain_streams import InputLines, ReplyPieces, write
 from edgespec.tui.plain_tools import PlainTools
 from edgespec.tui.settings import accepted
-from edgespec.tui.texts import error_text, facts_line, sentences, speed_up_short
+from edgespec.tui.texts import error_text, facts_line, notices, sentences, speed_up_short
 from edgespec.tui.worker import Ask, ChatState, LoadOther, ModelThread
 
 if TYPE_CHECKING:
@@ -102,6 +102,9 @@ class PlainChat:
             tools: Whether to start the MCP servers at once.
         """
         self.note(f"Model: {facts_line(self.runtime.target)}. Type /help for the commands, /quit to end.")
+        if self._is_interactive:
+            for notice in notices(self.runtime, "Type /model"):
+                self.note(notice)
         if resume is not None:
             self.resume(resume)
         if tools:

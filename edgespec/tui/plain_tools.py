@@ -71,7 +71,7 @@ class PlainTools(ToolAccess):
         wait([self.toolbox.start(name) for name in self.toolbox.servers])
         for name, server in self.toolbox.servers.items():
             if server.problem:
-                self._chat.note(sentences(f"The server {name} was not started: {server.problem}"))
+                self._chat.note(sentences(f"The server {name} cannot be used: {server.problem}"))
         if self.tools:
             self._chat.answer(
                 f"The model can now call {count(len(self.tools), 'tool')}. You are asked before each call."

@@ -212,14 +212,16 @@ async def run(screen: ChatScreen, key: str) -> None:
         await _BY_KEY[key].run(screen, message.place)
 
 
-def hint(width: int, *, versions: bool) -> str:
+def hint(width: int, *, versions: bool, folds: bool) -> str:
     """Return the hint line for a selected message: as many keys as fit.
 
     Args:
         width: Maximum width of the hint in cells.
         versions: Whether the message has other versions.
+        folds: Whether the message contains reasoning or a tool call.
     """
-    keys = [*(["←→ version"] if versions else []), *(action.label for action in ACTIONS if action.label)]
+    first = [*(["←→ version"] if versions else []), *(["Enter unfold"] if folds else [])]
+    keys = [*first, *(action.label for action in ACTIONS if action.label)]
     for number in range(len(keys), 0, -1):
         text = " · ".join((*keys[:number], "Esc back"))
         if len(text) <= width:

@@ -151,13 +151,18 @@ def was_cpu_busy(stats: Stats) -> bool:
     return stats.busy_passes > stats.target_passes / 2
 
 
-def notices(runtime: Runtime) -> list[str]:
-    """Return notices about the loaded models. For the demo, suggest real models that fit instead."""
+def notices(runtime: Runtime, open_list: str = "Press F9") -> list[str]:
+    """Return notices about the loaded models. For the demo, suggest real models that fit instead.
+
+    Args:
+        runtime: The loaded models.
+        open_list: How the user opens the list of models.
+    """
     texts = [facts.notice for facts in (runtime.target, runtime.draft) if facts is not None and facts.notice]
-    return _real_model(runtime) or list(dict.fromkeys(texts))
+    return _real_model(runtime, open_list) or list(dict.fromkeys(texts))
 
 
-def _real_model(runtime: Runtime) -> list[str]:
+def _real_model(runtime: Runtime, open_list: str) -> list[str]:
     """Return a notice for users of the demo that suggests real models for this machine."""
     from edgespec.assembly.speed_prediction import predict_entry
     from edgespec.catalog import load_catalogue
@@ -175,7 +180,7 @@ def _real_model(runtime: Runtime) -> list[str]:
         speed = predict_entry(found[0]) if found else None
         about = f", about {rate(speed.fastest_tokens_per_second)}" if speed else ""
         named.append(f"{each.target} ({format_bytes(each.download_bytes)}{about})")
-    advice = "The demo is a toy for offline use. Press F9 to choose and download a real model."
+    advice = f"The demo is a toy for offline use. {open_list} to choose and download a real model."
     return [f"{advice} These fit this machine: {', '.join(named)}."]
 
 

@@ -85,7 +85,7 @@ class ToolUse(ToolAccess):
         await asyncio.gather(*(asyncio.wrap_future(toolbox.start(name)) for name in toolbox.servers))
         for name, server in toolbox.servers.items():
             if server.problem:
-                await note(sentences(f"The server {name} was not started: {server.problem}"))
+                await note(sentences(f"The server {name} cannot be used: {server.problem}"))
         if self.tools:
             await note(
                 f"The model can now call {count(len(self.tools), 'tool')}. You are asked before each call."

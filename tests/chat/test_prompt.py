@@ -17,7 +17,7 @@ from edgespec.chat.message import Message
 from edgespec.chat.prompt import PromptBuilder
 from edgespec.chat.template import ChatTemplate, TemplateSettings
 from edgespec.chat.tool_calls.calls import ToolCall
-from edgespec.errors import CancelledError
+from edgespec.errors import CancelledError, ContextFullError
 from tests.backends.tiny_models import CHATML, WORDS, write_llama
 
 FIRST_WORD = 3 + 256
@@ -291,6 +291,13 @@ class TestLongChats:
         ]
         prompt = builder.build_fitting(chat, 1024, "slide")
         assert len(prompt.tokens) <= 1024 - 256
+
+    def test_the_error_names_the_tools_if_they_fill_the_context(self, vocabulary: Vocabulary) -> None:
+        builder = PromptBuilder(ChatTemplate("{{ tools }}" + CHATML, "<s>", "</s>"), vocabulary)
+        settings = TemplateSettings(tools=({"description": "the list " * 1000},))
+        with pytest.raises(ContextFullError, match="the message with the tools has") as caught:
+            builder.build_fitting(user("Hi"), 1024, "slide", settings=settings)
+        assert caught.value.next_step.startswith("shorten it or use fewer tools, or use --context ")
 
     def test_a_huge_message_that_is_dropped_is_not_tokenized(self, vocabulary: Vocabulary) -> None:
         counting = CountingVocabulary(vocabulary)

@@ -51,6 +51,20 @@ def test_a_pipe_gets_only_the_replies(start: Start, tmp_path: Path, temperature:
     assert len(list((tmp_path / "data").rglob("chats/*.json"))) == 1
 
 
+def test_on_a_terminal_it_suggests_models_of_the_users_own(start: Start, tmp_path: Path) -> None:
+    controller, terminal = os.openpty()
+    process = start(
+        *("chat", "--plain", "--threads", "1", "--memory", "12GiB"),
+        stdin=terminal,
+        env={"EDGESPEC_DATA_DIR": str(tmp_path / "data")},
+    )
+    os.write(controller, b"/quit\n")
+    _, err = process.communicate(timeout=60)
+    os.close(terminal)
+    os.close(controller)
+    assert b"Type /model to choose and download a real model. These fit this machine: 1b-q4 (" in err
+
+
 def test_commands_work_line_by_line(start: Start, tmp_path: Path) -> None:
     lines = [
         "/set temperature 0",

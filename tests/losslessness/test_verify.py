@@ -75,8 +75,10 @@ class TestInvariantMode:
         with runtime(table(1), near(table(1), 2)) as pair:
             report = json.loads(json.dumps(prove(pair).to_json()))
         assert set(report) == {
-            *("target", "draft", "acceptance", "methods", "parallel", "nothing_drafted", "nothing_shared")
+            *("target", "draft", "heads", "acceptance", "methods", "parallel"),
+            *("nothing_drafted", "nothing_shared"),
         }
+        assert report["heads"] == []
         assert report["nothing_drafted"] == report["nothing_shared"] == []
         assert set(report["methods"]) == set(METHODS)
         expected = {

@@ -120,7 +120,10 @@ def test_a_real_server_over_http(boxes: list[Toolbox], http: str) -> None:
         (hostile("ends"), "the program ended with status 1: cannot read the settings"),
         (hostile("silent"), "it did not start within 1 seconds"),
         (hostile("blares"), "the server sent more than 8 MiB at once"),
-        (ServerConfig("bad", url="http://127.0.0.1:9/mcp"), "connect"),
+        (
+            ServerConfig("bad", url="http://127.0.0.1:9/mcp?key=1"),
+            "nothing answers at http://127.0.0.1:9/mcp",
+        ),
     ],
     ids=["missing", "ends", "silent", "blares", "refused"],
 )

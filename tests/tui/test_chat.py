@@ -44,6 +44,22 @@ async def test_a_question_gets_a_streamed_markdown_reply(demo: Load, tmp_path: P
         assert facts.memory_bytes > 10_000_000
 
 
+async def test_a_coloured_reply_that_was_continued_in_another_run_is_shown_whole(
+    demo: Load, tmp_path: Path
+) -> None:
+    settings: dict[str, Setting] = {"max_tokens": 6, "temperature": 0.0}
+    async with driving(demo, tmp_path, settings=settings) as d:
+        await d.say("How do I list files?")
+        start = d.chat.current_chat.entries[-1].content
+    async with driving(demo, tmp_path, settings=settings, resume="last") as d:
+        await d.press("f4")
+        await d.say("/continue")
+        whole = d.chat.current_chat.entries[-1].content
+        assert whole.startswith(start)
+        assert len(whole) > len(start)
+        assert whole.rstrip() in d.transcript()
+
+
 async def test_each_turn_is_saved_and_can_be_continued_in_another_run(demo: Load, tmp_path: Path) -> None:
     async with driving(demo, tmp_path, settings=STEADY, system="Be brief.") as d:
         await d.say(ASK)

@@ -57,6 +57,14 @@ async def test_typing_filters_and_pinned_chats_come_first(tmp_path: Path) -> Non
         assert not any(chat.pinned for chat in ChatStore(tmp_path / "chats").list())
 
 
+async def test_a_fork_with_a_long_title_is_told_apart(tmp_path: Path) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.say("How do I find the largest files below a folder?")
+        await d.say("/fork")
+        await d.press("f2")
+        assert sorted(title[-8:] for title in titles(d)) == ["gest fi…", "… (fork)"]
+
+
 async def test_chats_are_renamed_pinned_and_restored_by_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,6 +100,18 @@ async def test_chats_are_renamed_pinned_and_restored_by_key(
         await d.press("escape", "ctrl+r")
         await d.settled()
         assert len(d.chat.current_chat.tree.messages) == 3
+
+
+async def test_a_pin_that_cannot_be_saved_is_not_reported(tmp_path: Path) -> None:
+    store = ChatStore(tmp_path / "chats")
+    path = store.save(SavedChat("old", MessageTree.linear([Message("user", "old")]), NOON, NOON))
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.press("f2")
+        assert titles(d) == ["old"]
+        path.write_text("{", "utf-8")
+        await d.press("ctrl+p")
+        await d.said("is not a valid chat file")
+        assert "Pinned" not in "\n".join(d.screen_text())
 
 
 async def test_the_search_command_filters_the_list(tmp_path: Path) -> None:

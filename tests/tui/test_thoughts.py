@@ -76,6 +76,22 @@ async def test_while_the_model_thinks_one_line_counts_its_tokens(tmp_path: Path)
         assert reply(driver).text == ANSWER
 
 
+async def test_enter_unfolds_the_reasoning_of_the_selected_reply(tmp_path: Path) -> None:
+    async with driving(
+        loading(ScriptedRuntime([Script(THOUGHT + ANSWER), Script(ANSWER)])), tmp_path
+    ) as driver:
+        await driver.say("How do I sort files?")
+        await driver.say("And without thinking?")
+        await driver.press("shift+up")
+        assert "Enter unfold" not in "\n".join(driver.screen_text())
+        await driver.press("up", "up")
+        await driver.sees("Enter unfold")
+        await driver.press("enter")
+        await driver.sees("The user wants")
+        await driver.press("enter")
+        await until(driver.pilot, lambda: "The user wants" not in "\n".join(driver.screen_text()), "the fold")
+
+
 async def test_copying_takes_the_answer_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[str] = []
 

@@ -22,7 +22,6 @@ from edgespec.tools.server_config import read_servers, servers_path
 from edgespec.tui.screens.approval import ApprovalScreen
 from edgespec.tui.screens.tools import ToolsScreen
 from edgespec.tui.tool_access import ToolAccess
-from edgespec.tui.widgets.tool_call import ToolCallMessage
 from edgespec.tui.worker import Load
 from tests.tui.driving import Driver, driving, until
 from tests.tui.scripted import ScriptedRuntime, loading
@@ -114,7 +113,9 @@ async def test_a_call_is_shown_approved_made_and_answered(
         assert results(d) == [{"red": "red is warm", "blue": "blue is cold"}[colour]]
         await d.sees("Tool good_colour")
         assert results(d)[0] not in shown(d)
-        d.chat.query_one(ToolCallMessage).query_one("CollapsibleTitle").focus()
+        await d.press("shift+up", "up")
+        await d.sees("Enter unfold")
+        await d.sees("▌ ▶ Tool good_colour")
         await d.press("enter")
         await d.sees(results(d)[0])
         (path,) = d.saved()
@@ -213,6 +214,7 @@ async def test_esc_stops_a_call_that_hangs(demo: Load, tmp_path: Path, forced: l
         await d.press("escape")
         await finished(d)
         assert results(d) == ["Error: The user stopped this call."]
+        await d.sees("· stopped")
         # The conversation continues.
         await d.say("/continue")
         assert roles(d) == ["user", "assistant", "tool", "assistant"]
@@ -227,7 +229,7 @@ async def test_a_hostile_server_cannot_draw_on_the_screen_or_end_the_chat(
     settings = {"max_tokens": 120, "temperature": 0.0, "seed": 1}
     async with driving(demo, tmp_path, size=(100, 40), settings=settings) as d:
         await tools_on(d, 2)
-        await d.said("The server gone was not started: the program ended with status 1")
+        await d.said("The server gone cannot be used: the program ended with status 1")
         await d.say("/tools")
         await until(d.pilot, lambda: isinstance(d.app.screen, ToolsScreen), "the list")
         await d.sees(r"\x1b[2J\u202eApproved\u200b \x07[bold]run[/bold]")

@@ -52,7 +52,7 @@ async def test_loading_shows_progress(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["escape", "ctrl+c", "ctrl+q"])
 async def test_loading_can_be_cancelled(tmp_path: Path, key: str) -> None:
     app = ChatApp(
-        loading(ScriptedRuntime(), steps=500, pause_seconds=0.01), store=ChatStore(tmp_path / "chats")
+        loading(ScriptedRuntime(), steps=6000, pause_seconds=0.01), store=ChatStore(tmp_path / "chats")
     )
     async with app.run_test() as pilot:
         await until(pilot, lambda: isinstance(app.screen, LoadingScreen))

@@ -8,6 +8,7 @@ from textual.binding import Binding, BindingType
 from textual.geometry import Size
 from textual.reactive import Reactive
 from textual.widget import Widget
+from textual.widgets import Collapsible
 
 from edgespec.tui.selection import ACTIONS
 
@@ -28,6 +29,7 @@ class MessageWidget(Widget, can_focus=True):
         Binding("down", "screen.select_message(1)", show=False),
         Binding("pageup", "screen.page(-1)", show=False),
         Binding("pagedown", "screen.page(1)", show=False),
+        Binding("enter", "unfold", show=False),
         *(Binding(each.key, f"screen.message_key('{each.key}')", show=False) for each in ACTIONS),
     ]
 
@@ -36,3 +38,13 @@ class MessageWidget(Widget, can_focus=True):
     virtual_size: Reactive[Size] = Reactive(Size(0, 0), repaint=False)
 
     place: int | None = None
+
+    @property
+    def has_folds(self) -> bool:
+        """Whether the message contains reasoning or a tool call, which can be folded to one line."""
+        return any(fold.display for fold in self.query(Collapsible))
+
+    def action_unfold(self) -> None:
+        """Unfold the message's reasoning or tool call, or fold it again."""
+        for fold in self.query(Collapsible):
+            fold.collapsed = not fold.collapsed

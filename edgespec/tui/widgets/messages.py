@@ -253,7 +253,10 @@ class ReplyMessage(MessageWidget):
             if not self._coloured_text.is_attached:
                 self.mount(self._coloured_text, after=self._markdown)
             answer = [chunk for chunk in self.chunks if not chunk.reasoning]
-            self._coloured_text.update(_origin_content(answer).rstrip())
+            written = "".join(chunk.text for chunk in answer)
+            # The start of a reply that was continued has no chunks, so it is not coloured.
+            start = self.text.removesuffix(written) if self.text.endswith(written) else ""
+            self._coloured_text.update((Content(limited_text(start)) + _origin_content(answer)).rstrip())
         if not self.writing:
             self._refresh_thoughts()
             self._show_end(self._closing_line(coloured))

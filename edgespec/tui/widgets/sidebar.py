@@ -15,6 +15,7 @@ from textual.widgets.option_list import Option
 from edgespec.chat.search import FoundChat, search
 from edgespec.chat.store import StoredChat
 from edgespec.tui.numbers import ago, count
+from edgespec.tui.open_chat import FORK_SUFFIX
 
 __all__ = ["ChatOption", "Sidebar", "chat_list_hint"]
 
@@ -33,16 +34,18 @@ class ChatOption(Option):
 
     def __init__(self, found: FoundChat, width: int, *, is_open: bool) -> None:
         chat = found.chat
-        note = f"{ago(chat.updated, datetime.now(UTC))} · {count(chat.message_count, 'message')}"
+        age = f"{ago(chat.updated, datetime.now(UTC))} · {count(chat.message_count, 'message')}"
         pinned = "pinned · " if chat.pinned else ""
-        line = (found.line or pinned + note, "$muted")
+        line = (found.line or pinned + age, "$muted")
+        # The suffix is never cut off, because it distinguishes a fork from the chat that it was made from.
+        suffix = FORK_SUFFIX if chat.title.endswith(FORK_SUFFIX) else ""
+        title = Content.assemble(("• " if is_open else "  ", "$primary"), chat.title.removesuffix(suffix))
+        note = Content.assemble("  ", ("unreadable", "$error") if chat.problem else line)
         rows = (
-            Content.assemble(("• " if is_open else "  ", "$primary"), chat.title),
-            Content.assemble("  ", ("unreadable", "$error") if chat.problem else line),
+            title.truncate(max(0, width - len(suffix)), ellipsis=True) + suffix,
+            note.truncate(width, ellipsis=True),
         )
-        super().__init__(
-            Content("\n").join(row.truncate(width, ellipsis=True) for row in rows), id=str(chat.path)
-        )
+        super().__init__(Content("\n").join(rows), id=str(chat.path))
         self.chat = chat
 
 

@@ -11,12 +11,15 @@ from edgespec.chat.tool_calls.calls import ToolCall
 from edgespec.tools.tool import visible
 from edgespec.tui.numbers import count, seconds_text
 from edgespec.tui.screens.approval import readable_arguments
+from edgespec.tui.tool_access import INTERRUPTED, REFUSED, STOPPED
 from edgespec.tui.widgets.long_texts import limited_text
 from edgespec.tui.widgets.message_widget import MessageWidget
 
 __all__ = ["ToolCallMessage"]
 
 _MAX_ARGUMENTS = 60
+# How calls ended that the user did not allow or stopped.
+_ENDINGS = {REFUSED.text: "not allowed", STOPPED.text: "stopped", INTERRUPTED.text: "stopped"}
 
 
 class ToolCallMessage(MessageWidget):
@@ -54,7 +57,7 @@ class ToolCallMessage(MessageWidget):
         if result is None:
             state = " · calling…"
         elif result.startswith("Error: "):
-            state = f" · failed{took}"
+            state = f" · {_ENDINGS.get(result, 'failed')}{took}"
         else:
             state = f" · {count(len(result), 'character')}{took}"
         # Use `Content`, so that names and arguments are not interpreted as markup.

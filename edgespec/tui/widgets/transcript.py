@@ -89,10 +89,18 @@ class Transcript(VerticalScroll):
         with self.app.batch_update():
             await self.keep(index)
             await self.show_later()
-        # The second call keeps the message before the change in view too.
-        for message in (self.message_at(index), self.message_at(index - 1)):
-            if message is not None:
-                self.call_after_refresh(self.scroll_to_widget, message, animate=False, immediate=True)
+        self.call_after_refresh(self._show_around, index)
+
+    def _show_around(self, index: int, tries: int = 10) -> None:
+        """Scroll to the `index`-th message, and show its neighbours if they fit."""
+        places = (index + 1, index, index - 1)
+        messages = [each for each in map(self.message_at, places) if each is not None and each.display]
+        if tries and not all(each.size for each in messages):
+            # New messages have not been laid out yet.
+            self.call_after_refresh(self._show_around, index, tries - 1)
+            return
+        for each in messages:
+            self.scroll_to_widget(each, animate=False, immediate=True)
 
     async def show_earlier(self, most: int = _PAGE_MESSAGES) -> None:
         """Show up to `most` older messages, at most a page. Remove the newest widgets if too many."""
