@@ -97,7 +97,7 @@ def test_run_chat_raises_what_loading_raised(tmp_path: Path, monkeypatch: pytest
     [
         (
             BackendError("llama_decode returned 1", "use a larger --context"),
-            "Llama_decode returned 1",
+            "llama_decode returned 1",
             "Use a larger",
         ),
         (RuntimeError("boom\nwith two lines"), "Unexpected error: RuntimeError", "boom with two lines"),
