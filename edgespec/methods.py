@@ -28,8 +28,8 @@ from edgespec.reply import MethodReport
 __all__ = ["DrafterSet", "MissingDrafter"]
 
 # `auto` uses suffix lookup, `grammar` if the reply has a constraint, and all available drafters in
-# `_AUTO_MODELS`. If none of these is available, it uses the first available drafter in `_AUTO_SELF_DRAFTS`
-# instead.
+# `_AUTO_MODELS`. If no drafter in `_AUTO_MODELS` is available, it uses the first available one in
+# `_AUTO_SELF_DRAFTS`.
 _AUTO_MODELS = (*HEADS, "model")
 _AUTO_SELF_DRAFTS = ("layerskip", "lowbit")
 _AUTO_LOOKUP = "suffix"
@@ -137,7 +137,7 @@ class DrafterSet:
         Args:
             method: The method.
             constrained: Whether the reply has a constraint, so that `auto` also uses `grammar`.
-            limited: Whether the reply has a loss limit of its own, which any method must keep.
+            limited: Whether the request sets `max_loss`. All methods then draft within this limit.
 
         Raises:
             OptionError: The method is unknown, or one of its drafters is unavailable.
@@ -158,7 +158,7 @@ class DrafterSet:
 
         Args:
             method: The method.
-            limited: Whether the reply has a loss limit of its own, which the method must be able to keep.
+            limited: Whether the request sets `max_loss`, which the method must then support.
         """
         names, _ = self._resolve(method)
         if limited and method == "none":

@@ -133,8 +133,8 @@ class AutoController(Drafter):
         self._round: _Round | None = None
         # Mean time spent outside the target's pass when one token is generated, for example on sampling.
         self._overhead_seconds = RunningMean()
-        # Worst-case costs by name of the drafter, for drafters that run a model. If there are none, a single
-        # entry holds the costs of verify passes.
+        # Worst-case costs of the drafters that run a model, keyed by name. If there are none, a single entry
+        # holds the costs of verify passes.
         passes = drafter.pass_seconds or {"": 0.0}
         self._worst_cases = {name: WorstCaseCosts(costs, seconds) for name, seconds in passes.items()}
         self._backoff = Backoff()

@@ -110,7 +110,7 @@ class Student(Protocol):
         """
 
     def untrained(self) -> Guesser | None:
-        """Return what drafts without any training, to compare with. None for heads."""
+        """Return the untrained draft model as a baseline, or None for heads."""
 
 
 class Teacher(Protocol):
@@ -146,7 +146,7 @@ class Teacher(Protocol):
         """
 
     def head(self, method: str) -> Student:
-        """Return a kind of head, such as `eagle3`, to train for this target."""
+        """Return an untrained head of a kind such as `eagle3` for this target."""
 
     def draft(self, path: Path, name: str, lora: bool) -> Student:
         """Return a draft model to train for this target.
@@ -154,6 +154,5 @@ class Teacher(Protocol):
         Args:
             path: Folder of the draft model, whose token ids are those of the target.
             name: Name of the draft model, for messages.
-            lora: Train low-rank changes of the weights (LoRA), which needs less memory than training all of
-                them.
+            lora: Train LoRA weights, which needs less memory than training all weights.
         """

@@ -53,7 +53,7 @@ def load_most_accurate(target: HiddenStateSource, choices: Iterable[H], folder: 
 
     Args:
         target: The target. Its cache must be empty.
-        choices: Loads the head in each possible way, most likely first. All but the best are closed.
+        choices: The head, loaded in each possible way, most likely first. All but the best are closed.
         folder: Folder of the head, for error messages.
 
     Raises:

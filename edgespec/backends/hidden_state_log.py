@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 __all__ = ["MAX_LOGGED_TOKENS", "POST_NORM", "HiddenStateLog", "OpenLogs", "stream_states"]
 
-# The number of the hidden state after the final norm, which the LM head reads. Numbers k >= 0 stand for the
-# input of layer k. The number of layers stands for the last layer's output, before the final norm.
+# Index of the hidden state after the final norm, which the LM head reads. Index k >= 0 is the input of layer
+# k, and index `layer count` is the output of the last layer, before the final norm.
 POST_NORM = -1
-# Numbers below this one stand for the residual streams after the last layer of a model with hyper-connections
+# Indices up to this one are the residual streams after the last layer of a model with hyper-connections
 # (arXiv 2409.19606), which the model mixes to one hidden state before the final norm.
 _FIRST_STREAM = POST_NORM - 1
 

@@ -42,7 +42,7 @@ _PROMPT_TOKENS = 32
 # All types are measured this many times in turn, because other activity can slow a machine for a few seconds.
 # The shortest durations count.
 _ROUNDS = 2
-# Saved times per byte of weights, in seconds, count as damaged if they are outside this range.
+# Saved times per byte of weights, in seconds. Times outside this range are treated as damaged.
 _MIN_BYTE_SECONDS, _MAX_BYTE_SECONDS = 1e-15, 1e-3
 # Time budget for measuring the passes of one quantisation type once.
 _TYPE_SECONDS = 0.6
@@ -143,7 +143,7 @@ def measure_machine(form: FileFormat, progress: Progress | None = None) -> Machi
     """
     models = form.benchmark_models
     if models is None:
-        raise CapabilityError(f"edgespec cannot measure this machine with {form.label} models")
+        raise CapabilityError(f"edgespec cannot measure how fast this machine runs {form.label} models")
     with _temporary_folder() as folder:
         path = folder / "model"
         small, weights, _ = _measure(form, models, path, next(iter(models.types)), 0)
@@ -174,7 +174,7 @@ def _temporary_folder() -> Iterator[Path]:
             yield Path(folder)
     except OSError as error:
         raise EdgespecError(
-            f"the speed of this machine cannot be measured, because {parent} is full or cannot be written:"
+            f"the speed of this machine cannot be measured, because {parent} is full or not writable:"
             f" {error_reason(error)}",
             f"free {format_bytes(2 * _BENCHMARK_BYTES)} there, or set TMPDIR to another folder",
         ) from error

@@ -143,7 +143,7 @@ class TrainingFolder:
         return _parsed(file, _speed)
 
     def is_measured(self, drafter: str) -> bool:
-        """Return whether the figures of a drafter (`new` or `earlier`) are saved."""
+        """Return whether the evaluation of a drafter (`new` or `earlier`) is saved."""
         return self._figures_file(drafter).exists()
 
     def save_figures(self, drafter: str, figures: DrafterFigures) -> None:
@@ -206,10 +206,10 @@ class TrainingFolder:
                 file.unlink()
 
     def delete_contents(self) -> None:
-        """Delete all files after the training, except for the lock.
+        """Delete the files of a finished training, except for the lock.
 
-        If interrupted, the remaining files are a valid training folder. The progress is deleted before the
-        files that it refers to, and the settings are deleted last.
+        The progress is deleted before the files that it refers to, and the settings are deleted last. If this
+        is interrupted, the training folder therefore stays valid.
         """
         (self.path / _PROGRESS).unlink(missing_ok=True)
         for file in self.path.iterdir():
@@ -236,9 +236,9 @@ def _progress(found: dict[str, Any]) -> TrainingProgress:
     reached = [0, *(point.steps for point in progress.curve), progress.steps]
     tokens = [0, *(point.trained_tokens for point in progress.curve), progress.trained_tokens]
     if any(later < earlier for counts in (reached, tokens) for earlier, later in pairwise(counts)):
-        raise ValueError("the numbers of steps or tokens decrease")
+        raise ValueError("a later evaluation has fewer steps or tokens than an earlier one")
     if len(progress.losses) != reached[-1] - reached[-2]:
-        raise ValueError("there is not one loss for each step since the last evaluation")
+        raise ValueError("the number of losses differs from the number of steps since the last evaluation")
     losses = [*progress.losses, *(point.loss for point in progress.curve)]
     if not all(map(math.isfinite, losses)):
         raise ValueError("a loss is not finite")
@@ -250,7 +250,7 @@ def _progress(found: dict[str, Any]) -> TrainingProgress:
 def _check_tokens_per_pass(tokens_per_pass: float) -> None:
     """Raise ValueError if the number is impossible for drafts of `DEPTH` tokens, or not a number."""
     if not 1.0 <= tokens_per_pass <= DEPTH + 1.0:
-        raise ValueError("the tokens per pass are out of range")
+        raise ValueError(f"{tokens_per_pass} tokens per pass are not possible")
 
 
 def _speed(found: dict[str, Any]) -> TrainingSpeed:

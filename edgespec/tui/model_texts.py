@@ -1,4 +1,4 @@
-"""Texts of the model list: each model's size, memory, expected speed and draft model."""
+"""Format the rows of the model list: each model's size, memory, expected speed and draft model."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class PlainTools(ToolAccess):
         return not (too_many or stopped or self._chat.leaving)
 
     def answer_pending(self, chat: OpenChat) -> None:
-        """Add a result to each call that was not made, because chat templates expect one for every call."""
+        """Add a result to each call that was not run, because chat templates expect one for every call."""
         for call in unanswered_calls(chat):
             add_result(chat, call, STOPPED, self._chat.runtime.context_tokens)
 

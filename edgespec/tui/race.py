@@ -29,7 +29,9 @@ class StartedRace(NamedTuple):
 
 
 async def open_race(screen: ChatScreen, argument: str) -> None:
-    """Start a race for the message `argument`, or for the chat's last message if it is empty, and show it.
+    """Open a screen that generates a reply twice: with plain decoding, and with the chat's method.
+
+    The message to reply to is `argument`, or the chat's last message if that is empty.
 
     Raises:
         OptionError: There is no message, or a reply is being generated.

@@ -133,7 +133,7 @@ class ToolUse(ToolAccess):
         await screen.after_calls(stopped=self._stop.is_set() or too_many)
 
     async def answer_pending(self, chat: OpenChat) -> None:
-        """Add a result to each call that was not made, because chat templates expect one for every call."""
+        """Add a result to each call that was not run, because chat templates expect one for every call."""
         for call in unanswered_calls(chat):
             widget = ToolCallMessage(call)
             await self._screen.transcript.add(widget)

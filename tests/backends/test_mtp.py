@@ -241,7 +241,7 @@ def test_layers_of_a_kind_that_llama_cpp_cannot_run_are_refused(tmp_path: Path) 
         read_mtp_layers(without(tmp_path / "separate.gguf", model, "attn_qkv.weight"))
     model = write_mtp_model(tmp_path / "deepseek2.gguf", "deepseek2")
     path = write_mtp_sidecar(tmp_path / "sidecar.gguf", model, q_lora_rank=0)
-    with pytest.raises(CapabilityError, match="because of their kind of attention"):
+    with pytest.raises(CapabilityError, match="because it does not support their attention layers"):
         read_mtp_layers(path)
 
 

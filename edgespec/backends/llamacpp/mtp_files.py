@@ -145,7 +145,8 @@ def read_mtp_layers(path: Path) -> MtpLayers:
     has_ranks = all(_count(header, f"attention.{key}") for key in ("key_length_mla", "q_lora_rank"))
     if graph.is_latent and (not has_ranks or header.architecture_value("attention.temperature_scale")):
         raise CapabilityError(
-            f"llama.cpp cannot draft with the MTP layers of {path.name}, because of their kind of attention",
+            f"llama.cpp cannot draft with the MTP layers of {path.name}, because it does not support their"
+            " attention layers",
             "choose another method",
         )
     _check_streams(path, header, layers, graph)
@@ -197,8 +198,8 @@ def _check_streams(path: Path, header: GgufHeader, layers: range, graph: MtpGrap
     other_attention = graph.streams > 1 and (attends or hashed or key == indexed)
     if output_size not in (0, size * graph.streams) or other_attention:
         raise CapabilityError(
-            f"llama.cpp cannot draft with the MTP layers of {path.name}, because of their kind of attention"
-            " or experts, or because they read hidden states of another size",
+            f"llama.cpp cannot draft with the MTP layers of {path.name}, because it does not support their"
+            " attention layers or experts, or because they read hidden states of another size",
             "choose another method",
         )
 

@@ -33,11 +33,11 @@ _COPIED_SUFFIXES = frozenset({".json", ".jinja", ".model", ".tiktoken", ".txt"})
 # Learning rate of all weights, times the size of a hidden state. Wider networks need lower rates
 # (arXiv 2203.03466). On the demo models, a rate five times as high made the draft model worse.
 _RATE_TIMES_SIZE = 0.01
-# Learning rate of low-rank changes, as in online training.
+# Learning rate of LoRA weights, as in online training.
 _LORA_RATE = 3e-4
 _MAX_GRADIENT_NORM = 1.0
-# The draft model continues the target's replies itself in one of this many steps. This corresponds to lambda
-# = 0.5 in GKD.
+# Every second training step uses text that the draft model itself generated (on-policy), which corresponds
+# to lambda = 0.5 in GKD.
 _ON_POLICY_EVERY = 2
 # Maximum number of tokens that the draft model writes per reply in such a step. Drafts are shorter, and more
 # tokens would take too long.
@@ -198,10 +198,10 @@ def _config(folder: Path) -> bytes:
 def _total_variation(target_logits: mx.array, draft_logits: mx.array) -> mx.array:
     """Return the mean total variation distance of the draft model's distributions from the target's.
 
-    Rejection sampling accepts a drafted token with a probability of 1 - TV. On the demo models, training with
-    this loss raised 1 - TV on other text, and the Jensen-Shannon divergence raised it less. KL divergence
-    lowered it, because it is dominated by tokens that a small model cannot learn. TV gives almost no gradient
-    for tokens that the draft model considers impossible, but a draft model to train has few of these.
+    Rejection sampling accepts a drafted token with a probability of 1 - TV. On the demo models, this loss
+    raised 1 - TV on held-out text more than the Jensen-Shannon divergence did. KL divergence lowered it,
+    because it is dominated by tokens that a small model cannot learn. TV gives almost no gradient for tokens
+    to which the draft model assigns almost no probability, but there are few of these.
     """
     difference = mx.softmax(target_logits, axis=-1) - mx.softmax(draft_logits, axis=-1)
     return 0.5 * mx.abs(difference).sum(axis=-1).mean()

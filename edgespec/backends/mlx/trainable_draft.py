@@ -31,7 +31,7 @@ class TrainableDraft:
     Args:
         path: Folder of the draft model.
         name: Name of the draft model, for messages.
-        lora: Train low-rank changes of the weights instead of the weights.
+        lora: Train LoRA weights instead of the model's own weights.
 
     Attributes:
         net: The mlx `nn.Module`.

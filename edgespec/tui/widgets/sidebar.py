@@ -104,7 +104,7 @@ class Sidebar(OptionList):
         self.highlighted = min(highlighted, len(found) - 1) if found else None
 
     def on_resize(self) -> None:
-        """Cut the lines off at the new width."""
+        """Truncate the lines to the new width."""
         # Leave space for the scrollbar even if there is none, so that its appearance changes nothing.
         width = self.content_region.width - self.styles.scrollbar_size_vertical
         if width != self._row_width:

@@ -155,7 +155,7 @@ class Transcript(VerticalScroll):
         rows = pages * self.scrollable_content_region.height
         if self._held is None:
             self.scroll_relative(y=rows, animate=False, immediate=True)
-            # The next page then needs no time for new messages.
+            # Add the messages of the next page now, so that the next key press does not have to.
             self.call_after_refresh(self._extend, pages)
         else:
             message, row = self._held
@@ -195,7 +195,7 @@ class Transcript(VerticalScroll):
             column = next(each.region for each in arrangement.placements if each.widget is self._column)
             inner = column.shrink(self._column.gutter)
             messages = self._column.arrange(inner.size).placements
-            # A removed message has no place.
+            # The loop is skipped if the message was removed meanwhile.
             for y in (each.region.y for each in messages if each.widget is message):
                 wanted = inner.y + y - (row - self.scrollable_content_region.y)
                 scroll_y = clamp(wanted, 0, max(0, column.bottom - size.height))
