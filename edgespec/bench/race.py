@@ -25,6 +25,8 @@ _CHECK_TOKENS = 32
 _MAX_DRIFT = 0.2
 # Speeds that differ by less than this fraction count as equal, because a single race cannot distinguish them.
 _EQUAL_SPEEDS = 0.03
+# A speed-up that exceeds the tokens per target pass by more than this factor cannot come from drafting.
+_MAX_PASS_RATIO = 1.15
 
 StartReply = Callable[..., ReplyStream]
 
@@ -115,7 +117,13 @@ class Race:
     @property
     def is_fair(self) -> bool:
         """Whether the machine's speed stayed constant enough to compare the replies."""
-        return self.drift is None or abs(self.drift) <= _MAX_DRIFT
+        return (self.drift is None or abs(self.drift) <= _MAX_DRIFT) and not self._is_impossible
+
+    @property
+    def _is_impossible(self) -> bool:
+        """Whether the speed-up is larger than the accepted tokens can explain."""
+        possible = self.other.reply.stats.tokens_per_target_pass or 1.0
+        return self.has_accepted and self.speed_up > _MAX_PASS_RATIO * possible
 
     @property
     def is_faster(self) -> bool:
@@ -133,7 +141,9 @@ class Race:
         speeds = f"{other:.1f} instead of {plain:.1f} tokens per second"
         if not self.is_fair:
             drift = self.drift or 0.0
-            change = f"{abs(drift):.0%} {'slower' if drift > 0 else 'faster'}"
+            change = (
+                "faster" if self._is_impossible else f"{abs(drift):.0%} {'slower' if drift > 0 else 'faster'}"
+            )
             return (
                 f"No fair comparison: the machine became {change} during the race. Close other programs and"
                 f" race again. (Measured: {speeds}.)"

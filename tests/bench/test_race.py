@@ -134,6 +134,10 @@ def test_a_race_on_a_disturbed_machine_claims_nothing(finished: Race) -> None:
         assert said in race.headline()
         assert not race.is_faster
         assert not race.is_fair
+    # Drafting alone cannot make a reply a hundred times as fast.
+    race = race_of(finished, 1.0, 0.01)
+    assert race.headline().startswith("No fair comparison: the machine became faster during the race.")
+    assert not race.is_faster
     assert race_of(finished, 0.02, 0.01, 0.1).is_faster
     assert race_of(finished, 0.02, 0.01, None).is_faster
 
