@@ -75,7 +75,7 @@ async def asked(driver: Driver) -> ApprovalScreen:
 
 async def finished(driver: Driver) -> None:
     """Wait until the model has generated its answer, which takes longer than other replies."""
-    await until(driver.pilot, lambda: driver.chat.idle and not driver.chat.writing, "the answer", 60)
+    await until(driver.pilot, lambda: driver.chat.idle and not driver.chat.writing, "the answer", 180)
     await driver.settled()
 
 
