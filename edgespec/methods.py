@@ -126,7 +126,7 @@ class DrafterSet:
 
     @property
     def live_costs(self) -> LiveCosts | None:
-        """The costs that limit what a reply can lose, or None if they were not measured."""
+        """Live costs of the target's passes, which `auto` updates. None if no costs were measured."""
         return self._auto_config.costs if self._auto_config else None
 
     def choose(

@@ -62,7 +62,7 @@ def make_drafters(
         costs: Provides the target's cost curve.
         progress: Called with a description and the completed fraction. Returns False to cancel.
         shares_passes: Whether the target shares its passes with other replies.
-        live_costs: The costs of such another reply, which are then shared too.
+        live_costs: The live costs of another reply of this target, to share them. None creates new ones.
 
     Raises:
         CapabilityError, OptionError, ModelFileError, MemoryBudgetError: A drafter that a method needs cannot

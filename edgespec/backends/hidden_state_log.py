@@ -22,7 +22,7 @@ MAX_LOGGED_TOKENS = 2048
 
 
 def stream_states(count: int) -> tuple[int, ...]:
-    """Return the numbers of the first `count` residual streams after the last layer."""
+    """Return the indices of the first `count` residual streams after the last layer."""
     return tuple(range(_FIRST_STREAM, _FIRST_STREAM - count, -1))
 
 
@@ -83,13 +83,13 @@ class OpenLogs:
     """The hidden state logs that a model keeps for its heads.
 
     Attributes:
-        states: Numbers of all hidden states that the logs need, without duplicates, in the order that
+        states: Indices of all hidden states that the logs need, without duplicates, in the order that
             `append` expects.
     """
 
     def __init__(self) -> None:
         self.states: tuple[int, ...] = ()
-        # (log, numbers of the hidden states in each row) pairs.
+        # (log, indices of the hidden states in each row) pairs.
         self._logs: list[tuple[HiddenStateLog, Sequence[int]]] = []
 
     def open(self, states: Sequence[int], size: int) -> HiddenStateLog:

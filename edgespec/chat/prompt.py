@@ -373,6 +373,6 @@ def _build_shorter(
 
 
 def _others(system_prompt: bool, tools: bool) -> str:
-    """Return what a prompt contains besides the last message, for the text of an error."""
+    """Describe what a prompt contains besides the last message, for an error message."""
     others = [*(["the system prompt"] if system_prompt else []), *(["the tools"] if tools else [])]
     return f" with {' and '.join(others)}" if others else ""

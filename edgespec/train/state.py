@@ -24,7 +24,7 @@ __all__ = ["CurvePoint", "TrainingFolder", "TrainingProgress", "TrainingSettings
 
 T = TypeVar("T")
 
-# A saved speed is damaged if writing or training a token takes longer than this.
+# A saved speed with more seconds per token than this is treated as damaged.
 _MAX_TOKEN_SECONDS = 3600.0
 _SETTINGS, _PROGRESS = "settings.json", "progress.json"
 

@@ -117,7 +117,7 @@ def repacks_weights(paths: Paths, gpu_layers: int | None) -> bool:
     return False
 
 
-@lru_cache(maxsize=64)  # Opening a model takes long, so check each version of its files only once.
+@lru_cache(maxsize=64)  # Opening a model is slow, so check each version of its files once.
 def _repacks_weights(paths: tuple[str, ...], gpu_layers: int | None, _file_states: tuple[str, ...]) -> bool:
     with captured_log() as lines:
         skeleton = load_skeleton(paths[0] if len(paths) == 1 else paths, gpu_layers)

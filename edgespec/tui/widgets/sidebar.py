@@ -19,7 +19,8 @@ from edgespec.tui.open_chat import FORK_SUFFIX
 
 __all__ = ["ChatOption", "Sidebar", "chat_list_hint"]
 
-# Width of the rows, in cells, until the list has been laid out. Its width in terminals of up to 136 columns.
+# Width of the rows, in cells, before the first layout. The list has this width in terminals of up to 136
+# columns.
 _DEFAULT_WIDTH = 30
 
 
