@@ -202,6 +202,24 @@ async def test_keys_typed_while_the_question_opens_decide_nothing(
         assert len(results(d)) == 1
 
 
+async def test_a_key_that_arrives_before_the_dialog_is_ready_decides_nothing(
+    demo: Load, tmp_path: Path, forced: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Without `on_mount`, the dialog stays in its first state.
+    monkeypatch.setattr(ApprovalScreen, "on_mount", lambda self: None)
+    configure("good", "hostile_server.py", "polite")
+    async with driving(demo, tmp_path, settings={"max_tokens": 120, "temperature": 0.0}) as d:
+        await tools_on(d)
+        forced.append("good_act")
+        await d.send("Is red warm?")
+        await until(d.pilot, lambda: isinstance(d.app.screen, ApprovalScreen), "the question")
+        await d.press("enter", "tab", "enter")
+        assert isinstance(d.app.screen, ApprovalScreen)
+        assert results(d) == []
+        await d.press("escape")
+        await finished(d)
+
+
 async def test_esc_stops_a_call_that_hangs(demo: Load, tmp_path: Path, forced: list[str]) -> None:
     configure("good", "hostile_server.py", "hangs")
     async with driving(demo, tmp_path, settings={"max_tokens": 120, "temperature": 0.0}) as d:

@@ -55,13 +55,18 @@ class ApprovalScreen(ModalScreen[Decision]):
             )
             with VerticalScroll(classes="approval-text", can_focus=False):
                 yield Static(Content(readable_arguments(self._arguments)))
-            yield Button("Allow once", action="screen.choose('once')", compact=True)
-            yield Button("Allow in this chat", action="screen.choose('chat')", compact=True)
-            yield Button("Always allow this tool", action="screen.choose('always')", compact=True)
-            yield Button("Refuse", action="screen.choose('refuse')", variant="error", compact=True)
+            # Disabled until `_check_quiet` enables them. Textual would focus an enabled button at once, and the next
+            # key could press it.
+            yield Button("Allow once", action="screen.choose('once')", compact=True, disabled=True)
+            yield Button("Allow in this chat", action="screen.choose('chat')", compact=True, disabled=True)
+            yield Button(
+                "Always allow this tool", action="screen.choose('always')", compact=True, disabled=True
+            )
+            yield Button(
+                "Refuse", action="screen.choose('refuse')", variant="error", compact=True, disabled=True
+            )
 
     def on_mount(self) -> None:
-        self._enable(False)
         self.set_interval(_CHECK_SECONDS, self._check_quiet)
 
     async def on_event(self, event: events.Event) -> None:
