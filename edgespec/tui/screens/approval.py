@@ -55,8 +55,8 @@ class ApprovalScreen(ModalScreen[Decision]):
             )
             with VerticalScroll(classes="approval-text", can_focus=False):
                 yield Static(Content(readable_arguments(self._arguments)))
-            # Disabled until `_check_quiet` enables them. Textual would focus an enabled button at once, and the next
-            # key could press it.
+            # Disabled until `_check_quiet` enables them. Textual focuses an enabled button at once, and the
+            # next key would press it.
             yield Button("Allow once", action="screen.choose('once')", compact=True, disabled=True)
             yield Button("Allow in this chat", action="screen.choose('chat')", compact=True, disabled=True)
             yield Button(
