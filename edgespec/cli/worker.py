@@ -36,7 +36,6 @@ _DEFAULT_ADDRESS = "127.0.0.1:50052"
         "edgespec worker",
         "edgespec worker --memory 8GiB --cache 50GiB",
         "edgespec worker --listen 192.168.1.20:50052 --i-trust-this-network",
-        "edgespec chat --target 70b-q4 --workers 192.168.1.20:50052=16GiB,local=8GiB",
     ),
 )
 @click.option(

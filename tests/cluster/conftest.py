@@ -91,6 +91,8 @@ def delayed() -> Iterator[Callable[[int, float], int]]:
 
     yield start
     for server in servers:
+        # Closing alone does not wake the thread that accepts connections.
+        server.shutdown(socket.SHUT_RDWR)
         server.close()
 
 
@@ -98,12 +100,21 @@ def _proxy(server: socket.socket, port: int, seconds: float) -> None:
     with suppress(OSError):
         while True:
             client, _ = server.accept()
-            target = socket.create_connection(("127.0.0.1", port))
-            for source, sink in ((client, target), (target, client)):
-                sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                arrived: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
-                threading.Thread(target=_read, args=(source, arrived), daemon=True).start()
-                threading.Thread(target=_write, args=(sink, arrived, seconds), daemon=True).start()
+            threading.Thread(target=_forward, args=(client, port, seconds), daemon=True).start()
+
+
+def _forward(client: socket.socket, port: int, seconds: float) -> None:
+    with client, socket.create_connection(("127.0.0.1", port)) as target:
+        threads = []
+        for source, sink in ((client, target), (target, client)):
+            sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            arrived: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
+            threads.append(threading.Thread(target=_read, args=(source, arrived), daemon=True))
+            threads.append(threading.Thread(target=_write, args=(sink, arrived, seconds), daemon=True))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
 
 def _read(source: socket.socket, arrived: queue.SimpleQueue[tuple[float, bytes]]) -> None:
