@@ -13,14 +13,8 @@ from edgespec.assembly.drafting import make_drafters
 from edgespec.assembly.drafting_options import DraftingOptions
 from edgespec.assembly.exact import restrict_to_exact
 from edgespec.assembly.load_request import LoadRequest
-from edgespec.assembly.pairing import (
-    ModelPair,
-    find_pair,
-    load_draft,
-    load_target,
-    try_pair,
-    with_own_adapters,
-)
+from edgespec.assembly.pair_loading import load_draft, load_target
+from edgespec.assembly.pairing import ModelPair, find_pair, try_pair, with_own_adapters
 from edgespec.assembly.planning import LoadPlan, budget_for, check_fits, plan_pair
 from edgespec.assembly.prefix_cache_options import create_prefix_cache, file_states
 from edgespec.assembly.worker_options import connect_workers
