@@ -19,7 +19,8 @@ __all__ = ["connect_workers", "for_workers"]
 
 # Options that have no effect or no implementation with `--workers`.
 _UNSUPPORTED = (
-    "parallel", "gpu_layers", "exact", "adapter", "learn", "draft_branches", "exit_layer", "mlock",
+    "parallel", "gpu_layers", "exact", "adapter", "learn", "draft_branches", "exit_layer", "max_loss",
+    "mlock",
 )  # fmt: skip
 
 

@@ -39,7 +39,7 @@ def local_tokens() -> list[list[int]]:
     return tokens()
 
 
-@pytest.mark.parametrize("method", ["none", "model", "suffix", "auto"])
+@pytest.mark.parametrize("method", ["none", "model", "suffix", "model+suffix", "auto"])
 def test_one_worker_gives_the_same_tokens(
     method: str, workers: tuple[Worker, Worker], local_tokens: list[list[int]]
 ) -> None:
@@ -161,6 +161,14 @@ def test_the_command_line_prints_one_error_and_the_text_so_far(
     assert f"the worker 127.0.0.1:{port} ended" in errors.decode()
 
 
+def test_auto_says_why_it_does_not_draft(workers: tuple[Worker, Worker]) -> None:
+    with edgespec.load("demo", workers=workers[0].address, context=1024) as runtime:
+        reply = runtime.generate(PROMPT, max_tokens=8)
+        assert reply.method.effective == "none"
+        assert reply.method.reason.startswith("auto does not draft on workers yet; use --method model")
+        assert runtime.generate(PROMPT, max_tokens=8, method="model").stats.drafted_tokens
+
+
 def test_a_busy_worker_is_an_error(workers: tuple[Worker, Worker]) -> None:
     with (
         edgespec.load("demo", None, workers=workers[0].address, context=1024),
@@ -182,7 +190,7 @@ def test_too_little_memory_is_an_error(workers: tuple[Worker, Worker]) -> None:
     "options",
     [
         {"method": "mtp"}, {"method": "lookahead"}, {"head": "x"}, {"parallel": 2}, {"exact": True},
-        {"draft_branches": (2,)}, {"prefix_cache": "disk"}, {"gpu_layers": 1},
+        {"draft_branches": (2,)}, {"max_loss": 0.1}, {"prefix_cache": "disk"}, {"gpu_layers": 1},
     ],
 )  # fmt: skip
 def test_options_that_workers_do_not_support_are_refused(options: LoadArguments) -> None:
