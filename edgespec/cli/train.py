@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
-_GGUF_NAME = "head.gguf"
 _MIN_TOKENS = 1_000
 _SAME_FOLDER = "The heads need no conversion to GGUF."
 _CONTINUE = "run the same command again to continue"
@@ -61,8 +61,17 @@ class _Kind(NamedTuple):
 
 
 class _Request(NamedTuple):
-    """The options that all trainings share. See `_with_training_options`."""
+    """What to train.
 
+    Attributes:
+        kind: Name of the command, such as `eagle3` or `draft`.
+        draft: Reference to the draft model to train. None for heads.
+        lora: Whether to train a LoRA adapter instead of the draft model's weights.
+
+    The others are the options that `_with_training_options` adds.
+    """
+
+    kind: str
     reference: str
     folder: Path
     weights: Path | None
@@ -70,10 +79,12 @@ class _Request(NamedTuple):
     prompts: Path | None
     chats: bool
     as_json: bool
+    draft: str | None = None
+    lora: bool = False
 
 
 def _with_training_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of `_Request` to a command."""
+    """Add the options that all kinds of training share to a command."""
     options = (
         model_reference("reference"),
         click.option(
@@ -136,15 +147,14 @@ def _add_head_command(kind: _Kind) -> None:
     )
     @_with_training_options
     def train(**options: Any) -> None:
-        request = _Request(**options)
-        result, converted = _run(request, kind.name)
+        request = _Request(kind.name, **options)
+        result = _run(request)
         if request.as_json:
-            file = converted and str(converted)
-            print_json({"kind": "head", "method": kind.name, **result.to_json(), "gguf": file})
+            print_json({"kind": "head", "method": kind.name, **result.to_json()})
             return
         _print(result, "head")
         if result.kept:
-            used = converted or request.folder
+            used = result.gguf or request.folder
             note(printable(f"Use it with: edgespec chat --target {request.reference} --head {used}"))
 
 
@@ -190,60 +200,32 @@ for _kind in (
 )
 @_with_training_options
 def _train_draft(draft: str, lora: bool, **options: Any) -> None:
-    request = _Request(**options)
-    result, _ = _run(request, "draft", draft, lora)
+    request = _Request("draft", draft=draft, lora=lora, **options)
+    result = _run(request)
     if request.as_json:
-        print_json({"kind": "draft", "method": "model", **result.to_json(), "gguf": None})
+        print_json({"kind": "draft", "method": "model", **result.to_json()})
         return
     _print(result, "draft model")
     if result.kept:
         note(printable(f"Use it with: edgespec chat --target {request.reference} --draft {request.folder}"))
 
 
-def _run(
-    request: _Request, kind: str, draft: str | None = None, lora: bool = False
-) -> tuple[TrainingResult, Path | None]:
-    """Train a head of this kind, or a draft model.
-
-    Returns:
-        The result, and the path of the converted GGUF file, if any.
-    """
+def _run(request: _Request) -> TrainingResult:
+    """Train what the user asked for, until it is finished or Ctrl-C is pressed."""
     from edgespec.train import chat_prompts, file_prompts
 
     prompts: list[TrainingPrompt] = file_prompts(request.prompts) if request.prompts else []
     prompts += chat_prompts() if request.chats else []
     return interruptible(
-        lambda stop: _train(stop, request, kind, draft, lora, prompts),
+        lambda stop: _train(stop, request, prompts),
         first_message="stopping after this step; press Ctrl-C again to stop now",
         second_message=f"interrupted: what was done since the progress was last saved is lost; {_CONTINUE}",
     )
 
 
-def _train(
-    stop: Stop,
-    request: _Request,
-    kind: str,
-    draft: str | None,
-    lora: bool,
-    prompts: Sequence[TrainingPrompt],
-) -> tuple[TrainingResult, Path | None]:
+def _train(stop: Stop, request: _Request, prompts: Sequence[TrainingPrompt]) -> TrainingResult:
     """Train in the worker thread. See `_run`."""
-    try:
-        return _train_and_convert(stop, request, kind, draft, lora, prompts)
-    except CancelledError as error:
-        raise CancelledError(error.what, _CONTINUE) from error
-
-
-def _train_and_convert(
-    stop: Stop,
-    request: _Request,
-    kind: str,
-    draft: str | None,
-    lora: bool,
-    prompts: Sequence[TrainingPrompt],
-) -> tuple[TrainingResult, Path | None]:
     from edgespec.catalog import resolve
-    from edgespec.prepare.head import needs_conversion, prepare_head
     from edgespec.train import DraftToTrain, TrainingSettings, find_draft, load_target, train_drafter
 
     def announce(seconds: float, continued: str) -> None:
@@ -255,20 +237,33 @@ def _train_and_convert(
             click.echo(f"about {duration_text(seconds)} left", err=True)
 
     reference, folder = request.reference, request.folder
-    with ProgressLine(stop) as progress:
+    with _hint_to_continue(), ProgressLine(stop) as progress:
         found = resolve(reference, progress=progress)
-        trained = DraftToTrain(find_draft(found, draft, folder, progress), lora) if draft else None
+        trained = (
+            DraftToTrain(find_draft(found, request.draft, folder, progress), request.lora)
+            if request.draft is not None
+            else None
+        )
         with load_target(found.path, reference, request.weights, progress) as target:
-            student = trained.student(target) if trained else target.teacher.head(kind)
-            asked = hashlib.sha256(repr(prompts).encode()).hexdigest() if prompts else ""
-            identity = trained.identity if trained else ""
-            settings = TrainingSettings(kind, target.identity, request.tokens, asked, identity, lora)
-            result = train_drafter(target, student, settings, prompts, folder, progress, announce)
-            gguf = target.gguf
-        if trained or not (gguf and result.kept and needs_conversion(folder, gguf)):
-            return result, None
-        prepare_head(folder, gguf, folder / _GGUF_NAME)
-        return result, folder / _GGUF_NAME
+            student = trained.student(target) if trained else target.teacher.head(request.kind)
+            settings = TrainingSettings(
+                request.kind,
+                target.identity,
+                request.tokens,
+                hashlib.sha256(repr(prompts).encode()).hexdigest() if prompts else "",
+                trained.identity if trained else "",
+                request.lora,
+            )
+            return train_drafter(target, student, settings, prompts, folder, progress, announce)
+
+
+@contextmanager
+def _hint_to_continue() -> Iterator[None]:
+    """Add to every CancelledError how the user can continue."""
+    try:
+        yield
+    except CancelledError as error:
+        raise CancelledError(error.what, _CONTINUE) from error
 
 
 def _print(result: TrainingResult, title: str) -> None:
@@ -283,7 +278,13 @@ def _print(result: TrainingResult, title: str) -> None:
         *(kind.upper() for kind in kinds),
     )
     print_table(headings, [_row(name, figures, kinds) for name, figures in measured.items()])
-    if not result.kept:
+    best, last = result.best, result.curve[-1]
+    if result.kept:
+        click.echo(
+            f"\nThe new {title} has the weights after training step {best.steps:,} of {last.steps:,}, the"
+            " best of all evaluations during training."
+        )
+    else:
         click.echo(f"\nThe earlier {title} is at least as accurate, so the new one was not saved.")
     if result.plot:
         click.echo(printable(f"\nThe training curve is in {result.plot}"))

@@ -7,7 +7,8 @@ continued. The result is the same as without the interruption.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from edgespec.backends.base import Progress
 from edgespec.backends.drafter_training import DrafterTrainer, Student
 from edgespec.errors import CancelledError, EdgespecError
 from edgespec.files import error_reason, write_advice
+from edgespec.prepare.head import needs_conversion, prepare_head
 from edgespec.train.conversations import (
     Conversation,
     batch_of,
@@ -41,6 +43,7 @@ _HELD_OUT_EVERY, _MAX_HELD_OUT = 24, 256
 _CURVE_CONVERSATIONS, _CURVE_POINTS = 48, 20
 # Number of conversations used to initialise a head's weights.
 _EXAMPLES = 64
+_GGUF_NAME = "head.gguf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +58,11 @@ class TrainingResult:
         earlier: Accuracy of the earlier drafter on the same conversations: the one in `folder`, or the draft
             model before training. None for the first head.
         curve: Evaluations during training.
+        best: The evaluation with the most tokens per pass. The new drafter has the weights of this point.
         conversations: Number of conversations, including those held out.
         tokens: Number of tokens in these conversations.
         plot: Path of the training curve. None if `kept` is False or matplotlib is not installed.
+        gguf: Path of the new head's GGUF version. None if `kept` is False or the target needs none.
     """
 
     folder: Path
@@ -65,9 +70,11 @@ class TrainingResult:
     figures: DrafterFigures
     earlier: DrafterFigures | None
     curve: list[CurvePoint] = field(repr=False)
+    best: CurvePoint
     conversations: int
     tokens: int
     plot: Path | None
+    gguf: Path | None
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as a JSON object."""
@@ -79,7 +86,9 @@ class TrainingResult:
             **self.figures.to_json(),
             "earlier": self.earlier and self.earlier.to_json(),
             "curve": [asdict(point) for point in self.curve],
+            "best": asdict(self.best),
             "plot": self.plot and str(self.plot),
+            "gguf": self.gguf and str(self.gguf),
         }
 
 
@@ -102,7 +111,7 @@ def train_drafter(
         folder: Folder for the drafter. A drafter that is already there is replaced only by a better one.
         progress: Called with a description and the completed fraction. Returning False stops the training.
         announce: Called once before writing and training, with the estimated remaining time in seconds (0 if
-            only the evaluation is left), and with what an interrupted training has finished (empty for a new
+            training is finished), and with what an interrupted training has finished (empty for a new
             training).
 
     Raises:
@@ -110,12 +119,83 @@ def train_drafter(
         BusyError: Another process trains in the same folder.
         OptionError: The folder contains an unfinished training with other settings, or other files.
         ModelFileError: The folder contains another kind of drafter, or one for another target.
-        EdgespecError: The training failed, or the folder cannot be written.
+        EdgespecError: The training or the conversion to GGUF failed, or the folder cannot be written.
     """
     path = folder / "training"
+    with _explain_failures(path), lock_training(path):
+        teacher, finished, kept = target.teacher, path / "finished", path / "kept"
+        # `kept` holds the new drafter while its files are moved to `folder` and converted. If an earlier run
+        # was killed at this point, `folder` may contain only some of the files.
+        earlier = None if kept.exists() else student.published(folder) or student.untrained()
+        saved = TrainingFolder(path, settings)
+        conversations = [
+            each
+            for file in saved.conversation_files()
+            for each in read_conversations(file, teacher.vocabulary.size)
+        ]
+        state = saved.progress(required=kept.exists())
+        if kept.exists():
+            announce(0.0, "the training is finished, and only its result is left to save")
+        else:
+            writer = ConversationWriter(teacher, target.template, prompts)
+            written = sum(len(each.tokens) for each in conversations)
+            speed = saved.speed(lambda: measure_speed(teacher, student, writer.question_start, progress))
+            left = speed.remaining_seconds(settings.tokens, written, state.trained_tokens)
+            trained = bool(state.curve) and finished.exists()
+            announce(0.0 if trained else left, _continued(settings, conversations, state, trained=trained))
+            _write_conversations(writer, saved, conversations, settings.tokens, progress)
+            held_out, others = _divided(conversations)
+            if not others:
+                raise EdgespecError("there are too few conversations to train with", "use a larger --tokens")
+            if not trained:
+                steps = training_steps(others)
+                saved.check_progress(state, steps)
+                counts = token_counts(others, teacher.vocabulary.size)
+                trainer = student.trainer(batch_of(others[:_EXAMPLES]), counts)
+                _train(trainer, saved, state, steps, held_out[:_CURVE_CONVERSATIONS], progress)
+                del trainer
+                shutil.rmtree(finished, ignore_errors=True)
+                saved.best_folder(state.best.steps).rename(finished)
+            # Measure the saved drafter, because its weights have a lower precision than during training.
+            drafters = {"new": student.published(finished), "earlier": earlier}
+            for name, drafter in drafters.items():
+                if drafter and not saved.is_measured(name):
+                    saved.save_figures(name, measure_drafter(drafter, held_out, BATCH_TOKENS, progress))
+        figures = saved.figures("new")
+        before = saved.figures("earlier") if saved.is_measured("earlier") else None
+        better = before is None or figures.tokens_per_pass > before.tokens_per_pass
+        plot, plotted, gguf = folder / "training.png", False, None
+        if better:
+            if not kept.exists():
+                finished.rename(kept)
+            for file in sorted(kept.iterdir()):
+                file.replace(folder / file.name)
+            plotted = plot_training(state.curve, f"{student.title} for {target.name}", plot)
+            if target.gguf and not settings.draft and needs_conversion(folder, target.gguf):
+                gguf = folder / _GGUF_NAME
+                _convert(folder, target.gguf, gguf, progress)
+            kept.rmdir()
+        tokens = sum(len(each.tokens) for each in conversations)
+        saved.delete_contents()
+        return TrainingResult(
+            folder=folder,
+            kept=better,
+            figures=figures,
+            earlier=before,
+            curve=state.curve,
+            best=state.best,
+            conversations=len(conversations),
+            tokens=tokens,
+            plot=plot if plotted else None,
+            gguf=gguf,
+        )
+
+
+@contextmanager
+def _explain_failures(path: Path) -> Iterator[None]:
+    """Add to errors that the training in the folder `path` can be continued."""
     try:
-        with lock_training(path):
-            return _train_in(path, target, student, settings, prompts, folder, progress, announce)
+        yield
     except CancelledError as error:
         raise CancelledError(
             f"the training in {path} is not finished, but its progress is saved",
@@ -126,70 +206,6 @@ def train_drafter(
             f"the training in {path} failed: {error_reason(error)}",
             f"{write_advice(error, path)}, then run the same command again to continue",
         ) from error
-
-
-def _train_in(
-    path: Path,
-    target: TrainingTarget,
-    student: Student,
-    settings: TrainingSettings,
-    prompts: Sequence[TrainingPrompt],
-    folder: Path,
-    progress: Progress,
-    announce: Callable[[float, str], None],
-) -> TrainingResult:
-    """Train in the locked folder `path`. See `train_drafter`."""
-    teacher, finished, kept = target.teacher, path / "finished", path / "kept"
-    # `kept` holds the new drafter while its files are moved to `folder`. If an earlier run was killed at this
-    # point, `folder` may contain only some of the files.
-    earlier = None if kept.exists() else student.published(folder) or student.untrained()
-    saved = TrainingFolder(path, settings)
-    conversations = [
-        each
-        for file in saved.conversation_files()
-        for each in read_conversations(file, teacher.vocabulary.size)
-    ]
-    state = saved.progress()
-    if not kept.exists():
-        writer = ConversationWriter(teacher, target.template, prompts)
-        written = sum(len(each.tokens) for each in conversations)
-        speed = saved.speed(lambda: measure_speed(teacher, student, writer.question_start, progress))
-        left = speed.remaining_seconds(settings.tokens, written, state.trained_tokens)
-        trained = finished.exists()
-        announce(0.0 if trained else left, _continued(settings, conversations, state, trained=trained))
-        _write_conversations(writer, saved, conversations, settings.tokens, progress)
-        held_out, others = _divided(conversations)
-        if not others:
-            raise EdgespecError("there are too few conversations to train with", "use a larger --tokens")
-        steps = training_steps(others)
-        saved.check_progress(state, steps)
-        if not trained:
-            counts = token_counts(others, teacher.vocabulary.size)
-            trainer = student.trainer(batch_of(others[:_EXAMPLES]), counts)
-            _train(trainer, saved, state, steps, held_out[:_CURVE_CONVERSATIONS], progress)
-            _publish(trainer, finished)
-            del trainer
-        # Measure the saved drafter, because its weights have a lower precision than during training.
-        drafters = {"new": student.published(finished), "earlier": earlier}
-        for name, drafter in drafters.items():
-            if drafter and not saved.is_measured(name):
-                saved.save_figures(name, measure_drafter(drafter, held_out, BATCH_TOKENS, progress))
-    figures = saved.figures("new")
-    before = saved.figures("earlier") if saved.is_measured("earlier") else None
-    better = before is None or figures.tokens_per_pass > before.tokens_per_pass
-    plot, plotted = folder / "training.png", False
-    if better:
-        if not kept.exists():
-            finished.rename(kept)
-        for file in sorted(kept.iterdir()):
-            file.replace(folder / file.name)
-        plotted = plot_training(state.curve, f"{student.title} for {target.name}", plot)
-        kept.rmdir()
-    tokens = sum(len(each.tokens) for each in conversations)
-    saved.delete_contents()
-    return TrainingResult(
-        folder, better, figures, before, state.curve, len(conversations), tokens, plot if plotted else None
-    )
 
 
 def _continued(
@@ -246,12 +262,27 @@ def _train(
     held_out: Sequence[Conversation],
     progress: Progress,
 ) -> None:
-    """Run the remaining training steps, evaluating the drafter and saving its state at regular intervals."""
+    """Run the remaining training steps.
+
+    At regular intervals and after the last step, evaluates the drafter, saves its state, and publishes the
+    drafter to `saved.best_folder` if no earlier evaluation was better.
+    """
     every = max(1, len(steps) // _CURVE_POINTS)
     if state.steps:
         trainer.load_state(saved.state_file(state.steps))
     try:
-        while state.steps < len(steps):
+        while True:
+            # There are no losses if the drafter was evaluated after the same step before.
+            if state.losses and (state.steps % every == 0 or state.steps == len(steps)):
+                figures = measure_drafter(
+                    trainer, held_out, BATCH_TOKENS, lambda _text, fraction: progress("evaluating", fraction)
+                )
+                state.add_point(figures.tokens_per_pass)
+                if state.best == state.curve[-1]:
+                    _publish(trainer, saved.best_folder(state.steps))
+                saved.save(state, trainer)
+            if state.steps == len(steps):
+                return
             reached = f", {state.curve[-1].tokens_per_pass:.2f} tokens per pass" if state.curve else ""
             if not progress(f"training{reached}", state.steps / len(steps)):
                 raise CancelledError("training was cancelled")
@@ -259,10 +290,6 @@ def _train(
             state.losses.append(trainer.step(batch_of(batch), state.steps / len(steps)))
             state.steps += 1
             state.trained_tokens += sum(len(each.tokens) for each in batch)
-            if state.steps % every == 0:
-                figures = measure_drafter(trainer, held_out, BATCH_TOKENS, lambda _text, _fraction: True)
-                state.add_point(figures.tokens_per_pass)
-                saved.save(state, trainer)
     except CancelledError:
         saved.save(state, trainer)
         raise
@@ -274,4 +301,19 @@ def _publish(trainer: DrafterTrainer, folder: Path) -> None:
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
     trainer.publish(unfinished)
+    # An earlier run may have been killed before it saved the progress that belongs to this folder.
+    shutil.rmtree(folder, ignore_errors=True)
     unfinished.rename(folder)
+
+
+def _convert(folder: Path, target: Path, output: Path, progress: Progress) -> None:
+    """Convert the trained head to GGUF. Raises EdgespecError, saying that the head itself is finished."""
+    if not progress("converting the head to GGUF", 0.0):
+        raise CancelledError("the conversion was cancelled")
+    try:
+        prepare_head(folder, target, output)
+    except EdgespecError as error:
+        raise EdgespecError(
+            f"the head in {folder} is trained, but its conversion to GGUF failed: {error.what}",
+            f"{error.next_step}, then run the same command again to convert it",
+        ) from error

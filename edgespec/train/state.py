@@ -83,6 +83,11 @@ class TrainingProgress:
     losses: list[float] = field(default_factory=list)
     curve: list[CurvePoint] = field(default_factory=list)
 
+    @property
+    def best(self) -> CurvePoint:
+        """The evaluation with the most tokens per pass, and of several such evaluations the last one."""
+        return max(self.curve, key=lambda point: (point.tokens_per_pass, point.steps))
+
     def add_point(self, tokens_per_pass: float) -> None:
         """Add an evaluation to the curve, with the mean of the losses since the previous one."""
         loss = sum(self.losses) / len(self.losses)
@@ -174,10 +179,20 @@ class TrainingFolder:
         """Return the path of the drafter's state after `steps` steps, whether or not the file exists."""
         return self.path / f"state-{steps:08d}.safetensors"
 
-    def progress(self) -> TrainingProgress:
-        """Return the saved progress, if any. Raises ModelFileError if the file is damaged."""
+    def best_folder(self, steps: int) -> Path:
+        """Return the path of the drafter after `steps` steps, which exists for the best evaluation so far."""
+        return self.path / f"best-{steps:08d}"
+
+    def progress(self, *, required: bool) -> TrainingProgress:
+        """Return the saved progress, if any.
+
+        Raises:
+            ModelFileError: The file is damaged, or it is missing although `required` is True.
+        """
         file = self.path / _PROGRESS
         if not file.exists():
+            if required:
+                raise _damaged(file)
             return TrainingProgress()
         return _parsed(file, _progress)
 
@@ -189,11 +204,14 @@ class TrainingFolder:
             steps: The batch of conversations for each step.
 
         Raises:
-            ModelFileError: The numbers of steps and tokens do not match.
+            ModelFileError: The numbers of steps and tokens do not match, or the best drafter so far is
+                missing.
         """
         finished = sum(len(each.tokens) for batch in steps[: progress.steps] for each in batch)
         if (progress.steps, progress.trained_tokens) != (min(progress.steps, len(steps)), finished):
             raise _damaged(self.path / _PROGRESS)
+        if progress.curve and not (best := self.best_folder(progress.best.steps)).exists():
+            raise _damaged(best)
 
     def save(self, progress: TrainingProgress, trainer: DrafterTrainer) -> None:
         """Save progress and the drafter's state. If interrupted, the previously saved state stays valid."""
@@ -201,9 +219,10 @@ class TrainingFolder:
         with replace_when_written(current) as unfinished:
             trainer.save_state(unfinished)
         _write_json(self.path / _PROGRESS, asdict(progress))
-        for file in self.path.glob("state-*"):
-            if file != current:
-                file.unlink()
+        needed = {current, *(self.best_folder(progress.best.steps) for _ in progress.curve[:1])}
+        for saved in (*self.path.glob("state-*"), *self.path.glob("best-*")):
+            if saved not in needed:
+                _delete(saved)
 
     def delete_contents(self) -> None:
         """Delete the files of a finished training, except for the lock.
@@ -212,12 +231,18 @@ class TrainingFolder:
         is interrupted, the training folder therefore stays valid.
         """
         (self.path / _PROGRESS).unlink(missing_ok=True)
-        for file in self.path.iterdir():
-            if file.is_dir():
-                shutil.rmtree(file)
-            elif file.name not in (LOCK_FILE, _SETTINGS):
-                file.unlink()
+        for saved in self.path.iterdir():
+            if saved.name not in (LOCK_FILE, _SETTINGS):
+                _delete(saved)
         (self.path / _SETTINGS).unlink()
+
+
+def _delete(path: Path) -> None:
+    """Delete a file, or a folder with its contents."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _curve_point(steps: int, trained_tokens: int, loss: float, tokens_per_pass: float) -> CurvePoint:

@@ -134,9 +134,9 @@ class ChatApp(App[None]):
             await asyncio.to_thread(self.chat.tool_use.close)
 
     def on_chat_view_preferences_changed(self) -> None:
-        """Apply and save changed preferences."""
+        """Apply changed preferences, and save them once the screen is drawn."""
         self._show_theme()
-        self.preferences.write(self._preferences_path)
+        self.call_after_refresh(self.preferences.write, self._preferences_path)
 
     def _show_theme(self) -> None:
         try:

@@ -23,7 +23,7 @@ from edgespec.tui.texts import sentences
 from edgespec.tui.turns import TurnScreen
 from edgespec.tui.widgets.prompt import PromptInput
 from edgespec.tui.widgets.reply_markdown import ReplyMarkdown
-from edgespec.tui.widgets.sidebar import ChatOption, Sidebar
+from edgespec.tui.widgets.sidebar import Sidebar
 
 __all__ = ["ChatScreen"]
 
@@ -214,12 +214,11 @@ class ChatScreen(TurnScreen):
 
         await self.when_free(clear)
 
-    @on(Sidebar.OptionSelected)
-    async def _chat_chosen(self, event: Sidebar.OptionSelected) -> None:
-        assert isinstance(event.option, ChatOption)
-        if self._width_class != "-wide" and not event.option.chat.problem:
+    @on(Sidebar.Chosen)
+    async def _chat_chosen(self, event: Sidebar.Chosen) -> None:
+        if self._width_class != "-wide" and not event.chat.problem:
             await self.toggle_panel("sidebar")
-        await saved_chats.open_chat(self, event.option.chat)
+        await saved_chats.open_chat(self, event.chat)
 
     async def action_delete_chat(self) -> None:
         """Delete the chat highlighted in the list."""
@@ -243,7 +242,7 @@ class ChatScreen(TurnScreen):
     async def action_chats(self) -> None:
         if "sidebar" in self._panels:
             await self.toggle_panel("sidebar")
-            self.prompt.focus()
+            self.set_focus(self.prompt)
         else:
             await self.show_chats()
         self.post_message(self.PreferencesChanged())
@@ -253,7 +252,8 @@ class ChatScreen(TurnScreen):
         if "sidebar" not in self._panels:
             await self.toggle_panel("sidebar")
         self.sidebar.filter(query)
-        self.sidebar.focus()
+        # `focus` would set the focus later, after the list has been drawn.
+        self.set_focus(self.sidebar)
 
     def action_system(self) -> None:
         self.run_worker(edit_system(self))

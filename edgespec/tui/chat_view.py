@@ -93,7 +93,7 @@ class ChatView(Screen[None]):
         self.paths = PathList(files, id="paths", compact=True)
         self.chips = FileChips(files, runtime, id="chips")
         self.prompt = PromptInput(self.history, self.paths, self.chips, id="prompt")
-        self.sidebar = Sidebar(id="sidebar", compact=True)
+        self.sidebar = Sidebar(id="sidebar")
         self._models = Static(id="models")
         self._title = Static(id="title")
         self._details = Details(id="details")

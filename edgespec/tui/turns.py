@@ -82,11 +82,16 @@ class TurnScreen(ChatView):
         self._last_stats = None
         self._failure_shown = False
         self.leave_edit()
-        self._start(self._thread.open_chat(chat.system, chat.messages))
         await self.transcript.show_chat(chat, welcome=self._welcome())
         await self.refresh_sidebar()
         self.refresh_facts()
         self.prompt.focus()
+        self.call_after_refresh(self._open_in_model, chat)
+
+    def _open_in_model(self, chat: OpenChat) -> None:
+        """Count the chat's tokens in the model thread. This would delay the first drawing of a long chat."""
+        if chat is self.current_chat and not self.writing:
+            self._start(self._thread.open_chat(chat.system, chat.messages))
 
     async def save(self, *, show_again: bool = False) -> bool:
         """Save the chat and refresh the list of chats. On failure, show the error and return False.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ def train(target: TrainingTarget) -> Iterator[Train]:
         tokens: int = 500,
         method: str = "eagle3",
         announced: list[str] | None = None,
+        gguf: Path | None = None,
     ) -> TrainingResult:
         def announce(_seconds: float, continued: str) -> None:
             if announced is not None:
@@ -76,7 +78,9 @@ def train(target: TrainingTarget) -> Iterator[Train]:
 
         settings = TrainingSettings(method, target.identity, tokens, "test")
         student = target.teacher.head(method)
-        return train_drafter(target, student, settings, PROMPTS, folder, progress or Stops(), announce)
+        return train_drafter(
+            replace(target, gguf=gguf), student, settings, PROMPTS, folder, progress or Stops(), announce
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("edgespec.train.writing._MAX_REPLY_TOKENS", 40)

@@ -21,7 +21,11 @@ from edgespec.backends.self_draft_methods import Head
 from edgespec.catalog.catalogue import models_folder
 from edgespec.drafters.head_cache import HeadCache
 from edgespec.engine.tree import TokenTree
+from edgespec.errors import CancelledError, EdgespecError
+from edgespec.files import file_state
 from edgespec.prepare.head import needs_conversion, prepare_head
+from tests.backends.tiny_models import write_llama
+from tests.train.conftest import LAYERS, Stops, Train
 
 TEXT = (
     "<|im_start|>user\nHow do I list files by size?<|im_end|>\n<|im_start|>assistant\n"
@@ -61,6 +65,27 @@ def test_a_converted_head_guesses_the_same_tokens(tmp_path: Path) -> None:
     assert np.mean(expected == own) > 0.9
     # Agreement is no coincidence, because the guesses differ from each other.
     assert len(set(own)) > 5
+
+
+def test_a_training_stopped_before_its_conversion_converts_the_head(train: Train, tmp_path: Path) -> None:
+    gguf, folder = write_llama(tmp_path / "model.gguf", layers=LAYERS), tmp_path / "head"
+    with pytest.raises(CancelledError, match="run the same command again to continue"):
+        train(folder, Stops(0, "converting"), gguf=gguf)
+    weights = file_state(folder / "model.safetensors")
+    converted = folder / "head.gguf"
+    # A folder with the name of the file makes the conversion fail.
+    converted.mkdir()
+    with pytest.raises(EdgespecError, match=r"is trained, but its conversion.*failed.*again to convert it"):
+        train(folder, gguf=gguf)
+    converted.rmdir()
+    again, announced = Stops(), list[str]()
+    result = train(folder, again, gguf=gguf, announced=announced)
+    assert again.seen == ["converting the head to GGUF"]
+    assert announced == ["the training is finished, and only its result is left to save"]
+    assert file_state(folder / "model.safetensors") == weights
+    assert result.gguf == converted
+    assert head_at(converted).method == "eagle"
+    assert not (folder / "training").exists()
 
 
 # The initial weights of Hydra heads already differ from head to head.

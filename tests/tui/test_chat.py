@@ -14,7 +14,6 @@ from edgespec.tui.screens.help import HelpScreen
 from edgespec.tui.screens.settings import SettingsScreen
 from edgespec.tui.settings import accepted
 from edgespec.tui.widgets.messages import ReplyMessage, UserMessage
-from edgespec.tui.widgets.sidebar import Sidebar
 from edgespec.tui.widgets.status import StatusLine
 from edgespec.tui.worker import Load
 from tests.tui.driving import driving, until
@@ -290,14 +289,13 @@ async def test_list_of_chats_opens_deletes_and_explains_broken_files(demo: Load,
         broken.write_text('{"version": 1, "id": "brok')
         await d.press("f2")
         await d.sees("unreadable")
-        options = d.chat.query_one(Sidebar)
-        options.highlighted = options.get_option_index(str(broken))
+        d.chat.sidebar.highlight("broken")
         await d.press("enter")
         await d.said("not complete JSON")
         assert broken.exists()
         assert len(d.chat.current_chat.entries) == 2
-        options.highlighted = options.get_option_index(str(good))
-        options.focus()
+        d.chat.sidebar.highlight(good.stem)
+        d.chat.sidebar.focus()
         await d.press("delete")
         await d.sees("Deleted “")
         await until(d.pilot, lambda: not good.exists() and not d.chat.current_chat.entries)
@@ -305,7 +303,7 @@ async def test_list_of_chats_opens_deletes_and_explains_broken_files(demo: Load,
         await d.say("/undo")
         assert good.exists()
         assert len(d.chat.current_chat.entries) == 2
-        d.chat.sidebar.highlighted = d.chat.sidebar.get_option_index(str(good))
+        d.chat.sidebar.highlight(good.stem)
         d.chat.sidebar.focus()
         await d.press("delete")
         await until(d.pilot, lambda: not good.exists())

@@ -3,114 +3,160 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, ClassVar
 
 from textual import events
 from textual.binding import Binding, BindingType
 from textual.content import Content
-from textual.widgets import OptionList
-from textual.widgets.option_list import Option
+from textual.geometry import Region, Size, clamp
+from textual.message import Message as Event
+from textual.reactive import reactive
+from textual.scroll_view import ScrollView
+from textual.strip import Strip
+from textual.visual import Visual
 
 from edgespec.chat.search import FoundChat, search
 from edgespec.chat.store import StoredChat
 from edgespec.tui.numbers import ago, count
 from edgespec.tui.open_chat import FORK_SUFFIX
 
-__all__ = ["ChatOption", "Sidebar", "chat_list_hint"]
+__all__ = ["Sidebar", "chat_list_hint"]
 
-# Width of the rows, in cells, before the first layout. The list has this width in terminals of up to 136
-# columns.
-_DEFAULT_WIDTH = 30
-
-
-class ChatOption(Option):
-    """An entry of the list: the chat's title, and below it its age and length or the matching line.
-
-    Args:
-        found: The chat.
-        width: The width of the list in cells. Longer lines are cut off.
-        is_open: Whether this chat is open.
-    """
-
-    def __init__(self, found: FoundChat, width: int, *, is_open: bool) -> None:
-        chat = found.chat
-        age = f"{ago(chat.updated, datetime.now(UTC))} · {count(chat.message_count, 'message')}"
-        pinned = "pinned · " if chat.pinned else ""
-        line = (found.line or pinned + age, "$muted")
-        # The suffix is never cut off, because it distinguishes a fork from the chat that it was made from.
-        suffix = FORK_SUFFIX if chat.title.endswith(FORK_SUFFIX) else ""
-        title = Content.assemble(("• " if is_open else "  ", "$primary"), chat.title.removesuffix(suffix))
-        note = Content.assemble("  ", ("unreadable", "$error") if chat.problem else line)
-        rows = (
-            title.truncate(max(0, width - len(suffix)), ellipsis=True) + suffix,
-            note.truncate(width, ellipsis=True),
-        )
-        super().__init__(Content("\n").join(rows), id=str(chat.path))
-        self.chat = chat
+# Rows of a chat: its title, its age or the matching line, and a blank row.
+_CHAT_ROWS = 3
+_NO_CHATS = "No saved chats yet. Each message is saved when you send it."
 
 
-class Sidebar(OptionList):
+class Sidebar(ScrollView, can_focus=True):
     """The saved chats: pinned ones first, then the newest. Typing filters the list.
 
-    Enter opens the highlighted chat. `chat_list_hint` names the other keys.
+    Enter opens the highlighted chat. `chat_list_hint` names the other keys. Only the visible rows are drawn,
+    because there can be thousands of chats.
+
+    Attributes:
+        highlighted: Index of the highlighted chat in `found`.
+        found: The chats in the list.
     """
 
+    COMPONENT_CLASSES: ClassVar[set[str]] = {"sidebar--highlighted"}
     BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up", "move(-1)", show=False),
+        Binding("down", "move(1)", show=False),
+        Binding("pageup", "move_page(-1)", show=False),
+        Binding("pagedown", "move_page(1)", show=False),
+        Binding("home", "first", show=False),
+        Binding("end", "last", show=False),
+        Binding("enter", "choose", show=False),
         Binding("ctrl+r", "screen.rename_chat", "Rename", show=False),
         Binding("ctrl+p", "screen.pin_chat", "Pin", show=False),
         Binding("delete", "screen.delete_chat", "Delete", show=False),
         Binding("ctrl+z", "screen.restore_chat", "Undo", show=False),
     ]
 
+    highlighted = reactive(0)
+
+    @dataclass
+    class Chosen(Event):
+        """Posted when the user chooses a chat with Enter or a click."""
+
+        chat: StoredChat
+
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
+        self.found: Sequence[FoundChat] = ()
         self._chats: Sequence[StoredChat] = ()
         self._open = ""
         self._query = ""
-        self._row_width = _DEFAULT_WIDTH
         self._show_query()
 
     def show(self, chats: Sequence[StoredChat], *, current: str) -> None:
-        """Show `chats` and mark the one whose id is `current`."""
+        """Show `chats` and mark the one whose id is `current`. The highlighted chat stays highlighted."""
         self._chats, self._open = chats, current
-        self._refresh_options(self.highlighted or 0, self.chat)
+        chat = self.chat
+        self._search()
+        if chat is not None:
+            self.highlight(chat.id)
+
+    def highlight(self, chat_id: str) -> None:
+        """Highlight the chat with this ID, if it is in the list."""
+        ids = [each.chat.id for each in self.found]
+        if chat_id in ids:
+            self.highlighted = ids.index(chat_id)
 
     @property
     def chat(self) -> StoredChat | None:
         """The highlighted chat, or None if the list is empty."""
-        option = self.highlighted_option
-        return option.chat if isinstance(option, ChatOption) else None
+        return self.found[self.highlighted].chat if self.found else None
 
-    def _refresh_options(self, highlighted: int, chat: StoredChat | None = None) -> None:
-        """Show the chats that match the query.
+    def _search(self) -> None:
+        """Show the chats that match the query."""
+        self.found = search(self._chats, self._query)
+        self.virtual_size = Size(self.size.width, _CHAT_ROWS * max(1, len(self.found)))
+        self.highlighted = clamp(self.highlighted, 0, max(0, len(self.found) - 1))
+        self.refresh()
 
-        Args:
-            highlighted: Index of the entry to highlight.
-            chat: The chat to highlight instead, if it is still listed.
-        """
-        found = search(self._chats, self._query)
-        nothing = (
-            f"No chat contains “{self._query}”."
-            if self._chats
-            else "No saved chats yet. Each message is saved when you send it."
-        )
-        self.set_options(
-            [ChatOption(each, self._row_width, is_open=each.chat.id == self._open) for each in found]
-            or [Option(nothing, disabled=True)]
-        )
-        if chat is not None:
-            ids = [each.chat.id for each in found]
-            highlighted = ids.index(chat.id) if chat.id in ids else highlighted
-        self.highlighted = min(highlighted, len(found) - 1) if found else None
+    def render_line(self, y: int) -> Strip:
+        # Leave space for the scrollbar even if there is none, so that its appearance moves no text.
+        width = self.size.width - self.styles.scrollbar_size_vertical
+        number, row = divmod(y + self.scroll_offset.y, _CHAT_ROWS)
+        if not self.found:
+            text = f"No chat contains “{self._query}”." if self._chats else _NO_CHATS
+            lines = Content.styled(text, "$muted").wrap(width - 2)
+            line = Content("  ") + lines[y] if y < len(lines) else Content()
+        elif row < _CHAT_ROWS - 1 and number < len(self.found):
+            line = (self._note, self._title)[row == 0](self.found[number], width)
+        else:
+            line = Content()
+        style = self.visual_style
+        if self.found and number == self.highlighted:
+            style = self.get_visual_style("sidebar--highlighted")
+        return Visual.to_strips(self, line, self.size.width, 1, style, pad=True)[0]
 
-    def on_resize(self) -> None:
-        """Truncate the lines to the new width."""
-        # Leave space for the scrollbar even if there is none, so that its appearance changes nothing.
-        width = self.content_region.width - self.styles.scrollbar_size_vertical
-        if width != self._row_width:
-            self._row_width = width
-            self._refresh_options(self.highlighted or 0, self.chat)
+    def _title(self, found: FoundChat, width: int) -> Content:
+        title = found.chat.title
+        # The suffix is never cut off, because it distinguishes a fork from the chat that it was made from.
+        suffix = FORK_SUFFIX if title.endswith(FORK_SUFFIX) else ""
+        mark = "• " if found.chat.id == self._open else "  "
+        shown = Content.assemble((mark, "$primary"), title.removesuffix(suffix))
+        return shown.truncate(max(0, width - len(suffix)), ellipsis=True) + suffix
+
+    def _note(self, found: FoundChat, width: int) -> Content:
+        chat = found.chat
+        age = f"{ago(chat.updated, datetime.now(UTC))} · {count(chat.message_count, 'message')}"
+        line = (found.line or ("pinned · " if chat.pinned else "") + age, "$muted")
+        note = Content.assemble("  ", ("unreadable", "$error") if chat.problem else line)
+        return note.truncate(width, ellipsis=True)
+
+    def watch_highlighted(self) -> None:
+        """Scroll to the highlighted chat."""
+        place = Region(0, _CHAT_ROWS * self.highlighted, self.size.width, _CHAT_ROWS)
+        self.scroll_to_region(place, animate=False, force=True, immediate=True)
+
+    def action_move(self, chats: int) -> None:
+        """Highlight the chat `chats` positions below the highlighted one, or above it if negative."""
+        self.highlighted = clamp(self.highlighted + chats, 0, max(0, len(self.found) - 1))
+
+    def action_move_page(self, pages: int) -> None:
+        self.action_move(pages * max(1, self.scrollable_content_region.height // _CHAT_ROWS))
+
+    def action_first(self) -> None:
+        self.action_move(-len(self.found))
+
+    def action_last(self) -> None:
+        self.action_move(len(self.found))
+
+    def action_choose(self) -> None:
+        if (chat := self.chat) is not None:
+            self.post_message(self.Chosen(chat))
+
+    def on_click(self, event: events.Click) -> None:
+        """Open the chat that is clicked."""
+        place = event.get_content_offset(self)
+        if place is not None and (number := (place.y + self.scroll_offset.y) // _CHAT_ROWS) < len(self.found):
+            self.highlighted = number
+            self.action_choose()
 
     def _show_query(self) -> None:
         self.border_title = Content(f"Chats: {self._query}" if self._query else "Chats")
@@ -124,12 +170,11 @@ class Sidebar(OptionList):
 
     def filter(self, query: str) -> None:
         """Show only the chats whose titles or messages contain all words of `query`."""
+        self.highlighted = 0
         if query != self._query:
             self._query = query
             self._show_query()
-            self._refresh_options(0)
-        elif self.chat is not None:
-            self.highlighted = 0
+            self._search()
 
     def on_key(self, event: events.Key) -> None:
         """Filter the list by what the user types."""

@@ -83,7 +83,7 @@ def head_of(target: Any, path: Path) -> EagleHead:
 
 
 @pytest.mark.parametrize(("kind", "layout"), covering(KINDS, ("SafeAILab", "EAGLE-1")))
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rounds=st.lists(ROUNDS, min_size=1, max_size=8), seed=st.integers(0, 1 << 16))
 def test_a_draft_after_any_history_equals_that_of_a_fresh_head(
     files: Files, kind: str, layout: Layout, rounds: list[Round], seed: int
@@ -92,10 +92,7 @@ def test_a_draft_after_any_history_equals_that_of_a_fresh_head(
     check_history(lambda: files.load(kind), lambda target: head_of(target, path), rounds, seed)
 
 
-@pytest.mark.parametrize(
-    ("kind", "layout"),
-    [*(("llama", layout) for layout in LAYOUTS), *((kind, "EAGLE-1") for kind in KINDS[1:])],
-)
+@pytest.mark.parametrize(("kind", "layout"), covering(KINDS, LAYOUTS))
 def test_no_head_changes_a_reply(files: Files, kind: str, layout: Layout) -> None:
     path, head = files.target(kind), files.head(layout)
     branches = () if kind in ("qwen3_next", "lfm2") else (2, 2)
@@ -108,7 +105,7 @@ def test_no_head_changes_a_reply(files: Files, kind: str, layout: Layout) -> Non
         edgespec.load(str(path), "none", method="eagle", head=head, context=256) as chain,
     ):
         for temperature in (0.0, 0.8):
-            asked: dict[str, Any] = {"max_tokens": 24, "temperature": temperature, "seed": 3}
+            asked: dict[str, Any] = {"max_tokens": 16, "temperature": temperature, "seed": 3}
             expected = plain.generate("the file", **asked).tokens
             for drafting in (tree, chain):
                 reply = drafting.generate("the file", **asked)

@@ -34,9 +34,9 @@ def batch_of(conversations: int = 4, length: int = 24) -> TrainingBatch:
     return TrainingBatch(tokens, replied)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize("kind", ["llama", "gemma2", pytest.param("qwen3", marks=pytest.mark.long)])
 def test_a_head_learns_its_batch(folder: Path, kind: str) -> None:
-    teacher, batch = teacher_of(folder / kind, kind), batch_of()
+    teacher, batch = teacher_of(folder / kind, kind), batch_of(2)
     trainer = teacher.head("eagle3").trainer(batch, np.ones(ROWS, np.int64))
     before, _ = trainer.guesses(batch, 4)
     losses = [trainer.step(batch, 0.5) for _ in range(40)]
@@ -44,7 +44,7 @@ def test_a_head_learns_its_batch(folder: Path, kind: str) -> None:
     assert losses[-1] < 0.7 * losses[0]
     assert after.mean() > before.mean() + 0.2
     # Four guesses fit into the reply from the token before it on.
-    assert np.bincount(owners).tolist() == [24 - 6 - 3] * 4
+    assert np.bincount(owners).tolist() == [24 - 6 - 3] * 2
 
 
 def test_quantised_weights_give_the_same_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

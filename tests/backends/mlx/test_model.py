@@ -217,7 +217,7 @@ class TestLoading:
             row(model, TokenTree.chain(4))
             model.close()
 
-    @pytest.mark.parametrize("cycles", [4, pytest.param(7, marks=pytest.mark.long)])
+    @pytest.mark.parametrize("cycles", [3, pytest.param(7, marks=pytest.mark.long)])
     def test_closing_a_model_frees_its_memory(self, cycles: int) -> None:
         """All MLX arrays are freed, and the process keeps at most fragments."""
         code = (

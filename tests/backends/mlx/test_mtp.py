@@ -49,7 +49,7 @@ def head_of(target: Any) -> EagleHead:
     return head
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rounds=st.lists(ROUNDS, min_size=1, max_size=8), seed=st.integers(0, 1 << 16))
 def test_a_draft_after_any_history_equals_that_of_a_fresh_head(
     folder: Path, rounds: list[Round], seed: int
@@ -68,7 +68,7 @@ def check_replies(folder: Path) -> None:
         edgespec.load(str(folder), "none", method="mtp", context=256) as drafting,
     ):
         for temperature in (0.0, 0.8):
-            asked: dict[str, Any] = {"max_tokens": 24, "temperature": temperature, "seed": 3}
+            asked: dict[str, Any] = {"max_tokens": 16, "temperature": temperature, "seed": 3}
             reply = drafting.generate("the file", **asked)
             assert reply.tokens == plain.generate("the file", **asked).tokens
             assert reply.stats.drafted_tokens

@@ -31,6 +31,7 @@ from tests.backends.mlx.mtp_layers import (
 )
 from tests.backends.mlx.test_mtp import check_plan, check_replies
 from tests.backends.mlx.tiny_checkpoints import configuration, write_checkpoint
+from tests.cases import covering
 
 # A mode of MLX's quantisation, the bits per weight and the group size.
 QUANTISATIONS = [("affine", 4, 32), ("affine", 8, 64), ("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)]
@@ -106,8 +107,7 @@ def qwen35(folder: Path) -> Path:
     )
 
 
-@pytest.mark.parametrize("stacked", [False, True])
-@pytest.mark.parametrize("quantisation", QUANTISATIONS)
+@pytest.mark.parametrize(("quantisation", "stacked"), covering(QUANTISATIONS, (False, True)))
 def test_a_quantised_layer_drafts_like_its_rounded_weights(
     tmp_path: Path, quantisation: tuple[str, int, int], stacked: bool
 ) -> None:

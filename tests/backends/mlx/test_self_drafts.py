@@ -32,6 +32,7 @@ from edgespec.errors import BackendError, CancelledError, CapabilityError, Close
 from edgespec.method_names import HEADS
 from edgespec.prepare.exit_table import exit_table
 from tests.backends.mlx.tiny_checkpoints import KINDS, write_checkpoint
+from tests.cases import covering
 
 PROMPT = [5, 6, 7, 8, 9, 5, 6, 7]
 # Long enough for the sliding windows of the tiny models to drop rows.
@@ -93,7 +94,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 
 
 class TestReplies:
-    @pytest.fixture(scope="class", params=CHECKPOINTS)
+    @pytest.fixture(scope="class")
     def model(
         self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     ) -> Iterator[Any]:
@@ -101,7 +102,7 @@ class TestReplies:
         yield model
         model.close()
 
-    @pytest.mark.parametrize("way", WAYS)
+    @pytest.mark.parametrize(("model", "way"), covering(list(CHECKPOINTS), list(WAYS)), indirect=["model"])
     def test_replies_equal_plain_decoding(self, model: Any, way: str) -> None:
         view = model.self_draft(WAYS[way])
         chains, trees = (
@@ -117,6 +118,7 @@ class TestReplies:
         assert accepted > 0
         assert chains.memory_use.cache_bytes == 0
 
+    @pytest.mark.parametrize("model", CHECKPOINTS, indirect=True)
     def test_rejection_mode_at_temperature_0_gives_the_same_tokens(self, model: Any) -> None:
         plain, _ = reply(model, None)
         for how in WAYS.values():
@@ -151,7 +153,7 @@ class TestArchitectures:
 class TestDemo:
     """Tests with the embedded model, which has 8-bit weights and twelve layers."""
 
-    @pytest.fixture(scope="class", params=["auto", "q8_0"])
+    @pytest.fixture(scope="class", params=["auto", pytest.param("q8_0", marks=pytest.mark.long)])
     def demo(self, request: pytest.FixtureRequest) -> Iterator[Any]:
         options = LoadOptions(context_tokens=512, low_bits=True, kv_type=request.param)
         model = mlx.load(str(models_folder() / "demo-mlx"), "demo", options)

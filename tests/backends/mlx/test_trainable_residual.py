@@ -55,9 +55,9 @@ def published(trainer: MlxHeadTrainer, folder: Path) -> Path:
 
 @pytest.mark.parametrize("method", KINDS)
 def test_heads_learn_their_batch(teacher: MlxTeacher, method: str, tmp_path: Path) -> None:
-    trainer, batch = trainer_of(teacher, method), batch_of()
+    trainer, batch = trainer_of(teacher, method), batch_of(2)
     before, _ = trainer.guesses(batch, 4)
-    losses = [trainer.step(batch, 0.5) for _ in range(160)]
+    losses = [trainer.step(batch, 0.5) for _ in range(80)]
     after, _ = trainer.guesses(batch, 4)
     assert losses[-1] < 0.9 * losses[0]
     assert after.mean() > before.mean() + 0.1
@@ -120,7 +120,7 @@ def test_replies_are_those_of_plain_decoding(
         edgespec.load(str(model), "none", method="none", context=256) as plain,
         edgespec.load(str(model), "none", method=method, head=str(folder), context=256) as drafting,
     ):
-        asked: dict[str, Any] = {"max_tokens": 24, "temperature": temperature, "seed": 3}
+        asked: dict[str, Any] = {"max_tokens": 16, "temperature": temperature, "seed": 3}
         reply = drafting.generate("list the files", **asked)
         assert reply.tokens == plain.generate("list the files", **asked).tokens
         assert reply.stats.drafted_tokens
