@@ -176,7 +176,7 @@ def test_replaying_model_reads_the_whole_prompt_if_replay_rounds_differently(
 
 def test_exact_with_mlx() -> None:
     pytest.importorskip("mlx.core")
-    runtime, _ = day("demo-mlx", draft="auto", turns=2, begin_tokens=80)
+    runtime, _ = day("demo-mlx", draft="auto", turns=2, begin_tokens=80, context=256)
     assert runtime.target.capabilities.exact
 
 
