@@ -106,11 +106,14 @@ def find_pair(
     metadata = MetadataCache()
     _check_is_model(found, metadata)
     heads = find_heads(found, drafting, metadata, find_head, progress)
+    on_workers = drafting.arguments["workers"] is not None
     names_head = any(head.source == "named" for head in heads.chosen)
     if names_head and draft == "auto" and not DRAFT_MODEL_USERS & drafting.named_drafters:
         found_draft, why_none, why_draft = None, "the head drafts instead", ""
     else:
-        found_draft, why_none, why_draft = _find_draft(found, draft, find_model, options)
+        # The memory of this machine does not limit a target whose layers are on workers.
+        limits = replace(options, memory_bytes=None) if on_workers else options
+        found_draft, why_none, why_draft = _find_draft(found, draft, find_model, limits)
         if found_draft and not why_draft:
             _check_is_model(found_draft, metadata)
         if not found_draft and draft == "auto":
@@ -118,7 +121,7 @@ def find_pair(
     if options.adapters:
         _check_adapters(options.adapters, found, drafting)
     else:
-        drafts_otherwise = found_draft is not None or bool(heads.chosen)
+        drafts_otherwise = found_draft is not None or bool(heads.chosen) or on_workers
         found = _prepared_for_early_exit(found, drafting, drafts_otherwise)
     if heads.chosen and not found.file_format.head_formats:
         heads = without_heads(heads, f"{found.name} is used as prepared for early exit")

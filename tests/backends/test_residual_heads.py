@@ -329,9 +329,9 @@ def test_no_head_changes_a_reply(target: Target, layout: Layout) -> None:
     methods = [layout.method, f"{layout.method}+suffix"]
     # The last one may say only two tokens, so that random heads are right now and then.
     asked: list[dict[str, Any]] = [
-        {"max_tokens": 24, "temperature": 0.0},
-        {"max_tokens": 24, "temperature": 0.8, "seed": 3},
-        {"max_tokens": 24, "temperature": 0.8, "seed": 4, "logit_bias": {70: 60.0, 80: 60.0}},
+        {"max_tokens": 16, "temperature": 0.0},
+        {"max_tokens": 16, "temperature": 0.8, "seed": 3},
+        {"max_tokens": 16, "temperature": 0.8, "seed": 4, "logit_bias": {70: 60.0, 80: 60.0}},
     ]
     with edgespec.load(str(target.path), "none", method="none", context=256) as plain:
         expected = [plain.generate("the file", **ask).tokens for ask in asked]
@@ -407,7 +407,7 @@ def test_heads_with_huge_weights_change_no_reply(target: Target, tmp_path: Path,
         edgespec.load(str(target.path), "none", method="hydra", head=str(head), context=256) as drafting,
     ):
         for temperature in (0.0, 0.8):
-            asked: dict[str, Any] = {"max_tokens": 24, "temperature": temperature, "seed": 3}
+            asked: dict[str, Any] = {"max_tokens": 16, "temperature": temperature, "seed": 3}
             assert drafting.generate("the file", **asked).tokens == plain.generate("the file", **asked).tokens
 
 

@@ -83,7 +83,7 @@ def test_replies_equal_plain_decoding(
     assert reply.stop_reason == ("max_tokens" if expected.finish_reason == "length" else "end_turn")
 
 
-@pytest.mark.parametrize("target", ["demo", "demo-mlx"])
+@pytest.mark.parametrize("target", ["demo", pytest.param("demo-mlx", marks=pytest.mark.long)])
 def test_drafted_trees_do_not_change_replies(target: str) -> None:
     with edgespec.load(target, "none", method="none", context=512) as runtime:
         expected = [

@@ -49,7 +49,7 @@ def test_responses_match_the_description(described: HttpServer) -> None:
 
             @given(case=operation.as_strategy(generation_mode=mode))
             @settings(
-                max_examples=15,
+                max_examples=8,
                 deadline=None,
                 derandomize=True,
                 database=None,
