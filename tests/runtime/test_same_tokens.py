@@ -64,7 +64,7 @@ class TestTheSameTokens:
             for (sampling, method), draft_length in zip(
                 product(SAMPLING.values(), ("model", "model+ngram")), lengths, strict=False
             ):
-                options: dict[str, Any] = {"seed": 8, "max_tokens": 32} | sampling
+                options: dict[str, Any] = {"seed": 8, "max_tokens": 24} | sampling
                 equal(
                     tree.generate(HOWTO, method=method, draft_length=draft_length, **options),
                     plain(HOWTO, **options),
