@@ -23,6 +23,8 @@ __all__ = [
     "OutOfMemoryError",
     "TemplateError",
     "VocabularyMismatchError",
+    "WorkerError",
+    "WorkerLostError",
     "shorten",
 ]
 
@@ -77,6 +79,14 @@ class BackendMissingError(EdgespecError):
 
 class BackendError(EdgespecError):
     """Raised when the backend fails while it loads or runs a model. Close the model and load it again."""
+
+
+class WorkerError(EdgespecError):
+    """Raised when a worker in `--workers` cannot be used. Check that `edgespec worker` runs there."""
+
+
+class WorkerLostError(BackendError):
+    """Raised when a worker ends or stops responding. Start it again, then load the model again."""
 
 
 class CapabilityError(BackendError):

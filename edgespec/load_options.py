@@ -19,6 +19,7 @@ from edgespec.option_kinds import (
     PathName,
     Size,
     Text,
+    WorkerList,
 )
 
 __all__ = ["LOAD_OPTIONS", "LoadArguments"]
@@ -94,6 +95,10 @@ class LoadArguments(TypedDict, total=False):
         "LoRA adapters to apply to the model, each with an optional scale, such as `style.gguf=0.5`. GGUF"
         " models need .gguf files, MLX models a single folder in mlx-lm format (LoRA or DoRA).",
         default=(), default_text="none", per_run=True)]
+    workers: Annotated[str | None, Option(WorkerList(), "workers",
+        "Machines that hold the model's layers, each with an optional amount of memory, such as"
+        " 192.168.1.20:50052=16GiB,local=8GiB. Start `edgespec worker` on each. GGUF models only.",
+        per_run=True)]
     prefix_cache: Annotated[str, Option(Choice(("none", "memory", "disk")), "prefix_cache",
         "Where to cache earlier chats so that returning to one is fast. `disk` also keeps the cache between"
         " runs, in files only you can read.",

@@ -20,7 +20,7 @@ __all__ = [
 ACCEPTANCES = ("invariant", "rejection")
 MAX_DRAFT_LENGTH = 64
 
-Group: TypeAlias = Literal["model", "prefix_cache", "drafting", "method", "sampling", "reply"]
+Group: TypeAlias = Literal["model", "workers", "prefix_cache", "drafting", "method", "sampling", "reply"]
 
 
 @dataclass(frozen=True)

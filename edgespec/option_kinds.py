@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from edgespec.checks import check_boolean, check_integer, check_number, check_path, check_text, parse_size
+from edgespec.cluster.machines import parse_machines
 from edgespec.errors import OptionError
 from edgespec.method_names import parse_method
 
@@ -32,6 +33,7 @@ __all__ = [
     "Size",
     "Text",
     "TextList",
+    "WorkerList",
     "converted",
 ]
 
@@ -210,6 +212,17 @@ class Size(Kind):
 
     def check(self, name: str, value: Any) -> int:
         return parse_size(name, value)
+
+
+class WorkerList(Kind):
+    """The machines that hold the layers of a model, such as `host:port=16GiB,local=8GiB`."""
+
+    metavar = "HOST:PORT[=SIZE],..."
+
+    def check(self, name: str, value: Any) -> str:
+        text = check_text(name, value, "a list of workers")
+        parse_machines(name, text)
+        return text
 
 
 class PathName(Kind):

@@ -19,31 +19,22 @@ from edgespec.auto.active_replies import ACTIVE_REPLIES
 from edgespec.auto.controller import AutoController
 from edgespec.backends.base import LanguageModel, Progress
 from edgespec.backends.base_model import scaled_progress
-from edgespec.drafters.base import Drafter
-from edgespec.engine.acceptance import Invariant, RandomDraws, Rejection
-from edgespec.engine.logits import Logits
-from edgespec.engine.loop import Step, decode
-from edgespec.engine.sampling import Sampler
+from edgespec.engine.loop import Step
 from edgespec.engine.stats import Stats
-from edgespec.engine.tree import TokenTree
-from edgespec.errors import BusyError, CancelledError, ClosedError
-from edgespec.idle import IdleWorker, drafters_with_idle_work
+from edgespec.errors import BusyError, ClosedError
+from edgespec.idle import IdleWorker
 from edgespec.memory.budget import DEFAULT_RESERVE_BYTES
-from edgespec.memory.context_resize import MIN_ROOM_TOKENS, ResizableContext
+from edgespec.memory.context_resize import ResizableContext
 from edgespec.memory.prefix_cache import PrefixCache
 from edgespec.memory.pressure import MemoryPressure
 from edgespec.memory.target_cache import TargetCache
 from edgespec.methods import DrafterSet
 from edgespec.reply import MethodReport
+from edgespec.reply_steps import ReplyDecoder, measure_target_step
 from edgespec.request import Request
 
 __all__ = ["Session"]
 
-# Number of target passes between updates of the drafting statistics. Updating them after every pass would
-# slow down small models.
-_PASSES_PER_REPORT = 8
-# Weight of the newest measurement in a moving average of the time per token.
-_STEP_WEIGHT = 0.2
 # Maximum time in seconds to wait for a running reply when Python exits.
 _EXIT_SECONDS = 2.0
 
@@ -58,7 +49,6 @@ class Session:
         context: Resizes the target's and draft model's KV caches.
         memory_pressure: Frees caches when other programs need memory.
         unadapted_acceptance: The acceptance rate that was measured without the target's adapters, or None.
-        target_step_seconds: Moving average of the time for a single-token pass of the target.
         ended_at: When the last reply ended, or 0 if there was none.
     """
 
@@ -90,17 +80,24 @@ class Session:
         self._reader = threading.current_thread()
         self._closed_by_reader = threading.Event()
         self._idle_worker = IdleWorker()
-        self._idle_drafters: Sequence[Drafter] = ()
-        self.target_step_seconds = target_step_seconds or self._measure_target_step()
+        target_step_seconds = target_step_seconds or measure_target_step(target)
         store = prefix_cache.store if prefix_cache else None
         self.memory_pressure = MemoryPressure(self.context, store, reserve_bytes=reserve_bytes)
         heads = [head.state for head in drafters.heads]
         self._target_cache = TargetCache(target, prefix_cache, self.context, self.memory_pressure, heads)
+        self._decoder = ReplyDecoder(
+            target, drafters, self._target_cache, self.context, self.memory_pressure, target_step_seconds
+        )
         _open_sessions.add(self)
 
     @property
     def closed(self) -> bool:
         return self._closing
+
+    @property
+    def target_step_seconds(self) -> float:
+        """Moving average of the time for a single-token pass of the target."""
+        return self._decoder.target_step_seconds
 
     @property
     def is_busy(self) -> bool:
@@ -143,85 +140,13 @@ class Session:
             stats: Statistics to update.
             progress: Called during prefill.
         """
-
-        def must_stop() -> bool:
-            return self._stopping or is_cancelled()
-
-        limited = request.max_loss is not None
-        drafter, _ = self.drafters.choose(
-            request.method, constrained=request.constraint is not None, limited=limited
-        )
-        if isinstance(drafter, AutoController):
-            drafter.limit_loss(request.max_loss)
-        tokens = list(request.tokens)
-        self._idle_drafters = ()
-        first_logits: Logits | None = None
-        started = now()
-        stats.prompt_tokens = len(tokens)
-        try:
-            if not must_stop():
-                if self._target_cache.use_adapters(request.adapter_scales):
-                    # Reset the drafters, because heads cache values that they computed from the target's
-                    # hidden states with other adapter scales.
-                    self.drafters.reset()
-                room = min(request.max_tokens, MIN_ROOM_TOKENS)
-                first_logits = self._target_cache.prepare(tokens, room, stats, progress)
-                self.target.run_ahead(drafter is None)
-                if drafter:
-                    drafter.begin(tokens)
-                    _count_draft_memory(stats, drafter)
-                    self._idle_drafters = drafters_with_idle_work(drafter)
-                self.target.pipeline_with(self.drafters.chain_model(request.method, limited=limited))
-        except CancelledError:
-            yield Step((), 0, "cancelled")
-            return
-        finally:
-            stats.prefill_seconds = now() - started - stats.growth_seconds
-        facts, capabilities = self.target.facts, self.target.facts.capabilities
-        is_rejection = request.acceptance == "rejection"
-        steps = decode(
-            self.target,
-            drafter,
-            Rejection(RandomDraws(request.seed)) if is_rejection else Invariant(),
-            Sampler(request.params, request.seed, tokens, request.processors),
-            tokens[-1],
-            first_logits,
-            vocab_size=facts.vocab_size,
-            max_width=capabilities.max_width,
-            max_branches=capabilities.max_branches if capabilities.tree else 1,
-            draft_length=request.max_draft_length(drafter.chooses_length) if drafter else 0,
-            max_tokens=request.max_tokens,
+        return self._decoder.steps(
+            request,
             is_stop=is_stop,
-            is_cancelled=must_stop,
+            must_stop=lambda: self._stopping or is_cancelled(),
             stats=stats,
-            logprobs=request.logprobs,
+            progress=progress,
         )
-        drafted_tokens, decode_seconds = 0, 0.0
-        for step in steps:
-            tokens.extend(step.tokens)
-            if stats.decoded_tokens and step.tokens and stats.drafted_tokens == drafted_tokens:
-                step_seconds = stats.decode_seconds - decode_seconds
-                self.target_step_seconds += _STEP_WEIGHT * (step_seconds - self.target_step_seconds)
-            drafted_tokens, decode_seconds = stats.drafted_tokens, stats.decode_seconds
-            if stats.worst_case_loss is None:
-                stats.target_step_seconds = self.target_step_seconds
-            stats.busy_passes += self.target.threads < self.target.max_threads
-            if stats.ttft_seconds is None and step.tokens:
-                stats.ttft_seconds = now() - started
-            ended = step.finish_reason is not None
-            reports = ended or stats.target_passes % _PASSES_PER_REPORT == 1
-            if reports:
-                stats.threads = self.target.threads
-            if reports and isinstance(drafter, AutoController):
-                report = drafter.report()
-                stats.target_step_seconds = report.target_step_seconds
-                stats.ledger_credit_seconds, stats.worst_case_loss = report.credit_seconds, report.max_loss
-            if drafter and ended:
-                _count_draft_memory(stats, drafter)
-            yield step
-            if self.context.needs_room and not (ended or must_stop()):
-                stats.growth_seconds += self.context.make_room()
-            self.memory_pressure.check_during_reply()
 
     def next_step(self, steps: Iterator[Step]) -> Step | None:
         """Return the next step, or None after the last one, which contains the finish reason.
@@ -291,7 +216,9 @@ class Session:
             self._interrupt(False)
         self._active_request, self.ended_at = None, now()
         if not self._closing and (
-            self._idle_drafters or self._target_cache.saves_to_disk or self.memory_pressure.can_reclaim
+            self._decoder.idle_drafters
+            or self._target_cache.saves_to_disk
+            or self.memory_pressure.can_reclaim
         ):
             self._idle_worker.start(self._use_idle_time, self._reclaim_memory)
 
@@ -327,7 +254,7 @@ class Session:
         self._start(borrower)
         try:
             with self._compute_lock:
-                self._idle_drafters = ()
+                self._decoder.idle_drafters = ()
                 self._target_cache.set_aside()
                 yield self.target
         finally:
@@ -379,7 +306,7 @@ class Session:
         """
         with self._compute_lock:
             succeeded = self._idle_worker.run_drafters(
-                self._idle_drafters,
+                self._decoder.idle_drafters,
                 lambda: not self._closing and self._active_request is None and should_continue(),
             )
             if self._closed:
@@ -391,7 +318,7 @@ class Session:
 
     def _use_idle_time(self, should_continue: Callable[[], bool]) -> None:
         self.save_prefix_cache(should_continue)
-        if self._idle_drafters:
+        if self._decoder.idle_drafters:
             self.run_idle_work(should_continue)
 
     def _reclaim_memory(self, should_continue: Callable[[], bool]) -> bool:
@@ -451,23 +378,6 @@ class Session:
     def _interrupt(self, interrupted: bool) -> None:
         self.target.interrupt(interrupted)
         self.drafters.interrupt(interrupted)
-
-    def _measure_target_step(self) -> float:
-        rows = np.array([0])
-        self.target.verify(TokenTree.chain(0)).at(0, rows)
-        # Remove the warm-up token from the KV cache, which may have room for only one token.
-        self.target.truncate(0)
-        started = now()
-        self.target.verify(TokenTree.chain(0)).at(0, rows)
-        seconds = now() - started
-        self.target.truncate(0)
-        return seconds
-
-
-def _count_draft_memory(stats: Stats, drafter: Drafter) -> None:
-    memory = drafter.memory_use
-    stats.draft_weight_bytes, stats.draft_kv_bytes = memory.weight_bytes, memory.cache_bytes
-    stats.draft_other_bytes = memory.other_bytes
 
 
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()

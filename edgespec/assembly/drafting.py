@@ -8,7 +8,8 @@ from functools import partial
 from typing import cast
 
 from edgespec.assembly.drafting_options import DraftingOptions
-from edgespec.assembly.pairing import LoadedDraft, ModelPair
+from edgespec.assembly.pair_loading import LoadedDraft
+from edgespec.assembly.pairing import ModelPair
 from edgespec.auto.controller import AutoConfig
 from edgespec.auto.live_costs import LiveCosts
 from edgespec.auto.loss_limit import LossLimits

@@ -8,8 +8,10 @@ from typing import Any, cast
 
 from edgespec.assembly.drafting_options import DraftingOptions
 from edgespec.assembly.planning import PlanRequest
+from edgespec.assembly.worker_options import for_workers
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.model_facts import Adapter
+from edgespec.cluster.machines import Machines, parse_machines
 from edgespec.memory import Preference, available_bytes
 from edgespec.memory.context_resize import INITIAL_CONTEXT_TOKENS
 from edgespec.options import MODEL_OPTIONS, as_bytes
@@ -27,6 +29,7 @@ class LoadRequest:
     options: LoadOptions
     plan: PlanRequest
     trust: bool
+    machines: Machines | None = None
 
     @classmethod
     def read(cls, target: str, draft: str | None, given: Mapping[str, Any]) -> LoadRequest:
@@ -35,6 +38,8 @@ class LoadRequest:
         if draft is not None:
             MODEL_OPTIONS["draft"].check("draft", draft)
         drafting = DraftingOptions.of(**given)
+        if drafting.arguments["workers"] is not None:
+            drafting = for_workers(drafting)
         arguments = drafting.arguments
         options = _backend_options(drafting)
         plan = PlanRequest.from_options(
@@ -44,7 +49,9 @@ class LoadRequest:
             0 if arguments["prefix_cache"] == "none" else as_bytes(arguments["prefix_cache_memory"]),
             as_bytes(arguments["headroom"]),
         )
-        return cls(target, draft, drafting, options, plan, arguments["trust"])
+        text = arguments["workers"]
+        machines = None if text is None else parse_machines("workers", text)
+        return cls(target, draft, drafting, options, plan, arguments["trust"], machines)
 
 
 def _backend_options(drafting: DraftingOptions) -> LoadOptions:

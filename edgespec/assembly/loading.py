@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
@@ -12,16 +13,11 @@ from edgespec.assembly.drafting import make_drafters
 from edgespec.assembly.drafting_options import DraftingOptions
 from edgespec.assembly.exact import restrict_to_exact
 from edgespec.assembly.load_request import LoadRequest
-from edgespec.assembly.pairing import (
-    ModelPair,
-    find_pair,
-    load_draft,
-    load_target,
-    try_pair,
-    with_own_adapters,
-)
+from edgespec.assembly.pair_loading import load_draft, load_target
+from edgespec.assembly.pairing import ModelPair, find_pair, try_pair, with_own_adapters
 from edgespec.assembly.planning import LoadPlan, budget_for, check_fits, plan_pair
 from edgespec.assembly.prefix_cache_options import create_prefix_cache, file_states
+from edgespec.assembly.worker_options import connect_workers
 from edgespec.backends.base import LoadOptions, Progress
 from edgespec.backends.mapped_files import MappedFiles
 from edgespec.catalog.acceptance_history import AcceptanceHistory, AcceptanceRecorder
@@ -82,14 +78,21 @@ def load(
     request = LoadRequest.read(target, draft, options)
     check_room_to_plan()
     pair = find_pair(request.target, request.draft, request.drafting, progress, request.options)
-    load_options = with_own_adapters(request.options, pair.target)
-    trial_notice = ""
-    if not request.trust:
-        pair, trial_notice = try_pair(pair, load_options, progress)
-    budget = budget_for(pair.backends, request.drafting.arguments)
-    planned = plan_pair(pair, request.drafting, load_options, budget, request.plan)
-    check_fits(planned)
-    return _load_planned(planned, trial_notice, progress)
+    with ExitStack() as undo:
+        connected = connect_workers(request.machines, pair, request.options, undo)
+        load_options = with_own_adapters(connected, pair.target)
+        trial_notice = ""
+        if not request.trust:
+            # A target on workers can be larger than this machine's memory, so only its metadata is tried.
+            trial = load_options if request.machines is None else replace(load_options, memory_bytes=0)
+            pair, trial_notice = try_pair(pair, trial, progress)
+        budget = budget_for(pair.backends, request.drafting.arguments)
+        planned = plan_pair(pair, request.drafting, load_options, budget, request.plan)
+        check_fits(planned)
+        runtime = _load_planned(planned, trial_notice, progress)
+        # The target releases the workers from now on.
+        undo.pop_all()
+    return runtime
 
 
 def _load_planned(planned: LoadPlan, trial_notice: str, progress: Progress | None) -> Runtime:

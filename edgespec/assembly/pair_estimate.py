@@ -63,11 +63,12 @@ class PairEstimator:
         self.why_in_turns = self._why_in_turns() if options.parallel > 1 else ""
         if self.why_in_turns:
             self._options = replace(self._options, parallel=1)
-        elif options.parallel > 1:
-            # A context that several replies share cannot grow.
+        elif options.parallel > 1 or options.workers is not None:
+            # A context that several replies share cannot grow. One on workers would move over the network.
             self._options = replace(self._options, initial_context_tokens=None)
         self._copy: MemoryEstimator | None = None
-        if copy := _find_low_bit_copy(pair, drafting):
+        copy = None if options.workers else _find_low_bit_copy(pair, drafting)
+        if copy is not None:
             self._copy = open_estimator(copy, replace(options, adapters=()))
             undo.callback(self._copy.close)
         self._process_bytes = max(backend.process_bytes for backend in pair.backends)

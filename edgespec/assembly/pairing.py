@@ -1,4 +1,4 @@
-"""Find a target and its draft model by reference, and load them with compatible options."""
+"""Find a target, its draft model and its heads by reference, and check that they can be loaded."""
 
 from __future__ import annotations
 
@@ -9,36 +9,23 @@ from functools import partial
 
 from edgespec.assembly.drafting_options import DraftingOptions
 from edgespec.assembly.heads import FindHead, find_heads, without_heads
-from edgespec.backends.base import LanguageModel, LoadOptions, Progress
-from edgespec.backends.model_facts import Adapter, ModelFacts
+from edgespec.backends.base import LoadOptions, Progress
+from edgespec.backends.model_facts import Adapter
 from edgespec.backends.registry import Backend, same_backend
 from edgespec.backends.trial_load import TrialModel, check_loadable
 from edgespec.catalog import MetadataCache, Resolved, choose_draft, resolve
 from edgespec.catalog.heads import HeadOption
 from edgespec.catalog.installed import model_info_or_none
 from edgespec.catalog.reference import refused_head
-from edgespec.costs.target_costs import settings_key
-from edgespec.costs.thread_search import use_fastest_threads
-from edgespec.drafters.base import Drafter
-from edgespec.drafters.vocabularies import (
-    RetokenisedDrafter,
-    TranslatedModel,
-    VocabularyComparison,
-    compare_vocabularies,
-)
-from edgespec.drafters.windowed import AttentionWindow, WindowedModel, choose_draft_window
 from edgespec.errors import ModelFileError, OptionError
 from edgespec.method_names import DRAFT_MODEL_USERS
 from edgespec.prepare.lowbit import find_valid_lowbit
 from edgespec.prepare.store import check_prepared, find_prepared
 
 __all__ = [
-    "LoadedDraft",
     "ModelPair",
     "draft_load_options",
     "find_pair",
-    "load_draft",
-    "load_target",
     "options_in_pair",
     "try_pair",
     "with_own_adapters",
@@ -46,12 +33,8 @@ __all__ = [
 
 
 FindModel = Callable[[str], Resolved]
-# Minimum initial context size, in tokens, of a draft model whose vocabulary differs from the target's.
-_FOREIGN_CONTEXT_TOKENS = 8192
 # Maximum number of tokens per forward pass for which a draft model computes logits.
 _DRAFT_ROWS = 96
-# Maximum number of draft model tokens per target token, if the models have different vocabularies.
-_TOKEN_RATIO = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,21 +67,6 @@ class ModelPair:
     def backends(self) -> tuple[Backend, ...]:
         """The backends of the models, the target's first."""
         return tuple(found.backend for found in (self.target, self.draft) if found)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedDraft:
-    """A loaded draft model.
-
-    Attributes:
-        model: The model. If its vocabulary differs from the target's, it is wrapped to translate tokens.
-        notice: User-facing notice about the model.
-        drafter: The drafter to use the model with, or None for the default drafter.
-    """
-
-    model: LanguageModel
-    notice: str = ""
-    drafter: Drafter | None = None
 
 
 def find_pair(
@@ -138,11 +106,14 @@ def find_pair(
     metadata = MetadataCache()
     _check_is_model(found, metadata)
     heads = find_heads(found, drafting, metadata, find_head, progress)
+    on_workers = drafting.arguments["workers"] is not None
     names_head = any(head.source == "named" for head in heads.chosen)
     if names_head and draft == "auto" and not DRAFT_MODEL_USERS & drafting.named_drafters:
         found_draft, why_none, why_draft = None, "the head drafts instead", ""
     else:
-        found_draft, why_none, why_draft = _find_draft(found, draft, find_model, options)
+        # The memory of this machine does not limit a target whose layers are on workers.
+        limits = replace(options, memory_bytes=None) if on_workers else options
+        found_draft, why_none, why_draft = _find_draft(found, draft, find_model, limits)
         if found_draft and not why_draft:
             _check_is_model(found_draft, metadata)
         if not found_draft and draft == "auto":
@@ -150,7 +121,7 @@ def find_pair(
     if options.adapters:
         _check_adapters(options.adapters, found, drafting)
     else:
-        drafts_otherwise = found_draft is not None or bool(heads.chosen)
+        drafts_otherwise = found_draft is not None or bool(heads.chosen) or on_workers
         found = _prepared_for_early_exit(found, drafting, drafts_otherwise)
     if heads.chosen and not found.file_format.head_formats:
         heads = without_heads(heads, f"{found.name} is used as prepared for early exit")
@@ -276,135 +247,6 @@ def _without_crashing_heads(
             failures.append(error.what)
     reason = "; ".join(failures)
     return replace(pair, heads=tuple(heads), why_no_head=reason, why_heads=""), reason
-
-
-def load_target(pair: ModelPair, options: LoadOptions, progress: Progress | None) -> Sequence[LanguageModel]:
-    """Load the target, and return one model for each of `options.parallel` concurrent replies.
-
-    Raises the same errors as the backend's `load`.
-    """
-    return _load_models(pair.target, options_in_pair(pair.target, pair.draft, options), progress)
-
-
-def load_draft(
-    pair: ModelPair,
-    targets: Sequence[LanguageModel],
-    drafting: DraftingOptions,
-    options: LoadOptions,
-    progress: Progress | None,
-) -> Sequence[LoadedDraft | None]:
-    """Load the draft model for each model that `load_target` returned, or None if there is no draft model.
-
-    Raises:
-        VocabularyMismatchError: The vocabularies have no tokens in common.
-        OptionError: An option is not supported for this draft model.
-        EdgespecError: Any error raised by the backend's `load`.
-    """
-    found = pair.draft
-    if found is None:
-        return [None] * len(targets)
-    target = targets[0]
-    facts, memory_bytes = target.facts, options.memory_bytes
-    context_tokens = facts.max_context_tokens
-    if memory_bytes is not None:
-        memory_bytes = max(0, memory_bytes - facts.weight_bytes - len(targets) * facts.max_kv_bytes)
-    options = draft_load_options(options, drafting, context_tokens, memory_bytes)
-    if drafting.draft_kv_type:
-        options = replace(options, kv_type=drafting.draft_kv_type)
-    options = options_in_pair(found, pair.target, options)
-
-    def window_for(trained_tokens: int) -> AttentionWindow | None:
-        sinks = drafting.arguments["draft_sinks"]
-        return choose_draft_window(context_tokens, trained_tokens, drafting.window_tokens, sinks)
-
-    def context_for(trained_tokens: int) -> int:
-        window = window_for(trained_tokens)
-        return window.context_tokens if window else context_tokens
-
-    models = _load_models(found, replace(options, choose_context_tokens=context_for), progress)
-    try:
-        use_fastest_threads(models[0], settings_key(options), progress)
-        compared = compare_vocabularies(
-            target.vocabulary, models[0].vocabulary, target.facts.name, found.name
-        )
-        return [
-            _adapted_to_target(model, pair, each, drafting, compared, window_for)
-            for each, model in zip(targets, models, strict=True)
-        ]
-    except BaseException:
-        for model in models:
-            model.close()
-        raise
-
-
-def _adapted_to_target(
-    model: LanguageModel,
-    pair: ModelPair,
-    target: LanguageModel,
-    drafting: DraftingOptions,
-    compared: VocabularyComparison,
-    window_for: Callable[[int], AttentionWindow | None],
-) -> LoadedDraft:
-    """Adapt a draft model's context size, attention window and vocabulary to the target."""
-    assert pair.draft is not None
-    name = pair.draft.name
-    window = window_for(model.facts.trained_context_tokens)
-    initial_tokens, max_tokens = model.facts.context_tokens, model.facts.max_context_tokens
-    if window:
-        # Allocate the full context now, because it cannot grow if the draft model has an attention window.
-        model.resize(max_tokens)
-    elif compared.translation is not None:
-        model.resize(max(initial_tokens, min(max_tokens, _FOREIGN_CONTEXT_TOKENS)))
-    if drafting.arguments["learn"]:
-        _check_trainable(pair.draft, model.facts, pair.target, compared.translation is None, window)
-    notices = [pair.why_draft, compared.explanation]
-    if window:
-        ratio = 1 if compared.translation is None else _TOKEN_RATIO
-        model = WindowedModel(model, window, target.facts.max_context_tokens * ratio)
-        notices.append(f"{name} sees {window.description}")
-    notice = " · ".join(filter(None, notices))
-    if compared.translation is None:
-        return LoadedDraft(model, notice)
-    if compared.mapping == "translated":
-        return LoadedDraft(TranslatedModel(model, target.vocabulary, compared.translation), notice)
-    if drafting.arguments["draft_branches"]:
-        raise OptionError(
-            f"{name} cannot draft branches, because its vocabulary differs from {pair.target.name}'s",
-            "omit --draft-branches",
-        )
-    min_confidence = drafting.arguments["draft_confidence"]
-    drafter = RetokenisedDrafter(
-        model, target.vocabulary, compared.translation, min_confidence=min_confidence
-    )
-    return LoadedDraft(model, notice, drafter)
-
-
-def _check_trainable(
-    found: Resolved,
-    draft: ModelFacts,
-    target: Resolved,
-    same_vocabulary: bool,
-    window: AttentionWindow | None,
-) -> None:
-    if not found.file_format.online_training:
-        why, hint = "--learn works only with MLX draft models", "use an MLX draft model"
-    elif not draft.capabilities.trainable:
-        why, hint = "it has a recurrent state", "use a draft model without one"
-    elif not same_vocabulary:
-        why = f"its vocabulary differs from that of {target.name}"
-        hint = "use a draft model with the same vocabulary"
-    elif window:
-        why, hint = "it reads only the end of the text", "use --draft-window 0"
-    else:
-        return
-    raise OptionError(f"the draft model {found.name} cannot be trained: {why}", f"{hint}, or omit --learn")
-
-
-def _load_models(found: Resolved, options: LoadOptions, progress: Progress | None) -> Sequence[LanguageModel]:
-    form, arguments = found.file_format, (str(found.path), found.name, options, progress)
-    if options.parallel > 1 and form.load_slots:
-        return form.load_slots(*arguments)
-    return [form.load(*arguments)]
 
 
 def draft_load_options(

@@ -209,7 +209,7 @@ def plan_pair(
         drafting,
         window_tokens=choice.draft_window,
         # If the draft model does not fit in memory, do not use a low-bit copy of the target instead.
-        has_room_for_copy=choice.copy and start.draft == choice.draft,
+        has_room_for_copy=choice.copy and start.draft == choice.draft and options.workers is None,
         draft_kv_type=choice.draft_kv_type,
     )
     checked = ("weights", "cache", "headroom")

@@ -17,6 +17,7 @@ from edgespec.backends.memory_estimate import Pool
 from edgespec.catalog import Resolved
 from edgespec.catalog.remote_header import resolve_head_metadata, resolve_metadata
 from edgespec.drafters.windowed import AttentionWindow
+from edgespec.errors import OptionError
 from edgespec.heap import address_space_is_limited
 from edgespec.memory import MemoryPlan, check_room_to_plan
 from edgespec.options import LoadArguments
@@ -81,6 +82,11 @@ def plan(
             there is too little memory to read a model's metadata.
     """
     request = LoadRequest.read(target, draft, options)
+    if request.machines is not None:
+        raise OptionError(
+            "plan does not support --workers yet",
+            "omit it to see the memory of the whole model, or load the model, which also checks that it fits",
+        )
     check_room_to_plan()
     if address_space_is_limited():
         # Import the modules that `load` uses, so that the plan does not count their address space as free.

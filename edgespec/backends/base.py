@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from edgespec.backends.model_facts import Adapter, ModelFacts
 from edgespec.backends.self_draft_methods import SelfDraft
+from edgespec.cluster.connected import ConnectedWorkers
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
 
@@ -59,6 +60,8 @@ class LoadOptions:
         mtp: Whether to load the multi-token prediction (MTP) layers in the model's own files. Required to
             draft with `Head("mtp")`.
         parallel: Number of replies that share the model's passes. Each has a context of `context_tokens`.
+        workers: The machines that hold the layers, or None if they are all on this machine. The model closes
+            the connections to them.
     """
 
     context_tokens: int | None = None
@@ -80,10 +83,11 @@ class LoadOptions:
     low_bits: bool = False
     mtp: bool = False
     parallel: int = 1
+    workers: ConnectedWorkers | None = None
 
     def for_draft(self) -> LoadOptions:
         """Return these options for a draft model, without those that apply only to the target."""
-        return replace(self, is_draft=True, adapters=(), exact=False, low_bits=False, mtp=False)
+        return replace(self, is_draft=True, adapters=(), exact=False, low_bits=False, mtp=False, workers=None)
 
 
 @dataclass(frozen=True, slots=True)

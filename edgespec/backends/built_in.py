@@ -40,7 +40,17 @@ _MLX_PROCESS_BYTES = 128 * 2**20
 def _load_gguf(path: str, name: str, options: LoadOptions, progress: Progress | None) -> LanguageModel:
     from edgespec.backends import llamacpp
 
+    if options.workers is not None:
+        from edgespec.backends.llamacpp.remote_model import load_on_workers
+
+        return load_on_workers(path, name, options, options.workers, progress)
     return llamacpp.load(path, name, options, progress)
+
+
+def _llama_cpp_version() -> str:
+    from edgespec.backends.llamacpp.native import library
+
+    return str(library().__version__)
 
 
 def _load_gguf_slots(
@@ -211,6 +221,7 @@ _GGUF = FileFormat(
     load=_load_gguf,
     open_estimator=_estimate_gguf,
     load_slots=_load_gguf_slots,
+    worker_library_version=_llama_cpp_version,
     read_info=read_gguf_info,
     read_tokens=_gguf_tokens,
     files=gguf_files,

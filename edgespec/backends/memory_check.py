@@ -1,11 +1,11 @@
-"""Choose context sizes, and check that models fit in memory and prompts in the context."""
+"""Choose context sizes, and check that models fit in memory, prompts in the context, and drafts in a pass."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from edgespec.backends.base import LoadOptions
-from edgespec.errors import ContextFullError, MemoryBudgetError
+from edgespec.errors import CapabilityError, ContextFullError, MemoryBudgetError
 from edgespec.files import format_bytes
 
 if TYPE_CHECKING:
@@ -71,6 +71,15 @@ def check_tokens_fit(model: BaseModel | SelfDraftView[Any], more: int) -> None:
             f"{model.length:,} cached tokens and {more:,} new tokens exceed the context of"
             f" {model.facts.context_tokens:,} tokens",
             "use a larger --context",
+        )
+
+
+def check_draft_width(width: int, max_width: int) -> None:
+    """Raise CapabilityError if a draft tree of `width` tokens is too large for one pass."""
+    if width > max_width:
+        raise CapabilityError(
+            f"a draft of {width} tokens exceeds the limit of {max_width} per pass",
+            "use a shorter --draft-length or fewer --draft-branches",
         )
 
 

@@ -124,6 +124,8 @@ class FileFormat:
             context size in tokens. Raises ModelFileError. None if the format supports no heads.
         load_teacher: Loads the model at a path as the teacher for training drafters, given its name and a
             progress callback. None if they cannot be trained for models in this format.
+        worker_library_version: Returns the version of the library that runs the model, which must be the same
+            on all workers. None if the format does not support `LoadOptions.workers`.
     """
 
     name: str
@@ -156,6 +158,7 @@ class FileFormat:
     unconverted_heads: frozenset[str] = frozenset()
     estimate_head: Callable[[Head, Path, int], MemoryEstimate] | None = None
     load_teacher: Callable[[str, str, Progress | None], Teacher] | None = None
+    worker_library_version: Callable[[], str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

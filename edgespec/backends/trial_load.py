@@ -18,17 +18,18 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 from edgespec.backends.base import Progress
 from edgespec.backends.model_facts import Adapter
-from edgespec.backends.registry import FileFormat, all_files, backend_of, format_of
+from edgespec.backends.registry import FileFormat, all_files, backend_of
 from edgespec.backends.self_draft_methods import Head
-from edgespec.errors import BackendError, CancelledError, EdgespecError, ModelFileError
+from edgespec.backends.trial_child import PASSED, REFUSED, encode_head
+from edgespec.errors import BackendError, CancelledError, ModelFileError
 from edgespec.files import cache_folder, file_state, read_regular_file, regular_file_bytes, write_private_file
 from edgespec.heap import limit_malloc_arenas
 
-__all__ = ["TrialModel", "check_loadable", "main"]
+__all__ = ["TrialModel", "check_loadable"]
 
 _VERSION = 1
 # Maximum number of results of trial loads to save, and maximum size of their file in bytes.
@@ -48,13 +49,10 @@ _PROGRESS_SECONDS = 0.1
 # files.
 _CODE = (
     "import json, sys; request = json.loads(sys.argv[1]); sys.path[:] = request['path'];"
-    " from edgespec.backends.trial_load import main; main(request)"
+    " from edgespec.backends.trial_child import main; main(request)"
 )
-_PASSED, _REFUSED = "passed", "refused"
 # Name of the C++ exception for a failed allocation, which does not mean that a model file is damaged.
 _OUT_OF_MEMORY = "std::bad_alloc"
-# Memory limit of the child process that loads models for a trial, excluding mapped files.
-_MAX_MEMORY_BYTES = 4 * 2**30
 
 
 class TrialModel(NamedTuple):
@@ -142,7 +140,7 @@ def check_loadable(models: Sequence[TrialModel], progress: Progress | None = Non
             backend_of(model.form.name).preload()
         for key, model in untried.items():
             outcome = child.wait_for(model, progress)
-            if outcome == _PASSED:
+            if outcome == PASSED:
                 results.add(key, _Result(model.runs))
             elif outcome == "":
                 crash = child.crash(model)
@@ -257,7 +255,7 @@ class _Child:
                 line = self._lines.get(timeout=_PROGRESS_SECONDS)
             except queue.Empty:
                 continue
-            if line is None or line in (_PASSED, _REFUSED):
+            if line is None or line in (PASSED, REFUSED):
                 return line or ""
             with suppress(ValueError):
                 fraction = min(1.0, max(0.0, float(line)))
@@ -313,7 +311,7 @@ def _start_child(models: Sequence[TrialModel]) -> Iterator[_Child]:
                 str(model.path),
                 model.name,
                 model.runs,
-                _encoded(model.head),
+                encode_head(model.head),
                 [(adapter.path, adapter.scale) for adapter in model.adapters],
             )
             for model in models
@@ -340,16 +338,6 @@ def _start_child(models: Sequence[TrialModel]) -> Iterator[_Child]:
             child.end()
 
 
-def _encoded(head: Head | None) -> list[str | None] | None:
-    return None if head is None else [head.method, None if head.path is None else str(head.path)]
-
-
-def _decoded(head: Sequence[str | None]) -> Head:
-    method, path = head
-    assert method is not None
-    return Head(method, None if path is None else Path(path))
-
-
 def _stopped(model: TrialModel, why: str) -> BackendError:
     return BackendError(
         f"the trial of {model.tested_path} in a separate process failed: {why}",
@@ -368,52 +356,3 @@ def _read_lines(stream: IO[bytes], put: Callable[[str | None], None]) -> None:
     for line in stream:
         put(line.decode("ascii", "replace").strip())
     put(None)
-
-
-def main(request: dict[str, Any]) -> None:
-    """Try to load each model in the request and print the outcome. Runs in the child process."""
-    _limit_process(request["cpu_seconds"])
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-    for form_name, path, name, runs, head, adapters in request["models"]:
-        form = format_of(form_name)
-        try:
-            if head and form.try_head is not None:
-                form.try_head(path, name, _decoded(head), _print_fraction)
-            elif adapters and form.try_adapters is not None:
-                form.try_adapters(path, name, [Adapter(*adapter) for adapter in adapters], _print_fraction)
-            elif form.trial is not None:
-                form.trial(path, name, runs, _print_fraction)
-            _print(_PASSED)
-        except EdgespecError:
-            _print(_REFUSED)
-    os._exit(0)
-
-
-def _limit_process(cpu_seconds: int) -> None:
-    """Limit the process's CPU time and memory (excluding mapped files), and disable core dumps."""
-    if sys.platform != "win32":
-        import resource
-
-        limits = (
-            (resource.RLIMIT_CPU, cpu_seconds),
-            (resource.RLIMIT_DATA, _MAX_MEMORY_BYTES),
-            (resource.RLIMIT_CORE, 0),
-        )
-        for limit, value in limits:
-            with suppress(OSError, ValueError):
-                resource.setrlimit(limit, (value, resource.getrlimit(limit)[1]))
-
-
-def _exit_with_parent() -> None:
-    """Exit this process when its parent process ends, which closes stdin."""
-    os.read(0, 1)
-    os._exit(1)
-
-
-def _print(line: str) -> None:
-    os.write(1, f"{line}\n".encode())
-
-
-def _print_fraction(_description: str, fraction: float) -> bool:
-    _print(f"{fraction:.3f}")
-    return True

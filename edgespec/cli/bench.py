@@ -27,7 +27,7 @@ from edgespec.cli.measuring import (
     seed_option,
     temperatures_option,
 )
-from edgespec.cli.options import MODEL_NAMES, KindType, declared_options, json_option, pick
+from edgespec.cli.options import MODEL_NAMES, WORKER_NAMES, KindType, declared_options, json_option, pick
 from edgespec.cli.screen import note, print_json, printable
 from edgespec.errors import OptionError
 from edgespec.option_kinds import Integer, ListOf, Text
@@ -42,7 +42,7 @@ __all__ = ["command"]
 @click.command(
     "bench",
     cls=HelpfulCommand,
-    params=declared_options(*MODEL_NAMES, "acceptance", per_run=("remember",)),
+    params=declared_options(*MODEL_NAMES, *WORKER_NAMES, "acceptance", per_run=("remember",)),
     short_help="Measure how much each method speeds up replies.",
     examples=(
         "edgespec bench",
@@ -180,7 +180,7 @@ def _bench(stop: Stop, texts: Sequence[Prompt], options: dict[str, Any]) -> Repo
     configs = partial(method_configs, draft_lengths=lengths, control=options["control"])
     BenchPlan(tuple(texts), configs(methods or ()), **settings)
     # Reserve the full context, because enlarging it during a reply would distort the measurement.
-    wanted = {**pick(options, MODEL_NAMES), "reserve_full_context": True}
+    wanted = {**pick(options, (*MODEL_NAMES, *WORKER_NAMES)), "reserve_full_context": True}
     max_seconds = options["max_seconds"]
     with (
         loaded(stop, **wanted, methods=methods or ()) as runtime,

@@ -12,7 +12,7 @@ from click.core import ParameterSource
 
 from edgespec.cli.failures import DONE, INTERRUPTED
 from edgespec.cli.help import HelpfulCommand
-from edgespec.cli.options import LOAD_NAMES, REPLY_NAMES, declared_options, pick, preset_option
+from edgespec.cli.options import LOAD_NAMES, REPLY_NAMES, WORKER_NAMES, declared_options, pick, preset_option
 from edgespec.cli.screen import is_terminal
 from edgespec.cli.settings import preset_of
 
@@ -32,7 +32,7 @@ _REPLY_NAMES = tuple(name for name in REPLY_NAMES if name not in _UNUSED)
     "chat",
     cls=HelpfulCommand,
     params=declared_options(
-        *("target", "draft", "system", *_REPLY_NAMES, *LOAD_NAMES),
+        *("target", "draft", "system", *_REPLY_NAMES, *LOAD_NAMES, *WORKER_NAMES),
         defaults={"prefix_cache": "disk", "remember": True},
     ),
     short_help="Chat in the terminal.",
@@ -90,7 +90,7 @@ def command(
     def load(progress: Progress) -> Runtime:
         import edgespec
 
-        return edgespec.load(**pick(options, LOAD_NAMES), progress=progress)
+        return edgespec.load(**pick(options, (*LOAD_NAMES, *WORKER_NAMES)), progress=progress)
 
     def load_other(reference: str) -> Load:
         arguments = load_arguments_for_another_model(pick(options, LOAD_NAMES))

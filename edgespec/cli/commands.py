@@ -14,6 +14,7 @@ COMMANDS = (
     "generate",
     "serve",
     "launch",
+    "worker",
     "recommend",
     "plan",
     "verify",

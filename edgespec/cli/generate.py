@@ -12,7 +12,15 @@ from edgespec.cli.failures import DONE, INTERRUPTED
 from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.loading import loaded
-from edgespec.cli.options import LOAD_NAMES, REPLY_NAMES, declared_options, json_option, pick, preset_option
+from edgespec.cli.options import (
+    LOAD_NAMES,
+    REPLY_NAMES,
+    WORKER_NAMES,
+    declared_options,
+    json_option,
+    pick,
+    preset_option,
+)
 from edgespec.cli.screen import ProgressLine, is_terminal, note, print_json, warn, write_text
 from edgespec.cli.stdin import read_piped_text, read_stdin
 from edgespec.errors import EdgespecError, OptionError
@@ -26,7 +34,7 @@ __all__ = ["command"]
 @click.command(
     "generate",
     cls=HelpfulCommand,
-    params=declared_options("target", "draft", "system", *REPLY_NAMES, *LOAD_NAMES),
+    params=declared_options("target", "draft", "system", *REPLY_NAMES, *LOAD_NAMES, *WORKER_NAMES),
     short_help="Answer one prompt and exit.",
     examples=(
         'edgespec generate "How do I list files by size?"',
@@ -100,7 +108,7 @@ def _with_files(prompt: str, paths: tuple[str, ...]) -> str:
 
 def _answer(stop: Stop, prompt: str, raw: bool, as_json: bool, options: dict[str, Any]) -> Reply:
     """Load the models, stream the reply to stdout, and return it."""
-    with loaded(stop, **pick(options, LOAD_NAMES)) as runtime:
+    with loaded(stop, **pick(options, (*LOAD_NAMES, *WORKER_NAMES))) as runtime:
         progress = ProgressLine(stop)
         with progress:
             settings = pick(options, ("system", *REPLY_NAMES))

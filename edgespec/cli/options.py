@@ -24,6 +24,7 @@ __all__ = [
     "PREFIX_CACHE_NAMES",
     "REPLY_NAMES",
     "SAMPLING_NAMES",
+    "WORKER_NAMES",
     "KindType",
     "OutputPath",
     "declared_options",
@@ -43,6 +44,7 @@ def _names(options: Mapping[str, Option], *groups: str) -> tuple[str, ...]:
 
 MODEL_NAMES = (*MODEL_OPTIONS, *_names(LOAD_OPTIONS, "model"), *_names(LOAD_OPTIONS, "drafting"))
 PREFIX_CACHE_NAMES = _names(LOAD_OPTIONS, "prefix_cache")
+WORKER_NAMES = _names(LOAD_OPTIONS, "workers")
 METHOD_NAMES = _names(LOAD_OPTIONS, "method")
 LOAD_NAMES = (*MODEL_NAMES, *METHOD_NAMES, *PREFIX_CACHE_NAMES)
 SAMPLING_NAMES = _names(REPLY_OPTIONS, "sampling")
@@ -53,6 +55,7 @@ _HEADINGS = {
     "reply": "Reply and sampling",
     "sampling": "Reply and sampling",
     "model": "Memory and hardware",
+    "workers": "Memory and hardware",
     "method": "Drafting (speeds up replies)",
     "drafting": "Drafting (speeds up replies)",
     "prefix_cache": "Cache of earlier chats",

@@ -10,7 +10,7 @@ import click
 from edgespec.cli.failures import DONE
 from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.interrupt import Stop, interruptible
-from edgespec.cli.options import LOAD_NAMES, declared_options, json_option
+from edgespec.cli.options import LOAD_NAMES, WORKER_NAMES, declared_options, json_option
 from edgespec.cli.screen import ProgressLine, note, print_json, terminal_width
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _WIDTH = 100
 @click.command(
     "plan",
     cls=HelpfulCommand,
-    params=declared_options(*LOAD_NAMES),
+    params=declared_options(*LOAD_NAMES, *WORKER_NAMES),
     short_help="Show how much memory a model needs, without loading it.",
     examples=(
         "edgespec plan",

@@ -22,7 +22,7 @@ from edgespec.cli.measuring import (
     seed_option,
     temperatures_option,
 )
-from edgespec.cli.options import MODEL_NAMES, KindType, declared_options, json_option, pick
+from edgespec.cli.options import MODEL_NAMES, WORKER_NAMES, KindType, declared_options, json_option, pick
 from edgespec.cli.screen import print_json, print_table, printable
 from edgespec.errors import CancelledError
 from edgespec.option_kinds import Number
@@ -53,7 +53,9 @@ _PROMPTS_PER_CATEGORY = 2
 @click.command(
     "verify",
     cls=HelpfulCommand,
-    params=declared_options(*MODEL_NAMES, "acceptance", *CONSTRAINT_NAMES, per_run=("remember",)),
+    params=declared_options(
+        *MODEL_NAMES, *WORKER_NAMES, "acceptance", *CONSTRAINT_NAMES, per_run=("remember",)
+    ),
     short_help="Check that drafting does not change the generated tokens.",
     examples=(
         "edgespec verify",
@@ -144,7 +146,7 @@ def _verify(
         # Without --methods, at least these two are compared.
         cases = all_cases(prompts, methods or ("suffix", "ngram"), **lengths)
         check_at_once(acceptance, len(cases))
-    wanted = pick(options, MODEL_NAMES)
+    wanted = pick(options, (*MODEL_NAMES, *WORKER_NAMES))
     constraint = {name: options[name] for name in CONSTRAINT_NAMES if options[name]}
     is_constrained = constraint or any(prompt.schema for prompt in prompts)
     with (

@@ -57,6 +57,7 @@ class TargetCosts:
     def __init__(self, model: LanguageModel, options: LoadOptions, is_measuring: bool = True) -> None:
         self._model = model
         self._is_measuring = is_measuring
+        self._is_remote = options.workers is not None
         self.settings_key = settings_key(options)
         self.thread_seconds: Mapping[int, float] = {}
         # Saved cost curves, keyed by number of CPU threads.
@@ -88,7 +89,8 @@ class TargetCosts:
             CancelledError: `progress` returned False.
         """
         self._model.truncate(0)
-        saved = _load_curve(self._store().load())
+        # The speed of a network changes, so passes on workers are measured each time.
+        saved = None if self._is_remote else _load_curve(self._store().load())
         step = None
         if saved or not self._is_measuring:
             step = measure_costs(self._model, widths=(), repeats=1, budget_seconds=0.0)
@@ -128,7 +130,9 @@ def settings_key(options: LoadOptions) -> str:
     """Return a key that identifies this machine and all options that affect the duration of a pass."""
     chosen = (options.threads, options.gpu_layers, options.kv_type, options.flash_attention, options.adapters)
     exact = " exact" if options.exact else ""
-    return repr((chosen, machine_identity())) + exact
+    links = options.workers.links if options.workers else ()
+    workers = "".join(f" {link.address}" for link in links)
+    return repr((chosen, machine_identity())) + exact + workers
 
 
 def _load_curve(saved: Mapping[str, NDArray[Any]]) -> CostCurve | None:

@@ -56,6 +56,12 @@ def read_config(folder: Path) -> dict[str, Any]:
             nested = config.get(name)
             config |= nested if isinstance(nested, dict) else {}
         return config
+    except FileNotFoundError as error:
+        raise ModelFileError(
+            f"{folder} has no config.json, so it is not the folder of a head",
+            "pass a folder that contains a head's config.json and its weights, such as model.safetensors or"
+            " pytorch_model.bin",
+        ) from error
     except OSError as error:
         raise ModelFileError(f"{path} cannot be read: {error_reason(error)}", "download it again") from error
     except (ValueError, RecursionError) as error:

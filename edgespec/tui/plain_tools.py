@@ -69,14 +69,10 @@ class PlainTools(ToolAccess):
     def _start(self) -> None:
         self._chat.note("Starting the tools.")
         wait([self.toolbox.start(name) for name in self.toolbox.servers])
-        for name, server in self.toolbox.servers.items():
-            if server.problem:
-                self._chat.note(sentences(f"The server {name} cannot be used: {server.problem}"))
-        if self.tools:
-            self._chat.answer(
-                f"The model can now call {count(len(self.tools), 'tool')}. You are asked before each call."
-                " Type /tools to list them, or /tools off."
-            )
+        for problem in self.start_problems():
+            self._chat.note(problem)
+        if text := self.started_text("Type /tools to list them, or /tools off."):
+            self._chat.answer(text)
 
     def _list(self) -> None:
         for name, server in self.toolbox.servers.items():

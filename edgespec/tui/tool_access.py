@@ -14,7 +14,9 @@ from edgespec.tools.result import ToolResult, limited
 from edgespec.tools.server_config import allow_always, read_servers, servers_path
 from edgespec.tools.tool import Tool
 from edgespec.tools.toolbox import Toolbox
+from edgespec.tui.numbers import count
 from edgespec.tui.open_chat import ChatEntry, OpenChat
+from edgespec.tui.texts import sentences
 
 __all__ = [
     "INTERRUPTED",
@@ -97,6 +99,23 @@ class ToolAccess:
             except ConfigurationError as error:
                 raise OptionError(error.what, error.next_step) from error
         return bool(self.toolbox.servers)
+
+    def start_problems(self) -> list[str]:
+        """Return a sentence about each server that could not be started."""
+        return [
+            sentences(f"The server {name} cannot be used: {server.problem}")
+            for name, server in self.toolbox.servers.items()
+            if server.problem
+        ]
+
+    def started_text(self, next_step: str) -> str:
+        """Return how many tools the model can call now, and what to do next. Empty if there are no tools."""
+        if not self.tools:
+            return ""
+        return (
+            f"The model can now call {count(len(self.tools), 'tool')}. You are asked before each call."
+            f" {next_step}"
+        )
 
     def close(self) -> None:
         """Stop all servers, waiting a few seconds at most. Can be called from any thread."""

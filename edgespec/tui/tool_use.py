@@ -12,11 +12,9 @@ from edgespec.errors import ConfigurationError, OptionError
 from edgespec.tools.result import ToolResult
 from edgespec.tools.tool import Tool
 from edgespec.tools.toolbox import Toolbox
-from edgespec.tui.numbers import count
 from edgespec.tui.open_chat import OpenChat
 from edgespec.tui.screens.approval import ApprovalScreen
 from edgespec.tui.screens.tools import ToolsScreen
-from edgespec.tui.texts import sentences
 from edgespec.tui.tool_access import (
     INTERRUPTED,
     MAX_ROUNDS,
@@ -83,14 +81,10 @@ class ToolUse(ToolAccess):
         toolbox = self.toolbox
         self._screen.say("Starting the tools…")
         await asyncio.gather(*(asyncio.wrap_future(toolbox.start(name)) for name in toolbox.servers))
-        for name, server in toolbox.servers.items():
-            if server.problem:
-                await note(sentences(f"The server {name} cannot be used: {server.problem}"))
-        if self.tools:
-            await note(
-                f"The model can now call {count(len(self.tools), 'tool')}. You are asked before each call."
-                " Type /tools to see them or turn them off."
-            )
+        for problem in self.start_problems():
+            await note(problem)
+        if text := self.started_text("Type /tools to see them or turn them off."):
+            await note(text)
 
     async def _stop_servers(self) -> None:
         self.stop()

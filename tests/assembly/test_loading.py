@@ -14,7 +14,8 @@ import pytest
 import edgespec
 from edgespec.assembly.drafting_options import DraftingOptions
 from edgespec.assembly.loading import _acceptance_recorder
-from edgespec.assembly.pairing import _load_models, draft_load_options, find_pair, options_in_pair
+from edgespec.assembly.pair_loading import _load_models
+from edgespec.assembly.pairing import draft_load_options, find_pair, options_in_pair
 from edgespec.backends import mlx_files
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.model_facts import Adapter, Capabilities, ModelFacts

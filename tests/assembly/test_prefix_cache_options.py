@@ -13,7 +13,7 @@ import pytest
 import edgespec
 from edgespec.assembly import loading
 from edgespec.assembly.load_request import LoadRequest
-from edgespec.assembly.pairing import load_target
+from edgespec.assembly.pair_loading import load_target
 from edgespec.assembly.prefix_cache_options import _identity, file_states
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.model_facts import Adapter

@@ -56,9 +56,9 @@ def seconds(machine: SimulatedMachine, texts: list[Text], others: tuple[Simulate
     ("machine", "rates"),
     [
         (CPU, {"head": 0.8, "model": 0.6, "large": 0.7}),
-        (M4, {"head": 0.5, "model": 0.85, "large": 0.9}),
+        pytest.param(M4, {"head": 0.5, "model": 0.85, "large": 0.9}, marks=pytest.mark.long),
         (M4, {"head": 0.3, "model": 0.5, "large": 0.95}),
-        (CPU, {"head": 0.7, "model": 0.7, "large": 0.7}),
+        pytest.param(CPU, {"head": 0.7, "model": 0.7, "large": 0.7}, marks=pytest.mark.long),
         (M4, {"head": 0.1, "model": 0.1, "large": 0.1}),
     ],
     ids=str,

@@ -63,7 +63,9 @@ class TestPrefillAndSteps:
         for length in (1, 2, 33, 64, 255, 256, 257, 300, 400):
             same(model, fresh(model, tokens[:length]), stepped[length - 1])
 
-    @pytest.mark.parametrize("width", [2, 3, 5, 8, 17, 64, 100])
+    @pytest.mark.parametrize(
+        "width", [2, *(pytest.param(width, marks=pytest.mark.long) for width in (3, 8, 64)), 5, 17, 100]
+    )
     def test_wide_passes_equal_steps_in_short_and_long_contexts(
         self, stepped: list[Rows], model: LanguageModel, width: int
     ) -> None:
@@ -85,7 +87,7 @@ class TestPrefillAndSteps:
         assert model.length == 4
         same(model, step(model, tokens[4]), expected)
 
-    @pytest.mark.parametrize("cached", [0, 1, 20])
+    @pytest.mark.parametrize("cached", [0, pytest.param(1, marks=pytest.mark.long), 20])
     def test_the_pass_of_a_prompt_computes_the_logits_of_its_last_token(
         self, model: LanguageModel, cached: int
     ) -> None:

@@ -28,6 +28,7 @@ from edgespec.methods import DrafterSet
 from edgespec.prepare.layerskip import prepare_layerskip
 from edgespec.runtime import Runtime
 from tests.backends.contract import TREES, path_to, row_of, same, step, tokens_for, tree_of
+from tests.cases import covering
 
 CONTEXT = 512
 EXITS = (1, 4, 9)
@@ -368,14 +369,13 @@ def _drafting(folder: Path, branches: tuple[int, ...] = (), **options: Any) -> R
 
 
 class TestSameReplies:
-    @pytest.mark.parametrize("exit_layer", EXITS)
-    @pytest.mark.parametrize("branches", [(), (3, 2)], ids=["chain", "tree"])
+    @pytest.mark.parametrize(("exit_layer", "branches"), covering(EXITS, ((), (3, 2))))
     def test_replies_equal_plain_decoding(
         self, plain: Runtime, folders: dict[int, Path], exit_layer: int, branches: tuple[int, ...]
     ) -> None:
         with _drafting(folders[exit_layer], branches) as runtime:
             for prompt, temperature in zip(PROMPTS * 2, (0.0, 0.8, 1.2, 0.0), strict=True):
-                asked: dict[str, Any] = {"temperature": temperature, "seed": 7, "max_tokens": 40}
+                asked: dict[str, Any] = {"temperature": temperature, "seed": 7, "max_tokens": 24}
                 expected = plain.generate(prompt, method="none", **asked)
                 for method in ("none", "layerskip", "layerskip+ngram"):
                     reply = runtime.generate(prompt, method=method, **asked)
@@ -387,7 +387,7 @@ class TestSameReplies:
         with _drafting(folders[4], kv_type="q8_0") as runtime:
             for prompt in PROMPTS:
                 for temperature in (0.0, 0.8):
-                    asked: dict[str, Any] = {"temperature": temperature, "seed": 3, "max_tokens": 40}
+                    asked: dict[str, Any] = {"temperature": temperature, "seed": 3, "max_tokens": 24}
                     expected = runtime.generate(prompt, method="none", **asked)
                     assert runtime.generate(prompt, method="layerskip", **asked).text == expected.text
 

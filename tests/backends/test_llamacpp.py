@@ -177,7 +177,7 @@ class TestAfterClosing:
 
         def slow(*args: Any) -> Any:
             tokenizing.set()
-            assert go_on.wait(30)
+            assert go_on.wait(60)
             assert not freed.is_set()
             return tokenize(*args)
 
@@ -191,7 +191,7 @@ class TestAfterClosing:
         expected = model.vocabulary.piece(5)
         with ThreadPoolExecutor(1) as pool:
             tokens = pool.submit(model.vocabulary.tokenize, "the file", special=True, start=True)
-            assert tokenizing.wait(30)
+            assert tokenizing.wait(60)
             assert model.vocabulary.piece(5) == expected
             model.close()
             assert not freed.is_set()
@@ -199,7 +199,7 @@ class TestAfterClosing:
                 model.vocabulary.raw_piece(5)
             go_on.set()
             assert len(tokens.result(30)) > 1
-        assert freed.wait(30)
+        assert freed.wait(60)
 
 
 class TestVocabularies:

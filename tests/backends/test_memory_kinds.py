@@ -230,7 +230,7 @@ def replies_of(
                 ended(
                     runtime.stream_tokens(
                         list(prompt),
-                        max_tokens=50,
+                        max_tokens=30,
                         seed=7,
                         temperature=temperature,
                         method=method,
@@ -253,7 +253,8 @@ class TestReplies:
     def test_replies_as_target(self, name: str, files: dict[str, Path], tmp_path: Path) -> None:
         other = KINDS[name](tmp_path / "other.gguf", seed=1)
         for draft in (files[name], other):
-            found = replies_of(files[name], draft, ("none", "ngram", "model", "model+ngram"), self.PROMPTS)
+            methods = ("none", "model", "model+ngram", *(("ngram",) if draft == other else ()))
+            found = replies_of(files[name], draft, methods, self.PROMPTS)
             plain = [reply.tokens for reply in found.pop("none")]
             for replies in found.values():
                 assert [reply.tokens for reply in replies] == plain

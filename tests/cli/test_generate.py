@@ -275,6 +275,6 @@ def test_a_reader_that_leaves_is_no_error(start: Start) -> None:
     assert isinstance(process.stdout, io.BufferedReader)
     process.stdout.read(10)
     process.stdout.close()
-    assert process.wait(20) == 0
+    assert process.wait(120) == 0
     assert process.stderr is not None
     assert process.stderr.read() == b""

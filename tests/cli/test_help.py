@@ -13,7 +13,14 @@ import pytest
 from edgespec import SamplingParams, __version__
 from edgespec.cli.commands import COMMANDS, OLLAMA_COMMANDS
 from edgespec.cli.help import HelpfulCommand, HelpfulGroup
-from edgespec.cli.options import METHOD_NAMES, METHODS, MODEL_NAMES, PREFIX_CACHE_NAMES, SAMPLING_NAMES
+from edgespec.cli.options import (
+    METHOD_NAMES,
+    METHODS,
+    MODEL_NAMES,
+    PREFIX_CACHE_NAMES,
+    SAMPLING_NAMES,
+    WORKER_NAMES,
+)
 from edgespec.cli.program import program
 from edgespec.method_names import DRAFTER_NAMES
 from edgespec.options import LOAD_OPTIONS, MODEL_OPTIONS
@@ -103,7 +110,7 @@ def test_only_a_chat_caches_prefixes_on_disk(path: str, keep: str) -> None:
 
 
 def test_every_option_of_load_is_on_the_command_line() -> None:
-    named = {*MODEL_NAMES, *PREFIX_CACHE_NAMES, *METHOD_NAMES}
+    named = {*MODEL_NAMES, *WORKER_NAMES, *PREFIX_CACHE_NAMES, *METHOD_NAMES}
     api_only = {name for name, option in LOAD_OPTIONS.items() if option.api_only}
     assert named | api_only == {*MODEL_OPTIONS, *LOAD_OPTIONS}
 

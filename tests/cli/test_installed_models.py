@@ -161,7 +161,7 @@ class TestNamesOfOnesOwn:
         )
         processes = [start(name, code=code) for name in "abc"]
         for process in processes:
-            assert process.wait(60) == 0, process.stderr and process.stderr.read()
+            assert process.wait(120) == 0, process.stderr and process.stderr.read()
         assert len(tomllib.loads(file.read_text())["aliases"]) == 60
 
 

@@ -63,7 +63,7 @@ def read_some(process: subprocess.Popen[bytes]) -> bytes:
 
 def ended(process: subprocess.Popen[bytes]) -> tuple[str, str]:
     """What came after that on stdout and stderr, once the process has ended."""
-    stdout, stderr = process.communicate(timeout=20)
+    stdout, stderr = process.communicate(timeout=120)
     return stdout.decode(), stderr.decode()
 
 

@@ -154,7 +154,7 @@ def test_a_script_notices_that_a_model_is_broken(run: Run, tmp_path: Path) -> No
 @pytest.mark.skipif(not mlx_installed(), reason="MLX is not installed")
 def test_show_an_mlx_model_that_is_here(start: Start) -> None:
     process = start("models", "show", "demo-mlx", "--probe", "--json")
-    stdout, stderr = process.communicate(timeout=60)
+    stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 0, stderr
     model = json.loads(stdout)["model"]
     assert model["parameters"] == 11_540_736

@@ -39,7 +39,7 @@ def test_a_pipe_gets_only_the_replies(start: Start, tmp_path: Path, temperature:
         stdin=subprocess.PIPE,
         env={"EDGESPEC_DATA_DIR": str(tmp_path / "data")},
     )
-    out, err = process.communicate(f"{QUESTION}\n\n/regen\n".encode(), timeout=60)
+    out, err = process.communicate(f"{QUESTION}\n\n/regen\n".encode(), timeout=120)
     assert process.returncode == 0, err
     with edgespec.load("demo", threads=1) as runtime:
         reply = runtime.generate(
@@ -59,7 +59,7 @@ def test_on_a_terminal_it_suggests_models_of_the_users_own(start: Start, tmp_pat
         env={"EDGESPEC_DATA_DIR": str(tmp_path / "data")},
     )
     os.write(controller, b"/quit\n")
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=120)
     os.close(terminal)
     os.close(controller)
     assert b"Type /model to choose and download a real model. These fit this machine: 1b-q4 (" in err
@@ -82,7 +82,7 @@ def test_commands_work_line_by_line(start: Start, tmp_path: Path) -> None:
         stdin=subprocess.PIPE,
         env={"EDGESPEC_DATA_DIR": str(tmp_path / "data")},
     )
-    output, errors = process.communicate("\n".join(lines).encode(), timeout=60)
+    output, errors = process.communicate("\n".join(lines).encode(), timeout=120)
     out, err = output.decode(), errors.decode()
     assert process.returncode == 0, err
     for text in (
@@ -108,7 +108,7 @@ def test_commands_work_line_by_line(start: Start, tmp_path: Path) -> None:
 def test_several_lines_are_one_message(start: Start, tmp_path: Path) -> None:
     code = SLOW.replace('"word " * 1000', '"yes"')
     process = start(str(tmp_path), code=code, stdin=subprocess.PIPE)
-    out, _ = process.communicate(b'"""two\n\nlines"""\n', timeout=60)
+    out, _ = process.communicate(b'"""two\n\nlines"""\n', timeout=120)
     assert out == b"yes\n"
     assert chats(tmp_path)[0]["messages"][0]["content"] == "two\n\nlines"  # type: ignore[index]
 
@@ -131,7 +131,7 @@ def test_ctrl_c_stops_the_reply_and_twice_quits(start: Start, tmp_path: Path) ->
     process.send_signal(signal.SIGINT)
     sleep(0.3)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 0
     assert b"Stopped. Type /continue" in err
     assert b"Press Ctrl-C again to quit" in err
@@ -153,8 +153,8 @@ def test_a_signal_ends_the_chat_and_keeps_the_reply(
     assert process.stdout.read(5)
     process.send_signal(number)
     # `communicate` closes stdin, which also ends the chat, so wait for the signal to end it first.
-    process.wait(timeout=20)
-    _, err = process.communicate(timeout=20)
+    process.wait(timeout=120)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 130
     assert b"Traceback" not in err
     if writing:

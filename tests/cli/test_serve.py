@@ -18,11 +18,11 @@ def test_serving_and_stopping(start: Start) -> None:
     url = addresses["openai_url"]
     assert url == f"{addresses['anthropic_url']}/v1" == f"{addresses['ollama_url']}/v1"
     body = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
-    replies = [httpx.post(f"{url}/chat/completions", json=body, timeout=60).json() for _ in range(2)]
+    replies = [httpx.post(f"{url}/chat/completions", json=body, timeout=120).json() for _ in range(2)]
     texts = {reply["choices"][0]["message"]["content"] for reply in replies}
     assert len(texts) == 1
     process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 0
+    assert process.wait(120) == 0
 
 
 def test_the_addresses_are_shown(start: Start) -> None:
@@ -37,7 +37,7 @@ def test_the_addresses_are_shown(start: Start) -> None:
     ]
     assert httpx.get(f"{url}/health").json()["status"] == "ok"
     process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 0
+    assert process.wait(120) == 0
 
 
 def test_a_port_in_use(run: Run) -> None:

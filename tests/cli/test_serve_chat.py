@@ -259,5 +259,5 @@ def test_the_key_of_the_environment_is_used(start: Start) -> None:
     assert asyncio.run(status(address)) == 401
     assert asyncio.run(status(f"{base}?key=a%20key%2Fwith%20%3F")) == 200
     process.send_signal(signal.SIGINT)
-    assert process.wait(30) == 0
+    assert process.wait(120) == 0
     assert isinstance(process, subprocess.Popen)

@@ -322,6 +322,6 @@ def test_every_variable_of_the_program_is_known() -> None:
 def test_reading_settings_needs_no_screen(start: Start, file: Path) -> None:
     file.write_text("threads = 1\n")
     code = "import sys\nfrom edgespec.cli.settings import Settings\nSettings.read()\nprint(*sys.modules)"
-    stdout, stderr = start(code=code).communicate(timeout=30)
+    stdout, stderr = start(code=code).communicate(timeout=120)
     assert not stderr
     assert not {"textual", "rich", "numpy", "llama_cpp"} & set(stdout.decode().split()), sys.path

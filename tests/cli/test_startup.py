@@ -38,7 +38,7 @@ HEAVY = {
 def imported_after(start: Start, code: str, *args: str) -> set[str]:
     """The modules that are imported once `code` has run."""
     process = start(*args, code=code + _SHOW_MODULES)
-    _, stderr = process.communicate(timeout=30)
+    _, stderr = process.communicate(timeout=120)
     assert process.returncode == 0, stderr
     return set(stderr.decode().split())
 
@@ -89,7 +89,7 @@ def test_a_process_that_ran_mlx_in_a_thread_ends_well(start: Start) -> None:
         "for thread in threading.enumerate()[1:]: thread.join()\n"
     )
     process = start(code=code)
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=120)
     assert (process.returncode, stderr) == (0, b"")
 
 
@@ -104,7 +104,7 @@ def test_a_reader_that_has_left_before_it_speaks(start: Start, option: str) -> N
     process = start(option, code=_RUN.replace("import sys\n", "import sys, time; time.sleep(0.2)\n", 1))
     assert process.stdout
     process.stdout.close()
-    assert process.wait(30) == 0
+    assert process.wait(120) == 0
     assert process.stderr
     assert process.stderr.read() == b""
 
@@ -119,7 +119,7 @@ def test_ctrl_c_while_it_starts(start: Start) -> None:
         "from edgespec.cli import main; main()\n"
     )
     process = start("models", code=code)
-    _, stderr = process.communicate(timeout=30)
+    _, stderr = process.communicate(timeout=120)
     assert (process.returncode, stderr) == (130, b"interrupted\n")
 
 

@@ -83,9 +83,9 @@ def test_a_file(start: Start, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("tar")
     with (tmp_path / "file").open("rb") as file:
         output, _ = start("generate", "What does it do?", "-n", "1", "--json", stdin=file).communicate(
-            timeout=30
+            timeout=120
         )
-    without, _ = start("generate", "What does it do?", "-n", "1", "--json").communicate(timeout=30)
+    without, _ = start("generate", "What does it do?", "-n", "1", "--json").communicate(timeout=120)
     assert b'"prompt_tokens": ' in output
     assert output.partition(b'"prompt_tokens"')[2][:6] != without.partition(b'"prompt_tokens"')[2][:6]
 
@@ -100,7 +100,7 @@ def test_an_open_pipe_that_nobody_writes_to_is_ignored(start: Start, kind: str) 
         ends = socket.socketpair()
         reader, writer = (end.detach() for end in ends)
     process = start("generate", "hi", "-n", "2", code=_SHORT_WAIT, stdin=reader)
-    output, errors = process.communicate(timeout=30)
+    output, errors = process.communicate(timeout=120)
     os.close(reader)
     os.close(writer)
     assert process.returncode == 0
@@ -113,7 +113,7 @@ def test_a_slow_pipe_is_waited_for(start: Start) -> None:
     process = start("generate", "hi", "-n", "2", stdin=subprocess.PIPE)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(3)
-    process.communicate(b"there", timeout=30)
+    process.communicate(b"there", timeout=120)
     assert process.returncode == 0
 
 
@@ -121,5 +121,5 @@ def test_a_slow_pipe_is_waited_for(start: Start) -> None:
 def test_devices_are_not_read(start: Start, device: str) -> None:
     with Path(device).open("rb") as file:
         process = start("generate", "hi", "-n", "2", stdin=file)
-        assert process.communicate(timeout=30)[1] == b""
+        assert process.communicate(timeout=120)[1] == b""
     assert process.returncode == 0

@@ -21,7 +21,9 @@ SLOW_STEPS = """
 import os, sys, time
 from edgespec.backends.mlx.head_trainer import MlxHeadTrainer
 from edgespec.cli.program import program
+from edgespec.train import writing
 
+writing._MAX_REPLY_TOKENS = 40
 step, seconds = MlxHeadTrainer.step, float(os.environ.get("STEP_SECONDS", "0.2"))
 
 def slow_step(*args):
@@ -33,6 +35,12 @@ def slow_step(*args):
 MlxHeadTrainer.step = slow_step
 program()
 """
+
+
+@pytest.fixture(autouse=True)
+def short_replies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write little text to train with."""
+    monkeypatch.setattr("edgespec.train.writing._MAX_REPLY_TOKENS", 40)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +97,8 @@ def test_a_second_interrupt_ends_the_first_step(start: Start, arguments: list[st
     assert process.stderr.readline().decode() == f"{STOPPING}\n"
     process.send_signal(signal.SIGINT)
     assert process.wait() == 130
-    assert time.monotonic() - began < 20
+    # Each step takes 100 seconds.
+    assert time.monotonic() - began < 80
     assert process.stderr.read().decode() == (
         "interrupted: what was done since the progress was last saved is lost; run the same command again to"
         " continue\n"

@@ -43,8 +43,8 @@ def test_replies_are_identical(target: LanguageModel, low_bit_copy: Path, how: s
     drafter = low_bit(target, low_bit_copy, how)
     runtime = with_drafter(target, drafter)
     for prompt in (HOWTO, REPEATS, LONG):
-        for temperature in (0.0, 0.8, 1.2):
-            options: dict[str, Any] = {"seed": 5, "max_tokens": 40, "temperature": temperature}
+        for temperature in (0.0, 0.8):
+            options: dict[str, Any] = {"seed": 5, "max_tokens": 24, "temperature": temperature}
             plain = runtime.generate(prompt, method="none", **options)
             for draft_length in (1, 4):
                 reply = runtime.generate(prompt, method="lowbit", draft_length=draft_length, **options)

@@ -160,8 +160,12 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
         (folder / "config.json").write_text(text)
         with pytest.raises(ModelFileError, match="is damaged"):
             read_eagle(folder)
-    with pytest.raises(ModelFileError, match="cannot be read"):
-        read_eagle(tmp_path / "missing")
+    (folder / "config.json").unlink()
+    for without in (folder, tmp_path / "missing"):
+        with pytest.raises(
+            ModelFileError, match=r"has no config\.json, so it is not .* a head; pass a folder"
+        ):
+            read_eagle(without)
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:

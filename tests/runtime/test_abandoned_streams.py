@@ -129,9 +129,9 @@ def test_close_in_another_thread_cancels_the_reply(demo: Runtime, plain: Callabl
 
     thread = threading.Thread(target=read)
     thread.start()
-    assert started.wait(20)
+    assert started.wait(60)
     stream.close()
-    thread.join(20)
+    thread.join(60)
     assert not errors
     assert stream.reply.finish_reason == "cancelled"
     equal(demo.generate(REPEATS, **OPTIONS), plain(REPEATS, **OPTIONS))
@@ -145,17 +145,17 @@ def test_two_threads_cannot_read_one_reply(demo: Runtime) -> None:
         if description == "preparing the prompt":
             return True
         inside.set()
-        return leave.wait(20)
+        return leave.wait(60)
 
     demo.clear_cache()
     stream: ReplyStream = demo.stream("What does `ls` do? " * 20, progress=wait, **OPTIONS)
     thread = threading.Thread(target=stream.wait)
     thread.start()
-    assert inside.wait(20)
+    assert inside.wait(60)
     with pytest.raises(BusyError, match="another thread"):
         next(stream)
     leave.set()
-    thread.join(20)
+    thread.join(60)
     assert len(stream.reply.tokens) > 0
 
 

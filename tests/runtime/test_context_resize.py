@@ -39,7 +39,7 @@ TWICE: dict[str, Any] = {"context": 1024, "max_tokens": 300}
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make contexts start smaller, so that a short reply makes them grow."""
     monkeypatch.setattr("edgespec.assembly.load_request.INITIAL_CONTEXT_TOKENS", FIRST)
-    for module in ("memory.context_resize", "session"):
+    for module in ("memory.context_resize", "reply_steps"):
         monkeypatch.setattr(f"edgespec.{module}.MIN_ROOM_TOKENS", 16)
 
 

@@ -195,12 +195,12 @@ class TestQueue:
 
         def progress(_what: str, _fraction: float) -> bool:
             started.set()
-            return released.wait(30)
+            return released.wait(60)
 
         small.clear_cache()
         with RequestQueue(small) as queue:
             running = queue.stream(HOWTO, max_tokens=4, progress=progress)
-            assert started.wait(30)
+            assert started.wait(60)
             waiting, closed = queue.embed(TEXTS), queue.embed(TEXTS)
             waiting.cancel()
             with pytest.raises(CancelledError):

@@ -174,7 +174,15 @@ def test_replaying_model_reads_the_whole_prompt_if_replay_rounds_differently(
         assert set(widths) == {1}
 
 
-def test_exact_with_mlx() -> None:
+def test_exact_with_mlx(tmp_path: Path) -> None:
+    tiny_checkpoints = pytest.importorskip("tests.backends.mlx.tiny_checkpoints")
+    path = tiny_checkpoints.write_checkpoint(tmp_path / "tiny", "llama", quantisation=("affine", 8, 32))
+    runtime, _ = day(str(path), methods=("suffix",), turns=4, begin_tokens=80, context=256)
+    assert runtime.target.capabilities.exact
+
+
+@pytest.mark.long
+def test_exact_with_a_trained_mlx_pair() -> None:
     pytest.importorskip("mlx.core")
     runtime, _ = day("demo-mlx", draft="auto", turns=2, begin_tokens=80)
     assert runtime.target.capabilities.exact

@@ -211,7 +211,7 @@ def test_the_queue_runs_as_many_replies_as_there_are_sessions(pair: Runtime) -> 
     pair.clear_cache()
 
     def meet(_what: str, _fraction: float) -> bool:
-        running.wait(30)
+        running.wait(60)
         return True
 
     with RequestQueue(pair, max_waiting=1) as queue:

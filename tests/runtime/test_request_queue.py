@@ -36,11 +36,11 @@ def blocked(queue: RequestQueue, hold: threading.Event) -> QueuedReply:
 
     def progress(_what: str, _fraction: float) -> bool:
         started.set()
-        return hold.wait(30)
+        return hold.wait(60)
 
     queue._runtime.clear_cache()
     running = queue.stream(HOWTO, progress=progress, **OPTIONS)
-    assert started.wait(30)
+    assert started.wait(60)
     return running
 
 
@@ -183,7 +183,7 @@ class TestClosing:
         with pytest.raises(ClosedError, match="before the request started"):
             second.wait()
         hold.set()
-        closing.join(30)
+        closing.join(60)
         assert first.wait().finish_reason == "cancelled"
         queue.close()
         with pytest.raises(ClosedError, match="queue is closed"):
@@ -215,7 +215,7 @@ def test_several_threads_may_wait_for_one_reply(queue: RequestQueue) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert not any(thread.is_alive() for thread in threads)
 
 

@@ -47,7 +47,7 @@ class TestTheSameTokens:
         draft_lengths: tuple[int, ...],
     ) -> None:
         for prompt, draft_length in product((HOWTO, REPEATS), draft_lengths):
-            options: dict[str, Any] = {"seed": 7, "max_tokens": 40} | sampling
+            options: dict[str, Any] = {"seed": 7, "max_tokens": 24} | sampling
             equal(
                 demo.generate(prompt, method=method, draft_length=draft_length, **options),
                 plain(prompt, **options),
@@ -64,7 +64,7 @@ class TestTheSameTokens:
             for (sampling, method), draft_length in zip(
                 product(SAMPLING.values(), ("model", "model+ngram")), lengths, strict=False
             ):
-                options: dict[str, Any] = {"seed": 8, "max_tokens": 32} | sampling
+                options: dict[str, Any] = {"seed": 8, "max_tokens": 24} | sampling
                 equal(
                     tree.generate(HOWTO, method=method, draft_length=draft_length, **options),
                     plain(HOWTO, **options),

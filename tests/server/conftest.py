@@ -29,11 +29,11 @@ def running(**settings: Any) -> Iterator[HttpServer]:
     thread = threading.Thread(target=server.run, args=(ready.set,), name="test-server")
     thread.start()
     try:
-        assert ready.wait(60)
+        assert ready.wait(120)
         yield server
     finally:
         server.stop()
-        thread.join(30)
+        thread.join(120)
         assert not thread.is_alive()
 
 
@@ -48,14 +48,14 @@ def server() -> Iterator[HttpServer]:
 @pytest.fixture
 def client(server: HttpServer) -> Iterator[openai.OpenAI]:
     """OpenAI's own client."""
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=120) as client:
         yield client
 
 
 @pytest.fixture
 def http(server: HttpServer) -> Iterator[httpx.Client]:
     """A plain HTTP client."""
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    with httpx.Client(base_url=server.url, timeout=120) as client:
         yield client
 
 

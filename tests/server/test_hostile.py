@@ -38,7 +38,7 @@ def victim() -> Iterator[HttpServer]:
 
 
 def connect(server: HttpServer) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=20)
+    return socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=60)
 
 
 def request(body: bytes, length: int | None = None, path: bytes = b"/v1/chat/completions") -> bytes:
@@ -133,7 +133,7 @@ def test_large_headers_are_refused(victim: HttpServer) -> None:
     ],
 )
 def test_damaged_bodies_are_refused(victim: HttpServer, body: bytes) -> None:
-    reply = httpx.post(f"{victim.url}/v1/chat/completions", content=body, timeout=20)
+    reply = httpx.post(f"{victim.url}/v1/chat/completions", content=body, timeout=60)
     assert reply.status_code in (400, 404)
     assert reply.json()["error"]["message"]
     assert len(reply.content) < 2000
@@ -185,7 +185,7 @@ def test_hostile_clients(victim: HttpServer) -> None:
         ordinary.join(120)
     assert not wrong
     assert process.memory_info().rss - before < MAX_GROWTH_BYTES
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while running_threads():
         assert time.monotonic() < deadline, running_threads()
         time.sleep(0.1)

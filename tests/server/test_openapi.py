@@ -38,7 +38,8 @@ def described() -> Iterator[HttpServer]:
         yield server
 
 
-def test_responses_match_the_description(described: HttpServer) -> None:
+@pytest.mark.parametrize("examples", [5, pytest.param(30, marks=pytest.mark.long)])
+def test_responses_match_the_description(described: HttpServer, examples: int) -> None:
     schema = schemathesis.openapi.from_url(f"{described.url}/openapi.json")
     operations: list[Any] = [result.ok() for result in schema.get_all_operations()]  # type: ignore[union-attr]
     assert {operation.path for operation in operations} >= {"/v1/chat/completions", "/v1/models/{model}"}
@@ -49,7 +50,7 @@ def test_responses_match_the_description(described: HttpServer) -> None:
 
             @given(case=operation.as_strategy(generation_mode=mode))
             @settings(
-                max_examples=15,
+                max_examples=examples,
                 deadline=None,
                 derandomize=True,
                 database=None,

@@ -58,7 +58,7 @@ def test_a_training_killed_while_it_saved_its_state(
     assert same_head(tmp_path, finished)
 
 
-@pytest.mark.parametrize("moved", [0, 1])
+@pytest.mark.parametrize("moved", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_training_killed_while_it_published_the_head(
     finished: TrainingResult, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moved: int
 ) -> None:
@@ -85,7 +85,7 @@ def test_a_training_killed_while_it_published_the_head(
     assert result.plot.exists()
 
 
-@pytest.mark.parametrize("deleted", [1, 4])
+@pytest.mark.parametrize("deleted", [1, pytest.param(4, marks=pytest.mark.long)])
 def test_a_training_killed_while_it_deleted_its_files(
     finished: TrainingResult, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deleted: int
 ) -> None:

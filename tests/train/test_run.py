@@ -133,7 +133,7 @@ def test_the_speed_is_measured_once(train: Train, tmp_path: Path) -> None:
     assert "estimating the time" not in second.seen
 
 
-@pytest.mark.parametrize("method", ["medusa", "hydra"])
+@pytest.mark.parametrize("method", [pytest.param("medusa", marks=pytest.mark.long), "hydra"])
 def test_an_interrupted_training_of_other_heads_gives_the_same_heads(
     train: Train, tmp_path: Path, method: str
 ) -> None:
@@ -268,12 +268,20 @@ def test_saved_progress_is_checked(train: Train, unfinished: Path, tmp_path: Pat
         train(tmp_path)
 
 
+@pytest.fixture(scope="module")
+def unmeasured(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a training that was interrupted before the head was measured. Tests change copies."""
+    folder = tmp_path_factory.mktemp("unmeasured")
+    with pytest.raises(CancelledError):
+        train(folder, Stops(0, "measuring"))
+    return folder
+
+
 @pytest.mark.parametrize("tokens_per_pass", ["NaN", "-1", "1e30", '"much"', "null"])
 def test_saved_figures_are_checked(
-    finished: TrainingResult, train: Train, tmp_path: Path, tokens_per_pass: str
+    finished: TrainingResult, train: Train, unmeasured: Path, tmp_path: Path, tokens_per_pass: str
 ) -> None:
-    with pytest.raises(CancelledError):
-        train(tmp_path, Stops(0, "measuring"))
+    shutil.copytree(unmeasured, tmp_path, dirs_exist_ok=True)
     figures = json.dumps(finished.figures.to_json() | {"tokens_per_pass": 0.5})
     (tmp_path / "training" / "new.json").write_text(figures.replace("0.5", tokens_per_pass))
     with pytest.raises(ModelFileError, match=r"new\.json.*damaged"):

@@ -34,7 +34,8 @@ def always(_description: str, _fraction: float) -> bool:
     return True
 
 
-def test_the_target_writes_its_own_questions(tmp_path: Path) -> None:
+def test_the_target_writes_its_own_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgespec.train.writing._MAX_REPLY_TOKENS", 40)
     folder = write_checkpoint(tmp_path / "chatty", "llama", config={"num_hidden_layers": LAYERS})
     arrays = mx.load(str(folder / "model.safetensors"))
     assert isinstance(arrays, dict)

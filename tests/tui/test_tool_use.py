@@ -66,7 +66,7 @@ async def tools_on(driver: Driver, least: int = 1) -> None:
 
 async def asked(driver: Driver) -> ApprovalScreen:
     """Wait until the approval dialog is open and accepts keys."""
-    await until(driver.pilot, lambda: isinstance(driver.app.screen, ApprovalScreen), "the question", 30)
+    await until(driver.pilot, lambda: isinstance(driver.app.screen, ApprovalScreen), "the question", 180)
     screen = driver.app.screen
     assert isinstance(screen, ApprovalScreen)
     await until(driver.pilot, lambda: screen.focused is not None, "the buttons")
@@ -91,7 +91,7 @@ def shown(driver: Driver) -> str:
     return " ".join("\n".join(driver.screen_text()).split())
 
 
-@pytest.mark.parametrize("method", ["none", "auto"])
+@pytest.mark.parametrize("method", [pytest.param("none", marks=pytest.mark.long), "auto"])
 async def test_a_call_is_shown_approved_made_and_answered(
     demo: Load, tmp_path: Path, forced: list[str], method: str
 ) -> None:

@@ -15,7 +15,7 @@ from edgespec.backends.gguf_header import read_header
 from edgespec.backends.gguf_metadata import tensor_bytes
 from edgespec.backends.llamacpp.native import ggml, library
 
-__all__ = ["Card", "cards", "device_split", "has_own_memory", "in_main_memory", "on_cpu"]
+__all__ = ["Card", "cards", "device_split", "has_own_memory", "in_main_memory", "layer_bytes", "on_cpu"]
 
 _GPU = 1
 _LAYER = re.compile(r"blk\.(\d+)\.")
@@ -96,6 +96,19 @@ def device_split(path: str, layers: int, gpu_layers: int | None) -> tuple[int, f
         elif name == "token_embd.weight" and tied:
             tied_bytes = size_bytes
     return on_gpu + tied_bytes, offloaded / layers, tied_bytes
+
+
+def layer_bytes(path: str) -> list[int]:
+    """Return the weight bytes of each layer of a model, without the token embedding and the output layer.
+
+    Raises:
+        ModelFileError: A file cannot be read or is truncated.
+    """
+    sizes: dict[int, int] = {}
+    for name, size_bytes in _tensor_bytes(path):
+        if match := _LAYER.match(name):
+            sizes[int(match[1])] = sizes.get(int(match[1]), 0) + size_bytes
+    return [sizes.get(layer, 0) for layer in range(max(sizes, default=-1) + 1)]
 
 
 @cache

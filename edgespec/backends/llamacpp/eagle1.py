@@ -26,7 +26,7 @@ from edgespec.backends.llamacpp.ggml_products import GgmlProducts, product_bytes
 from edgespec.backends.llamacpp.head_loading import BATCH_TOKENS, check_sizes, head_options
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.residual_target import EMBEDDINGS, lm_head
-from edgespec.backends.memory_check import check_tokens_fit, check_weights_fit
+from edgespec.backends.memory_check import check_draft_width, check_tokens_fit, check_weights_fit
 from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
 from edgespec.backends.model_facts import Capabilities, ModelFacts
 from edgespec.backends.state_head_view import CachedStateHeadView
@@ -101,12 +101,7 @@ class Eagle1Head(CachedStateHeadView):
         """See `LanguageModel.verify`."""
         self._check()
         check_tokens_fit(self, tree.width)
-        limit = self.facts.capabilities.max_width
-        if tree.width > limit:
-            raise CapabilityError(
-                f"a draft of {tree.width} tokens exceeds the limit of {limit} per pass",
-                "use a shorter --draft-length or fewer --draft-branches",
-            )
+        check_draft_width(tree.width, self.facts.capabilities.max_width)
         try:
             self._run_tree(tree, first)
         except BaseException:

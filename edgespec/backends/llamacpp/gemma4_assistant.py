@@ -21,14 +21,14 @@ from edgespec.backends.llamacpp.head_loading import BATCH_TOKENS, estimate_head,
 from edgespec.backends.llamacpp.loading import check_file, describe, threads_for
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import ProbeResult
-from edgespec.backends.memory_check import check_tokens_fit
+from edgespec.backends.memory_check import check_draft_width, check_tokens_fit
 from edgespec.backends.memory_estimate import MemoryEstimate
 from edgespec.backends.model_facts import Capabilities
 from edgespec.backends.self_draft_methods import Head
 from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import CapabilityError, MemoryBudgetError
+from edgespec.errors import MemoryBudgetError
 
 if TYPE_CHECKING:
     from edgespec.backends.llamacpp.model import LlamaCppModel
@@ -148,12 +148,7 @@ class AssistantHead(SelfDraftView["LlamaCppModel"]):
     def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
         self._check()
         check_tokens_fit(self, tree.width)
-        if tree.width > self.facts.capabilities.max_width:
-            raise CapabilityError(
-                f"a draft of {tree.width} tokens exceeds the limit of {self.facts.capabilities.max_width} per"
-                " pass",
-                "use a shorter --draft-length or fewer --draft-branches",
-            )
+        check_draft_width(tree.width, self.facts.capabilities.max_width)
         self._own_states = self._own_states[:first]
         # A node needs the hidden state after its parent, which an earlier pass has computed.
         *earlier, last = tree.independent_ranges(first)

@@ -22,7 +22,7 @@ from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.resizing import check_resize_fits, rebuild_context
 from edgespec.backends.llamacpp.text_export import export_text, first_part, import_text, sized_parts
 from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
-from edgespec.backends.memory_check import round_up_to_block
+from edgespec.backends.memory_check import check_draft_width, round_up_to_block
 from edgespec.backends.self_draft_methods import EarlyExit, Head, SelfDraft, SkippedLayers
 from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.logits import HostLogits
@@ -119,11 +119,7 @@ class GgufModel(BaseModel):
             raise
 
     def _check_shape(self, tree: TokenTree) -> None:
-        if tree.width > self._context.max_width:
-            raise CapabilityError(
-                f"a draft of {tree.width} tokens exceeds the limit of {self._context.max_width} per pass",
-                "use a shorter --draft-length or fewer --draft-branches",
-            )
+        check_draft_width(tree.width, self._context.max_width)
 
     def truncate(self, length: int) -> None:
         self._check(0)

@@ -22,7 +22,7 @@ from edgespec.backends.llamacpp.loading import describe
 from edgespec.backends.llamacpp.probe import ProbeResult
 from edgespec.backends.llamacpp.resizing import check_resize_fits, rebuild_context
 from edgespec.backends.llamacpp.text_export import export_text, import_text
-from edgespec.backends.memory_check import check_tokens_fit
+from edgespec.backends.memory_check import check_draft_width, check_tokens_fit
 from edgespec.backends.model_facts import Capabilities
 from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.logits import HostLogits
@@ -30,7 +30,6 @@ from edgespec.engine.tree import TokenTree
 from edgespec.errors import (
     BackendError,
     CancelledError,
-    CapabilityError,
     ContextFullError,
     MemoryBudgetError,
 )
@@ -244,12 +243,7 @@ class PairHead(CachedHead):
         self._check()
         try:
             check_tokens_fit(self, tree.width)
-            if tree.width > self.facts.capabilities.max_width:
-                raise CapabilityError(
-                    f"a draft of {tree.width} tokens exceeds the limit of"
-                    f" {self.facts.capabilities.max_width} per pass",
-                    "use a shorter --draft-length or fewer --draft-branches",
-                )
+            check_draft_width(tree.width, self.facts.capabilities.max_width)
             if first == 0:
                 self._cells.end_round()
                 self._own_states = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
@@ -74,14 +74,22 @@ def load_weights(path: str, name: str, options: LoadOptions, progress: Progress 
 
 
 def load_files(
-    paths: Paths, name: str, options: LoadOptions, progress: Progress | None, *, repack: bool = True
+    paths: Paths,
+    name: str,
+    options: LoadOptions,
+    progress: Progress | None,
+    *,
+    repack: bool = True,
+    place: Callable[[Any], None] | None = None,
 ) -> Any:
     """Load a model's weights like `load_weights`, but without checking first that they fit in memory.
 
     If `repack` is False, llama.cpp does not convert the weights to a faster layout, so that they can be
-    memory-mapped.
+    memory-mapped. `place` sets the devices in llama.cpp's parameters.
     """
     params = model_params(options.gpu_layers)
+    if place is not None:
+        place(params)
     params.use_extra_bufts &= repack
     params.load_mtp = options.mtp
     lib = library()

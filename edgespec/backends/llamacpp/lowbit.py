@@ -33,6 +33,7 @@ from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import ProbeResult
 from edgespec.backends.llamacpp.resizing import check_resize_fits, rebuild_context
 from edgespec.backends.memory_check import (
+    check_draft_width,
     check_tokens_fit,
     check_weights_fit,
     round_up_to_block,
@@ -243,12 +244,7 @@ class LowBitView(SelfDraftView["GgufModel"]):
         self._check()
         try:
             check_tokens_fit(self, tree.width)
-            if tree.width > self.facts.capabilities.max_width:
-                raise CapabilityError(
-                    f"a draft of {tree.width} tokens exceeds the limit of"
-                    f" {self.facts.capabilities.max_width} per pass",
-                    "use a shorter --draft-length or fewer --draft-branches",
-                )
+            check_draft_width(tree.width, self.facts.capabilities.max_width)
             if first == 0:
                 self._copy_target_cells()
             positions, sequences = self._cells.place_tree(tree, first)

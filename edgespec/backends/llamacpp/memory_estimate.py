@@ -27,6 +27,7 @@ from edgespec.backends.llamacpp.context_planning import (
 )
 from edgespec.backends.llamacpp.devices import device_split, has_own_memory, on_cpu
 from edgespec.backends.llamacpp.kv_types import KvTypes
+from edgespec.backends.llamacpp.layer_placement import LayerPlacement, place_layers
 from edgespec.backends.llamacpp.layerskip_files import PARTS, SHARED_BYTES_KEY
 from edgespec.backends.llamacpp.loading import Paths, load_skeleton, repacks_weights
 from edgespec.backends.llamacpp.metadata import (
@@ -41,6 +42,7 @@ from edgespec.backends.llamacpp.native import captured_log, library
 from edgespec.backends.llamacpp.resizing import longrope_switch_tokens
 from edgespec.backends.llamacpp.shared_context import check_slots, why_not_shared
 from edgespec.backends.memory_estimate import GPU, MemoryEstimate, MemoryPart
+from edgespec.errors import CapabilityError
 from edgespec.heap import release_free_memory
 
 __all__ = ["ContextBuffers", "GgufMemoryEstimator", "parse_buffers", "simulate"]
@@ -157,6 +159,8 @@ class GgufMemoryEstimator:
             logits = logits_bytes(weights, min(plan.rows, each.batch_tokens))
             # Replies that share a pass copy their logits.
             output_bytes += logits if plan.slots == 1 else 2 * logits
+        if options.workers is not None:
+            return self._estimate_local(options, plans[0], cache_bytes, compute_bytes, output_bytes)
         gpu_weights, gpu_cache_share, doubled = device_split(self._path, self.layers, options.gpu_layers)
         gpu_cache = round(cache_bytes * gpu_cache_share)
         weight_bytes = sum(map(library().llama_model_size, self._weights)) + doubled - self._unloaded_bytes
@@ -175,6 +179,35 @@ class GgufMemoryEstimator:
         )
         present = tuple(part for part in parts if part.bytes)
         return MemoryEstimate(plans[0].share.tokens, plans[0].kv_types.text, present)
+
+    def _estimate_local(
+        self, options: LoadOptions, plan: ContextPlan, cache_bytes: int, compute_bytes: int, output_bytes: int
+    ) -> MemoryEstimate:
+        """Return the memory that the model needs on this machine if its layers are on workers."""
+        assert options.workers is not None
+        weights = self._weights[0]
+        if plan.recurrent:
+            raise CapabilityError(
+                f"{self.name} has recurrent layers, which workers do not support", "omit --workers"
+            )
+        placed = place_layers(self._path, self.name, options.workers, cache_bytes, compute_bytes)
+        parts = (
+            MemoryPart("weights", library().llama_model_size(weights) - placed.remote_weight_bytes),
+            MemoryPart("cache", cache_bytes - min(cache_bytes, placed.remote_cache_bytes)),
+            MemoryPart("compute", compute_bytes),
+            MemoryPart("output", output_bytes),
+            MemoryPart("vocabulary", vocabulary_size(weights) * _TOKEN_BYTES),
+        )
+        present = tuple(part for part in parts if part.bytes)
+        return MemoryEstimate(plan.share.tokens, plan.kv_types.text, present)
+
+    def placement(self, options: LoadOptions) -> LayerPlacement:
+        """Return the devices of the layers for load options with workers. Raises MemoryBudgetError."""
+        assert options.workers is not None
+        plans, part_options = self._plans(options)
+        buffers = self._buffers(0, plans[0], part_options[0])
+        compute_bytes = buffers.compute_bytes + _attention_bytes(self._weights[0], plans[0], part_options[0])
+        return place_layers(self._path, self.name, options.workers, buffers.cache_bytes, compute_bytes)
 
     def _plans(self, options: LoadOptions) -> tuple[Sequence[ContextPlan], Sequence[LoadOptions]]:
         if self._split:

@@ -34,6 +34,7 @@ from edgespec.backends.llamacpp.shared_context import (
 )
 from edgespec.backends.llamacpp.text_export import export_text, import_text
 from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
+from edgespec.backends.memory_check import check_draft_width
 from edgespec.backends.model_facts import ModelFacts
 from edgespec.backends.self_draft_methods import SelfDraft
 from edgespec.engine.logits import HostLogits
@@ -186,11 +187,7 @@ class SlotModel(BaseModel):
     def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
         try:
             self._check(tree.width)
-            if tree.width > self._slot.max_width:
-                raise CapabilityError(
-                    f"a draft of {tree.width} tokens exceeds the limit of {self._slot.max_width} per pass",
-                    "use a shorter --draft-length or fewer --draft-branches",
-                )
+            check_draft_width(tree.width, self._slot.max_width)
             if first == 0:
                 self._cells.end_round()
             positions, sequences = self._cells.place_tree(tree, first)

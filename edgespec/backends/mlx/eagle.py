@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.backends.memory_check import check_draft_width
 from edgespec.backends.mlx.attention_cache import AttentionCache
 from edgespec.backends.mlx.cached_head import BATCH_TOKENS, CachedHead
 from edgespec.backends.mlx.evaluation import start_evaluation, translate_errors
@@ -17,7 +18,6 @@ from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.mlx.pass_layout import install_tree_ropes
 from edgespec.backends.model_facts import Capabilities, ModelFacts
 from edgespec.engine.tree import TokenTree, TreeBuilder
-from edgespec.errors import CapabilityError
 
 if TYPE_CHECKING:
     from edgespec.backends.mlx.model import MlxModel
@@ -104,12 +104,7 @@ class EagleHead(CachedHead):
         self._run(tokens, self._target_states(self._length, len(tokens)))
 
     def _run_tree(self, tree: TokenTree, first: int) -> DeviceLogits:
-        if tree.width > self.facts.capabilities.max_width:
-            raise CapabilityError(
-                f"a draft of {tree.width} tokens exceeds the limit of"
-                f" {self.facts.capabilities.max_width} per pass",
-                "use a shorter --draft-length or fewer --draft-branches",
-            )
+        check_draft_width(tree.width, self.facts.capabilities.max_width)
         if first == 0:
             self._end_round()
         self._round.extend(tree, first)

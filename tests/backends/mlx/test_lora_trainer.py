@@ -277,7 +277,7 @@ class TestReplies:
         drafter = online(target, draft, notes)
         with Runtime(target, None, Chosen(target, drafter)) as runtime:
             for text in ASKED[:2]:
-                runtime.generate(text, temperature=0.0, max_tokens=48, draft_length=3)
+                runtime.generate(text, temperature=0.0, max_tokens=24, draft_length=3)
                 runtime._session.run_idle_work(lambda: True)
             weights = drafter.trainer._trainer.adapter_weights()
             drafter.close()

@@ -1,0 +1,75 @@
+"""Check and change the options of `load` for a target whose layers are on workers (`--workers`)."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import cast
+
+from edgespec.assembly.drafting_options import DraftingOptions
+from edgespec.assembly.pairing import ModelPair
+from edgespec.backends.base import LoadOptions
+from edgespec.cluster.connected import ConnectedWorkers
+from edgespec.cluster.machines import Machines
+from edgespec.errors import OptionError
+from edgespec.method_names import HEADS, SELF_DRAFTS
+from edgespec.options import LOAD_OPTIONS, LoadArguments
+
+__all__ = ["connect_workers", "for_workers"]
+
+# Options that have no effect or no implementation with `--workers`.
+_UNSUPPORTED = (
+    "parallel", "gpu_layers", "exact", "adapter", "learn", "draft_branches", "exit_layer", "mlock",
+)  # fmt: skip
+
+
+def for_workers(drafting: DraftingOptions) -> DraftingOptions:
+    """Return the drafting options for a target on workers, without heads and the cache of earlier chats.
+
+    Raises:
+        OptionError: The user chose an option or a method that does not work with workers.
+    """
+    arguments = drafting.arguments
+    for name in _UNSUPPORTED:
+        if arguments[name] != LOAD_OPTIONS[name].default:  # type: ignore[literal-required]
+            dashed = f"--{name.replace('_', '-')}"
+            raise OptionError(f"{dashed} does not work with --workers yet", f"omit {dashed}")
+    unsupported = drafting.named_drafters & {*HEADS, *SELF_DRAFTS, "lookahead"}
+    if unsupported:
+        raise OptionError(
+            f"method {min(unsupported)!r} does not work with --workers yet",
+            "use model, suffix, ngram, grammar, auto or none",
+        )
+    if drafting.head not in ("auto", "none"):
+        raise OptionError("--head does not work with --workers yet", "omit --head")
+    if arguments["prefix_cache"] == "disk":
+        raise OptionError("--prefix-cache disk does not work with --workers yet", "use --prefix-cache none")
+    changed = cast(LoadArguments, {**arguments, "head": "none", "prefix_cache": "none"})
+    return replace(drafting, arguments=changed)
+
+
+def connect_workers(
+    machines: Machines | None, pair: ModelPair, options: LoadOptions, undo: ExitStack
+) -> LoadOptions:
+    """Reserve the workers until `undo` is closed, and return the load options with them.
+
+    Raises:
+        OptionError: The target does not support workers, or this machine cannot hold layers.
+        WorkerError, MemoryBudgetError: A worker cannot be used.
+    """
+    if machines is None:
+        return options
+    version = pair.target.file_format.worker_library_version
+    if version is None:
+        raise OptionError(
+            f"{pair.target.name} cannot run on workers, because it is not a GGUF model",
+            "use a GGUF version of the model, or omit --workers",
+        )
+    if machines.local_bytes and pair.target.backend.graphics_cards():
+        raise OptionError(
+            "--workers does not support local=SIZE on a machine with a graphics card yet",
+            "start `edgespec worker` on this machine too, and name 127.0.0.1:50052 instead of local",
+        )
+    workers = ConnectedWorkers(machines, version())
+    undo.callback(workers.close)
+    return replace(options, workers=workers)

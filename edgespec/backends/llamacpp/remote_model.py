@@ -1,0 +1,182 @@
+"""Load and run GGUF models whose layers are on workers, by llama.cpp's RPC backend."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import chain
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.backends.base import LanguageModel, LoadOptions, Progress, Snapshot
+from edgespec.backends.base_model import BaseModel
+from edgespec.backends.llamacpp.kv_types import parse_kv_types
+from edgespec.backends.llamacpp.layer_placement import LayerPlacement
+from edgespec.backends.llamacpp.loading import load_files
+from edgespec.backends.llamacpp.memory_estimate import GgufMemoryEstimator
+from edgespec.backends.llamacpp.model import LlamaCppModel
+from edgespec.backends.llamacpp.native import ggml, library
+from edgespec.backends.llamacpp.rpc_library import add_devices, connecting, guard_against_aborts
+from edgespec.cluster.connected import ConnectedWorkers
+from edgespec.engine.logits import Logits
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import MemoryBudgetError, WorkerLostError
+
+__all__ = ["RemoteModel", "load_on_workers"]
+
+_Result = TypeVar("_Result")
+# The tensors of the output layer, which stay on this machine so that logits do not cross the network.
+_OUTPUT_TENSORS = rb"^(output|token_embd)\.weight$"
+_UNLIMITED_BYTES = 1 << 62
+_MAX_DEVICES = 16
+
+
+def load_on_workers(
+    path: str, name: str, options: LoadOptions, workers: ConnectedWorkers, progress: Progress | None
+) -> LanguageModel:
+    """Load a GGUF model with its layers on workers. The token embedding and the output layer stay here.
+
+    Raises:
+        WorkerLostError: A worker ended or hung.
+        EdgespecError: Any error raised by `load`. The caller closes `workers` after an error.
+    """
+    if options.kv_type != "auto":
+        parse_kv_types(options.kv_type)
+    guard_against_aborts(workers)
+    placement = _placement(path, name, options)
+    # The planner has checked the memory of all machines. Commits of token trees would move KV cells over the
+    # network, so the model verifies chains only.
+    own = replace(
+        options, memory_bytes=_UNLIMITED_BYTES, initial_context_tokens=None, max_branches=1, workers=None
+    )
+
+    def load() -> LlamaCppModel:
+        with connecting():
+            place = _Placer(list(chain.from_iterable(add_devices(workers))), placement)
+            weights = load_files(path, name, own, progress, repack=False, place=place)
+            try:
+                return LlamaCppModel(weights, path, name, own)
+            except BaseException:
+                library().llama_model_free(weights)
+                raise
+
+    return RemoteModel(workers.call(load), workers, placement)
+
+
+def _placement(path: str, name: str, options: LoadOptions) -> LayerPlacement:
+    estimator = GgufMemoryEstimator(path, name)
+    try:
+        return estimator.placement(options)
+    finally:
+        estimator.close()
+
+
+class _Placer:
+    """Sets the devices of a model's layers in llama.cpp's parameters, and keeps the arrays alive."""
+
+    def __init__(self, devices: Sequence[Any], placement: LayerPlacement) -> None:
+        self._remote_layers = sum(placement.remote)
+        # llama.cpp counts the output layer as one more layer, on the last device that has layers. Only its
+        # norm is there.
+        counts = [float(count) for count in placement.remote]
+        last = max((i for i, count in enumerate(counts) if count), default=len(counts) - 1)
+        counts[last] += 1.0
+        self._devices = (ctypes.c_void_p * (len(devices) + 1))(*devices, None)
+        self._split = (ctypes.c_float * _MAX_DEVICES)(*counts)
+        buffer_type = ggml().ggml_backend_cpu_buffer_type
+        buffer_type.restype = ctypes.c_void_p
+        pattern = ctypes.cast(ctypes.c_char_p(_OUTPUT_TENSORS), ctypes.c_void_p)
+        self._overrides = (ctypes.c_void_p * 4)(pattern, buffer_type(), None, None)
+
+    def __call__(self, params: Any) -> None:
+        params.n_gpu_layers = self._remote_layers + 1
+        params.devices = ctypes.cast(self._devices, ctypes.c_void_p)
+        params.tensor_split = self._split
+        params.tensor_buft_overrides = ctypes.cast(self._overrides, ctypes.c_void_p)
+
+
+class RemoteModel(BaseModel):
+    """A GGUF model whose layers are on workers.
+
+    All calls that reach llama.cpp run in the thread of `ConnectedWorkers`. After a worker was lost, they
+    raise WorkerLostError, and the model's memory on this machine is freed only when the process ends.
+    """
+
+    def __init__(self, model: LlamaCppModel, workers: ConnectedWorkers, placement: LayerPlacement) -> None:
+        self._model, self._workers = model, workers
+        self.vocabulary = model.vocabulary
+        facts = model.facts
+        kv_bytes = max(0, facts.kv_bytes - placement.remote_cache_bytes)
+        self.facts = replace(
+            facts,
+            weight_bytes=facts.weight_bytes - placement.remote_weight_bytes,
+            kv_bytes=kv_bytes,
+            requested_kv_bytes=kv_bytes,
+            capabilities=replace(
+                facts.capabilities,
+                tree=False,
+                reason="drafts without branches only, because its layers are on workers",
+                self_draft_methods=frozenset(),
+            ),
+        )
+
+    def _call(self, work: Callable[[], _Result]) -> _Result:
+        self._check(0)
+        return self._workers.call(work)
+
+    @property
+    def length(self) -> int:
+        return self._model.length
+
+    @property
+    def threads(self) -> int:
+        return self._model.threads
+
+    def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
+        self._call(lambda: self._model.prefill(tokens, progress))
+
+    def prefill_prompt(self, tokens: Sequence[int], progress: Progress | None = None) -> Logits | None:
+        return self._call(lambda: self._model.prefill_prompt(tokens, progress))
+
+    def embed(self, tokens: Sequence[int], progress: Progress | None = None) -> NDArray[np.float32]:
+        return self._call(lambda: self._model.embed(tokens, progress))
+
+    def verify(self, tree: TokenTree, first: int = 0) -> Logits:
+        return self._call(lambda: self._model.verify(tree, first))
+
+    def commit(self, path: tuple[int, ...]) -> None:
+        self._call(lambda: self._model.commit(path))
+
+    def truncate(self, length: int) -> None:
+        self._call(lambda: self._model.truncate(length))
+
+    def remove_range(self, start: int, end: int) -> None:
+        self._call(lambda: self._model.remove_range(start, end))
+
+    def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
+        return self._call(lambda: self._model.snapshot(start, end))
+
+    def restore(self, snapshot: Snapshot) -> None:
+        self._call(lambda: self._model.restore(snapshot))
+
+    def resize(self, context_tokens: int) -> None:
+        raise MemoryBudgetError(
+            f"the context of {self.facts.name} cannot change to {context_tokens:,} tokens, because its layers"
+            " are on workers",
+            "load the model again with another --context",
+        )
+
+    def interrupt(self, enabled: bool) -> None:
+        self._model.interrupt(enabled)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        with suppress(WorkerLostError):
+            self._workers.call(self._model.close)
+        self._workers.close()

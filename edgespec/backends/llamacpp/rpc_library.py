@@ -1,0 +1,149 @@
+"""Load llama.cpp's RPC backend, with which llama.cpp uses the devices of other machines."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from edgespec.backends.llamacpp.native import ggml, library
+from edgespec.cluster.connected import ConnectedWorkers
+from edgespec.errors import BackendMissingError, WorkerLostError
+from edgespec.installation import setup_command
+
+__all__ = ["add_devices", "connecting", "guard_against_aborts", "lent_devices", "serve_devices"]
+
+# Values of `enum ggml_backend_dev_type`.
+_CPU, _GPU, _INTEGRATED_GPU = 0, 1, 2
+_Abort = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
+# llama.cpp's source file of the client. It is part of the message of an abort.
+_CLIENT_SOURCE = b"ggml-rpc"
+_guarded: weakref.WeakSet[ConnectedWorkers] = weakref.WeakSet()
+# The threads that load a model on workers. llama.cpp connects to workers in these threads, and uses the
+# connections in threads of its own. If connecting fails, it keeps a lock that all later connections need.
+_loading: set[int] = set()
+_is_blocked = threading.Event()
+# The number of `add_devices` calls. Each one makes llama.cpp open new connections.
+_generation = 0
+
+
+@cache
+def _rpc() -> Any:
+    """Return the RPC library. Raises BackendMissingError."""
+    lib = library()
+    suffix = "dylib" if sys.platform == "darwin" else "so"
+    path = Path(str(lib.__file__)).parent / "lib" / f"libggml-rpc-{lib.__version__}.{suffix}"
+    try:
+        # `ggml_backend_load` is not used, because it would register the backend. llama.cpp would then assume
+        # that all models can use a graphics card.
+        rpc = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BackendMissingError(
+            f"llama.cpp's RPC library for llama-cpp-python {lib.__version__} cannot be loaded from {path}",
+            f"build it with `{setup_command('workers')}`",
+        ) from error
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    rpc.ggml_backend_rpc_add_server.restype = pointer
+    rpc.ggml_backend_rpc_add_server.argtypes = [ctypes.c_char_p]
+    rpc.ggml_backend_rpc_start_server.restype = None
+    rpc.ggml_backend_rpc_start_server.argtypes = [
+        ctypes.c_char_p, ctypes.c_char_p, size, size, ctypes.POINTER(pointer),
+    ]  # fmt: skip
+    return rpc
+
+
+def lent_devices() -> tuple[list[Any], bool]:
+    """Return the devices of this machine to lend, and whether they are only the CPU.
+
+    Graphics cards are lent if there are any, because a device that waits for a slower one is idle.
+    """
+    _rpc()
+    backend = ggml()
+    devices = [backend.ggml_backend_dev_get(i) for i in range(backend.ggml_backend_dev_count())]
+    kinds = [backend.ggml_backend_dev_type(device) for device in devices]
+    cards = [d for d, kind in zip(devices, kinds, strict=True) if kind in (_GPU, _INTEGRATED_GPU)]
+    return cards or [d for d, kind in zip(devices, kinds, strict=True) if kind == _CPU], not cards
+
+
+def serve_devices(endpoint: str, cache_folder: str | None, threads: int, devices: Sequence[Any]) -> None:
+    """Serve devices to RPC clients. Returns only if the port cannot be used."""
+    pointers = (ctypes.c_void_p * len(devices))(*devices)
+    folder = cache_folder and cache_folder.encode()
+    _rpc().ggml_backend_rpc_start_server(endpoint.encode(), folder, threads, len(devices), pointers)
+
+
+@contextmanager
+def connecting() -> Iterator[None]:
+    """Load a model on workers in the `with` block, in a thread of `ConnectedWorkers`.
+
+    Raises:
+        WorkerLostError: An earlier connection in this process failed and blocks all later ones.
+    """
+    if _is_blocked.is_set():
+        raise WorkerLostError(
+            "an earlier connection to a worker failed", "restart edgespec to use workers again"
+        )
+    thread = threading.get_ident()
+    _loading.add(thread)
+    try:
+        yield
+    finally:
+        _loading.discard(thread)
+
+
+def add_devices(workers: ConnectedWorkers) -> list[list[Any]]:
+    """Connect llama.cpp to the workers, and return the devices of each. Call it while `connecting`.
+
+    Raises:
+        BackendMissingError: The RPC library is not built.
+    """
+    global _generation  # noqa: PLW0603
+    rpc = _rpc()
+    libggml = ggml()
+    libggml.ggml_backend_reg_dev_count.restype = ctypes.c_size_t
+    libggml.ggml_backend_reg_dev_count.argtypes = [ctypes.c_void_p]
+    libggml.ggml_backend_reg_dev_get.restype = ctypes.c_void_p
+    libggml.ggml_backend_reg_dev_get.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    found = []
+    _generation += 1
+    for link in workers.links:
+        # llama.cpp keeps a lost connection under the spelling of its address. Zeros before the port make
+        # another spelling of the same address.
+        endpoint = f"{link.address.host}:{'0' * _generation}{link.address.port}"
+        reg = rpc.ggml_backend_rpc_add_server(endpoint.encode())
+        count = libggml.ggml_backend_reg_dev_count(reg) if reg else 0
+        found.append([libggml.ggml_backend_reg_dev_get(reg, i) for i in range(count)])
+    return found
+
+
+def guard_against_aborts(workers: ConnectedWorkers) -> None:
+    """Make `workers` report a lost connection, instead of letting llama.cpp end the process."""
+    _guarded.add(workers)
+    _set_abort_callback()
+
+
+@cache
+def _set_abort_callback() -> Any:
+    callback = _Abort(_on_abort)
+    ggml().ggml_set_abort_callback(callback)
+    return callback
+
+
+def _on_abort(message: bytes) -> None:
+    """Handle an abort of llama.cpp, which ends the process when this function returns."""
+    if _CLIENT_SOURCE not in message:
+        sys.stderr.write(message.decode("utf-8", "replace") + "\n")
+        sys.stderr.flush()
+        return
+    if threading.get_ident() in _loading:
+        _is_blocked.set()
+    for workers in tuple(_guarded):
+        workers.report_abort()
+    # Never return. The thread that waits for the result of this one has been told to give up.
+    threading.Event().wait()

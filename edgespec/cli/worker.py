@@ -1,0 +1,137 @@
+"""`edgespec worker`: lend this machine to a model on another one."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import stat
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from edgespec.checks import parse_size
+from edgespec.cli.failures import DONE
+from edgespec.cli.help import HelpfulCommand
+from edgespec.cli.interrupt import Stop, interruptible
+from edgespec.cli.options import KindType
+from edgespec.cli.screen import note, print_json
+from edgespec.cluster.machines import parse_address
+from edgespec.errors import OptionError
+from edgespec.files import cache_folder
+from edgespec.option_kinds import Integer, Size
+
+__all__ = ["command"]
+
+_DEFAULT_ADDRESS = "127.0.0.1:50052"
+
+
+@click.command(
+    "worker",
+    cls=HelpfulCommand,
+    short_help="Lend this machine to a model on another one.",
+    examples=(
+        "edgespec worker",
+        "edgespec worker --memory 8GiB --cache 50GiB",
+        "edgespec worker --listen 192.168.1.20:50052 --i-trust-this-network",
+    ),
+)
+@click.option(
+    "--listen", default=_DEFAULT_ADDRESS, metavar="HOST:PORT", show_default=True,
+    help="Address to listen on. Port 0 chooses a free port. Addresses that other machines can reach need"
+    " --i-trust-this-network.",
+)  # fmt: skip
+@click.option(
+    "--memory", type=KindType(Size()), metavar="SIZE",
+    help="Memory to lend, such as 8GiB. [default: the free memory minus 512 MiB]",
+)  # fmt: skip
+@click.option(
+    "--cache", type=KindType(Size()), metavar="SIZE",
+    help="Keep up to SIZE of received weights on disk, so that the same model loads faster the next time."
+    " [default: keep none]",
+)  # fmt: skip
+@click.option(
+    "--threads", type=KindType(Integer(1, 1024)), metavar="INTEGER",
+    help="Number of CPU threads to use. [default: the number of usable cores]",
+)  # fmt: skip
+@click.option(
+    "--i-trust-this-network", "trusts_network", is_flag=True,
+    help="Allow an address that other machines can reach. There is no password and no encryption: anyone who"
+    " reaches the port can use this machine's memory and read what the model computes.",
+)  # fmt: skip
+def command(trusts_network: bool, **options: Any) -> int:
+    """Lend this machine's memory and processors to a model that runs on another machine.
+
+    On the other machine, name this one with --workers. A worker serves one model at a time, and must have the
+    same version of llama-cpp-python. When it is ready, it prints a line of JSON with its address, versions,
+    devices and memory.
+
+    Without --i-trust-this-network, only programs on this machine can connect. To use the worker from another
+    machine, forward its port there with `ssh -L 50052:127.0.0.1:50052 THIS-MACHINE`.
+
+    Press Ctrl-C to end the worker. If stdin is a pipe, as with `ssh HOST edgespec worker`, the worker also
+    ends when the pipe is closed.
+    """
+    hint = f"use --listen {_DEFAULT_ADDRESS}"
+    host, port = parse_address("listener", options["listen"], hint, accepts=_any_port)
+    if not (trusts_network or _is_loopback(host)):
+        raise OptionError(
+            f"--listen {options['listen']} can be reached by other machines, and workers have no password",
+            "forward the port with ssh -L, or add --i-trust-this-network",
+        )
+    interruptible(lambda stop: _serve(stop, host, port, options))
+    return DONE
+
+
+def _any_port(_port: int) -> bool:
+    return True
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _serve(stop: Stop, host: str, port: int, options: dict[str, Any]) -> None:
+    from edgespec import __version__
+    from edgespec.cluster.weight_cache import WeightCache
+    from edgespec.cluster.worker_server import WorkerServer
+
+    memory, cache = options["memory"], options["cache"]
+    server = WorkerServer(
+        __version__,
+        host,
+        port,
+        memory_bytes=None if memory is None else parse_size("--memory", memory),
+        cache=None
+        if cache is None
+        else WeightCache(cache_folder() / "workers", parse_size("--cache", cache)),
+        threads=options["threads"],
+        note=note,
+    )
+    stop.on_request(server.close)
+    _close_with_stdin(server.close)
+    facts = {"address": f"{server.host}:{server.port}", "port": server.port, **server.status().to_json()}
+    print_json(facts)
+    server.serve()
+
+
+def _close_with_stdin(close: Callable[[], None]) -> None:
+    """Call `close` when stdin ends, if it is a pipe, which the program that started the worker holds."""
+    if sys.stdin is None:
+        return
+    number = sys.stdin.fileno()
+    mode = os.fstat(number).st_mode
+    if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
+        return
+
+    def wait() -> None:
+        while os.read(number, 4096):
+            pass
+        close()
+
+    threading.Thread(target=wait, daemon=True).start()

@@ -1,0 +1,1 @@
+"""Spread a target over several machines: the worker's server, and the target's links to its workers."""

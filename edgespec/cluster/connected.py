@@ -1,0 +1,67 @@
+"""The workers that a target is loaded on, and the calls that use them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TypeVar
+
+from edgespec.cluster.guarded_calls import GuardedCalls
+from edgespec.cluster.link import Link
+from edgespec.cluster.machines import Machines
+
+__all__ = ["ConnectedWorkers"]
+
+_Result = TypeVar("_Result")
+# When llama.cpp loses a connection, the worker's link usually breaks too, and its reason names the worker.
+_REASON_SECONDS = 2.0
+
+
+class ConnectedWorkers:
+    """Reserves all workers of a target until `close`. Calls into llama.cpp that reach them go through `call`.
+
+    Args:
+        machines: The machines named in `--workers`.
+        llama_cpp: The version of llama-cpp-python on this machine.
+
+    Attributes:
+        links: The reserved workers.
+        local_bytes: Memory of this machine for layers of the target.
+
+    Raises:
+        WorkerError, MemoryBudgetError: See `Link`. No worker is reserved then.
+    """
+
+    def __init__(self, machines: Machines, llama_cpp: str) -> None:
+        self.local_bytes = machines.local_bytes
+        with ExitStack() as undo:
+            links = []
+            for address in machines.workers:
+                links.append(Link(address, llama_cpp))
+                undo.callback(links[-1].close)
+            self.links: tuple[Link, ...] = tuple(links)
+            undo.pop_all()
+        self._calls = GuardedCalls()
+        for link in self.links:
+            link.watch(self._calls.fail)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a worker was lost. Nothing that llama.cpp holds may be used or freed then."""
+        return self._calls.is_lost
+
+    def call(self, work: Callable[[], _Result]) -> _Result:
+        """Return the result of `work`. Raises WorkerLostError as soon as a worker is lost."""
+        return self._calls.call(work)
+
+    def report_abort(self) -> None:
+        """Make all calls fail, because llama.cpp lost the connection to a worker."""
+        self._calls.wait_for_failure(_REASON_SECONDS)
+        names = ", ".join(str(link.address) for link in self.links)
+        self._calls.fail(f"the connection to a worker broke ({names})")
+
+    def close(self) -> None:
+        """Release the workers. Repeated calls have no effect."""
+        self._calls.close()
+        for link in self.links:
+            link.close()

@@ -1,0 +1,147 @@
+"""The connection that reserves a worker for a target and shows that the worker still runs."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+from edgespec.cluster.machines import WorkerAddress
+from edgespec.cluster.status import LEAD, MAX_STATUS_BYTES, PROBE, WorkerStatus
+from edgespec.errors import MemoryBudgetError, WorkerError
+from edgespec.files import format_bytes
+
+__all__ = ["Link", "probe_worker", "set_timeouts"]
+
+_CONNECT_SECONDS = 5.0
+# A worker answers when its RPC server is ready, which takes a few seconds after another target has used it.
+_STATUS_SECONDS = 20.0
+# A worker that sends nothing for this long is lost. It sends a byte every second.
+SILENCE_SECONDS = 8.0
+
+
+def set_timeouts(connection: socket.socket) -> None:
+    """Send small messages at once, and notice within a minute that the other machine is unreachable."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+def probe_worker(address: WorkerAddress) -> WorkerStatus:
+    """Return a worker's status without reserving it. Raises WorkerError."""
+    with _connect(address) as connection:
+        return _status(connection, address, PROBE)
+
+
+class Link:
+    """Reserves a worker until `close`, and notices when the worker ends or hangs.
+
+    Args:
+        address: The worker.
+        llama_cpp: The version of llama-cpp-python on this machine, which must be the worker's too.
+
+    Attributes:
+        address: The worker.
+        status: The worker's status.
+        memory_bytes: The memory that the target may use there.
+
+    Raises:
+        WorkerError: The worker is unreachable, busy, not a worker, or has another version.
+        MemoryBudgetError: The worker offers less memory than requested.
+    """
+
+    def __init__(self, address: WorkerAddress, llama_cpp: str) -> None:
+        self.address = address
+        self._is_closed = False
+        self._connection = _connect(address)
+        try:
+            self.status = _status(self._connection, address, LEAD)
+            self.memory_bytes = self._check(llama_cpp)
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def _check(self, llama_cpp: str) -> int:
+        status = self.status
+        if status.busy:
+            raise WorkerError(
+                f"the worker {self.address} is busy with another model",
+                "wait until that model is closed, or use another worker",
+            )
+        if status.llama_cpp != llama_cpp:
+            raise WorkerError(
+                f"the worker {self.address} has llama-cpp-python {status.llama_cpp}, but this machine has"
+                f" {llama_cpp}",
+                "install the same version of edgespec on both machines with `scripts/setup workers`",
+            )
+        wanted = self.address.memory_bytes
+        if wanted is None:
+            return status.memory_bytes
+        if wanted > status.memory_bytes:
+            raise MemoryBudgetError(
+                f"the worker {self.address} offers {format_bytes(status.memory_bytes)} of memory, but"
+                f" --workers asks for {format_bytes(wanted)}",
+                "close programs there, start the worker with more --memory, or ask for less",
+            )
+        return wanted
+
+    def watch(self, on_lost: Callable[[str], None]) -> None:
+        """Call `on_lost` with the reason, from another thread, when the worker ends or hangs."""
+        threading.Thread(target=self._watch, args=(on_lost,), name="edgespec-link", daemon=True).start()
+
+    def _watch(self, on_lost: Callable[[str], None]) -> None:
+        why = "ended, or the connection to it broke"
+        self._connection.settimeout(SILENCE_SECONDS)
+        try:
+            while self._connection.recv(4096):
+                pass
+        except TimeoutError:
+            why = f"has not responded for {SILENCE_SECONDS:g} seconds"
+        except OSError as error:
+            why = f"is not reachable any more ({error.strerror})"
+        if not self._is_closed:
+            on_lost(f"the worker {self.address} {why}")
+
+    def close(self) -> None:
+        """Release the worker. Repeated calls have no effect."""
+        self._is_closed = True
+        with suppress(OSError):
+            # Wake the thread that waits for data.
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+
+def _connect(address: WorkerAddress) -> socket.socket:
+    try:
+        connection = socket.create_connection((address.host, address.port), timeout=_CONNECT_SECONDS)
+    except OSError as error:
+        reason = "it did not answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
+        raise WorkerError(
+            f"the worker {address} is unreachable: {reason}",
+            "start `edgespec worker` there, and check the address and the firewall",
+        ) from error
+    set_timeouts(connection)
+    connection.settimeout(_STATUS_SECONDS)
+    return connection
+
+
+def _status(connection: socket.socket, address: WorkerAddress, greeting: bytes) -> WorkerStatus:
+    try:
+        connection.sendall(greeting)
+        return WorkerStatus.from_json(_line(connection))
+    except (OSError, ValueError) as error:
+        raise WorkerError(
+            f"{address} did not answer as a worker of edgespec",
+            "check the port, and start `edgespec worker` there",
+        ) from error
+
+
+def _line(connection: socket.socket) -> bytes:
+    """Receive a line. Reads single bytes, because the bytes after the line belong to `Link.watch`."""
+    line = b""
+    while not line.endswith(b"\n"):
+        more = connection.recv(1)
+        if not more or len(line) > MAX_STATUS_BYTES:
+            raise ValueError("the connection ended before a complete status line")
+        line += more
+    return line

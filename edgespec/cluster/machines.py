@@ -1,0 +1,96 @@
+"""Parse `--workers`, the list of machines that hold the layers of a target."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from edgespec.checks import parse_size
+from edgespec.errors import OptionError
+
+__all__ = ["Machines", "WorkerAddress", "parse_address", "parse_machines"]
+
+_LOCAL = "local"
+_HINT = "use a list such as 192.168.1.20:50052=16GiB,local=8GiB"
+# A host name or an IPv4 address. llama.cpp's RPC client supports no IPv6 addresses.
+_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,252}[A-Za-z0-9])?")
+# llama.cpp splits a model over at most 16 devices.
+_MAX_WORKERS = 15
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerAddress:
+    """A worker named in `--workers`. `memory_bytes` is None to use all memory that the worker offers."""
+
+    host: str
+    port: int
+    memory_bytes: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """The machines that hold the layers of a target, in the order of the layers.
+
+    Attributes:
+        workers: The workers.
+        local_bytes: Memory of this machine for layers, which are the first ones. 0 if it holds no layers.
+    """
+
+    workers: tuple[WorkerAddress, ...]
+    local_bytes: int = 0
+
+
+def parse_machines(name: str, text: str) -> Machines:
+    """Parse a list such as `host:port=16GiB,host:port,local=8GiB`. Raises OptionError."""
+    workers: list[WorkerAddress] = []
+    local_bytes = 0
+    for item in map(str.strip, text.split(",")):
+        place, equals, size = item.partition("=")
+        memory_bytes = parse_size(f"the memory of {place!r} in {name}", size) if equals else None
+        if memory_bytes is not None and memory_bytes <= 0:
+            raise OptionError(
+                f"the memory of {place!r} in {name} must be greater than 0, not {size!r}", _HINT
+            )
+        if place.startswith("ssh://"):
+            raise OptionError(
+                f"{name} does not support ssh:// addresses, such as {item!r}",
+                "run `ssh -L 50052:127.0.0.1:50052 HOST edgespec worker`, and name 127.0.0.1:50052",
+            )
+        if place != _LOCAL:
+            host, port = parse_address(f"worker in {name}", place, _HINT)
+            workers.append(WorkerAddress(host, port, memory_bytes))
+        elif memory_bytes is None or local_bytes:
+            raise OptionError(f"{name} must state the memory of this machine once", "add local=8GiB")
+        else:
+            local_bytes = memory_bytes
+    if not workers:
+        raise OptionError(f"{name} {text!r} contains no worker", _HINT)
+    if len(workers) > _MAX_WORKERS:
+        raise OptionError(f"{name} lists {len(workers)} workers", f"list at most {_MAX_WORKERS}")
+    names = [str(worker) for worker in workers]
+    if twice := next((each for each in names if names.count(each) > 1), None):
+        raise OptionError(f"{name} lists {twice} twice", "list each worker once")
+    return Machines(tuple(workers), local_bytes)
+
+
+def parse_address(
+    what: str, text: str, hint: str, *, accepts: Callable[[int], bool] = bool
+) -> tuple[str, int]:
+    """Parse `host:port`. Raises OptionError.
+
+    Args:
+        what: What the address is for, such as `worker`.
+        text: The address.
+        hint: What to do about a wrong address.
+        accepts: Returns whether a port number is allowed. By default, 0 is not.
+    """
+    host, _, port = text.rpartition(":")
+    if not _HOST.fullmatch(host) or not re.fullmatch(r"[0-9]{1,5}", port):
+        raise OptionError(f"the address of a {what} must be host:port, not {text!r}", hint)
+    if int(port) > 65535 or not accepts(int(port)):
+        raise OptionError(f"the port of {text!r} must be between 1 and 65535", hint)
+    return host, int(port)

@@ -1,0 +1,75 @@
+"""The status line that a worker sends to a target before the target uses it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+__all__ = ["LEAD", "MAX_STATUS_BYTES", "PROBE", "Device", "WorkerStatus"]
+
+# The first line of a connection. `PROBE` asks for the status only. `LEAD` also reserves the worker: after the
+# status, the worker sends a byte every second, until either side closes the connection.
+PROBE, LEAD = b"edgespec worker probe\n", b"edgespec worker lead\n"
+MAX_STATUS_BYTES = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device of a worker, such as `CPU` or `CUDA0`, with its free memory in bytes."""
+
+    name: str
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """What a worker reports about itself.
+
+    Attributes:
+        edgespec: The version of edgespec.
+        llama_cpp: The version of llama-cpp-python. It must be the same on all machines.
+        protocol: The version of llama.cpp's RPC protocol.
+        devices: The devices that the worker lends.
+        memory_bytes: The memory that the worker offers, on all devices together.
+        busy: Whether another target uses the worker.
+    """
+
+    edgespec: str
+    llama_cpp: str
+    protocol: str
+    devices: tuple[Device, ...]
+    memory_bytes: int
+    busy: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the status as values for JSON."""
+        return asdict(self)
+
+    def to_line(self) -> bytes:
+        """Return the status as a line to send."""
+        return json.dumps(self.to_json()).encode() + b"\n"
+
+    @classmethod
+    def from_json(cls, line: bytes) -> WorkerStatus:
+        """Parse a status line. Raises ValueError if it is not one, because any program can use the port."""
+        try:
+            given = json.loads(line)
+            devices = tuple(Device(str(each["name"]), int(each["free_bytes"])) for each in given["devices"])
+            status = cls(
+                edgespec=_short(given["edgespec"]),
+                llama_cpp=_short(given["llama_cpp"]),
+                protocol=_short(given["protocol"]),
+                devices=devices,
+                memory_bytes=int(given["memory_bytes"]),
+                busy=given["busy"] is True,
+            )
+        except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            raise ValueError("not a worker's status") from error
+        if not devices or status.memory_bytes < 0 or any(device.free_bytes < 0 for device in devices):
+            raise ValueError("not a worker's status")
+        return status
+
+
+def _short(text: object) -> str:
+    return str(text)[:100]

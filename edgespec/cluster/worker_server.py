@@ -1,0 +1,256 @@
+"""The server of `edgespec worker`, which lends this machine to a target on another one."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+
+from edgespec.cluster.link import set_timeouts
+from edgespec.cluster.rpc_child import LOOPBACK, RpcChild
+from edgespec.cluster.rpc_probe import HELLO
+from edgespec.cluster.status import LEAD, PROBE, Device, WorkerStatus
+from edgespec.cluster.weight_cache import WeightCache
+from edgespec.errors import WorkerError
+
+__all__ = ["WorkerServer"]
+
+# A client has this long to say what it wants.
+_GREETING_SECONDS = 5.0
+# Connections that are served at the same time. A target needs two.
+_MAX_CONNECTIONS = 16
+_RELAYED_BYTES = 1 << 20
+# How often the server checks whether it was closed.
+_POLL_SECONDS = 0.2
+# Memory of the CPU that is not offered by default.
+_RESERVE_BYTES = 512 * 2**20
+
+
+class WorkerServer:
+    """Listens on one port for a target on another machine. Call `serve`, and from any thread `close`.
+
+    A target opens two kinds of connections. The first reserves the worker until the target closes it, and
+    carries a byte from the RPC server every second. The others are relayed to the RPC server. They are
+    accepted only while the worker is reserved.
+
+    The RPC server is a child process. It is replaced after each target, so that its memory is freed.
+
+    Args:
+        version: The version of edgespec.
+        host: The address to listen on.
+        port: The port, or 0 for a free one.
+        memory_bytes: The memory to offer, or None for the free memory.
+        cache: Keeps received weights, or None to keep none.
+        threads: Number of CPU threads, or None for the default.
+        note: Called with a line of text when a target comes or goes.
+
+    Raises:
+        WorkerError: The port is in use, or the RPC server cannot be started.
+    """
+
+    def __init__(
+        self,
+        version: str,
+        host: str,
+        port: int,
+        *,
+        memory_bytes: int | None = None,
+        cache: WeightCache | None = None,
+        threads: int | None = None,
+        note: Callable[[str], None],
+    ) -> None:
+        self._version, self._memory_bytes, self._threads = version, memory_bytes, threads
+        self._cache, self._note = cache, note
+        self._lock = threading.Lock()
+        self._leader: socket.socket | None = None
+        self._is_closed = False
+        self._failure: WorkerError | None = None
+        self._slots = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        self._listener = _listen(host, port)
+        self.host, self.port = host, int(self._listener.getsockname()[1])
+        try:
+            self._child = self._start_child()
+        except BaseException:
+            self._listener.close()
+            raise
+
+    def _start_child(self) -> RpcChild:
+        folder: Path | None = None
+        if self._cache is not None:
+            folder = self._cache.prepare()
+        child = RpcChild(folder, self._threads)
+        threading.Thread(target=self._forward_beats, args=(child,), daemon=True).start()
+        return child
+
+    @property
+    def child_pid(self) -> int:
+        """The process id of the RPC server."""
+        return self._child.pid
+
+    def status(self) -> WorkerStatus:
+        """Return the worker's status, with the memory that is free now."""
+        child = self._child
+        free = [free for free, _ in child.server.devices]
+        if child.on_cpu:
+            # llama.cpp reports the total memory as free.
+            free = [max(0, psutil.virtual_memory().available - _RESERVE_BYTES)]
+        offered = sum(free) if self._memory_bytes is None else min(self._memory_bytes, sum(free))
+        return WorkerStatus(
+            edgespec=self._version,
+            llama_cpp=child.llama_cpp,
+            protocol=".".join(map(str, child.server.version)),
+            devices=tuple(map(Device, child.device_names, free)),
+            memory_bytes=offered,
+            busy=self._leader is not None,
+        )
+
+    def serve(self) -> None:
+        """Serve targets until `close`. Raises WorkerError if the RPC server cannot be started again."""
+        self._listener.settimeout(_POLL_SECONDS)
+        while not self._is_closed:
+            try:
+                connection, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            except OSError:
+                # There are too many open files, or the client went away.
+                time.sleep(_POLL_SECONDS)
+                continue
+            if not self._slots.acquire(blocking=False):
+                connection.close()
+                continue
+            threading.Thread(target=self._handle, args=(connection,), daemon=True).start()
+        self._listener.close()
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        """End the RPC server, and with it the current target's connections, and make `serve` return."""
+        self._is_closed = True
+        with self._lock:
+            self._child.close()
+
+    def _handle(self, connection: socket.socket) -> None:
+        try:
+            with connection:
+                set_timeouts(connection)
+                connection.settimeout(_GREETING_SECONDS)
+                first = connection.recv(1, socket.MSG_PEEK)
+                if first == bytes([HELLO]):
+                    if self._leader is not None:
+                        self._relay(connection)
+                    return
+                greeting = _greeting(connection)
+                if greeting == PROBE:
+                    connection.sendall(self._status_line())
+                elif greeting == LEAD:
+                    self._lead(connection)
+        except OSError:
+            # The client went away, or sent nothing. A lost RPC server was reported to the target.
+            return
+        finally:
+            self._slots.release()
+
+    def _status_line(self, *, busy: bool | None = None) -> bytes:
+        status = self.status()
+        return (replace(status, busy=status.busy if busy is None else busy)).to_line()
+
+    def _lead(self, connection: socket.socket) -> None:
+        """Reserve the worker for the client, until the client closes the connection."""
+        with self._lock:
+            is_busy = self._leader is not None
+            # The lock is held while the RPC server of the previous target is replaced.
+            connection.sendall(self._status_line(busy=is_busy))
+            if is_busy:
+                return
+            self._leader = connection
+        self._note("a model uses this worker")
+        try:
+            connection.settimeout(None)
+            while connection.recv(4096):
+                pass
+        finally:
+            with self._lock:
+                self._leader = None
+                self._replace_child()
+            self._note("the model was closed")
+
+    def _replace_child(self) -> None:
+        self._child.close()
+        if self._is_closed:
+            return
+        try:
+            self._child = self._start_child()
+        except WorkerError as error:
+            self._failure, self._is_closed = error, True
+
+    def _forward_beats(self, child: RpcChild) -> None:
+        """Forward the bytes of the RPC server to the target. When it ends, end the target's connection."""
+        while beat := _read_beat(child):
+            if (leader := self._leader) is not None:
+                with suppress(OSError):
+                    leader.send(beat, socket.MSG_DONTWAIT)
+        with self._lock:
+            if child is not self._child or self._is_closed:
+                return
+            if (leader := self._leader) is not None:
+                self._note("llama.cpp's RPC server ended; it starts again")
+                with suppress(OSError):
+                    # `_lead` then replaces the RPC server.
+                    leader.shutdown(socket.SHUT_RDWR)
+            else:
+                self._replace_child()
+
+    def _relay(self, client: socket.socket) -> None:
+        with socket.create_connection((LOOPBACK, self._child.port), timeout=_GREETING_SECONDS) as server:
+            set_timeouts(server)
+            for connection in (client, server):
+                connection.settimeout(None)
+            back = threading.Thread(target=_copy, args=(server, client), daemon=True)
+            back.start()
+            _copy(client, server)
+            back.join()
+
+
+def _read_beat(child: RpcChild) -> bytes:
+    try:
+        return child.beats.read(1)
+    except (OSError, ValueError):  # The stream was closed together with the child process.
+        return b""
+
+
+def _copy(source: socket.socket, sink: socket.socket) -> None:
+    """Copy bytes until one side closes its connection, then close both."""
+    buffer = memoryview(bytearray(_RELAYED_BYTES))
+    with suppress(OSError):
+        while size := source.recv_into(buffer):
+            sink.sendall(buffer[:size])
+    for connection in (source, sink):
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+def _greeting(connection: socket.socket) -> bytes:
+    line = b""
+    while len(line) < max(len(PROBE), len(LEAD)) and not line.endswith(b"\n"):
+        more = connection.recv(1)
+        if not more:
+            break
+        line += more
+    return line
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port))
+    except OSError as error:
+        raise WorkerError(
+            f"the worker cannot listen on {host}:{port}: {error.strerror or error}",
+            "choose another address with --listen, or end the program that uses this port",
+        ) from error

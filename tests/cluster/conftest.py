@@ -1,0 +1,139 @@
+"""Fixtures: real workers on this machine, and a delaying proxy."""
+
+from __future__ import annotations
+
+import json
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import psutil
+import pytest
+
+
+class Worker:
+    """An `edgespec worker` process."""
+
+    def __init__(self, *options: str, address: str = "127.0.0.1:0") -> None:
+        command = [
+            sys.executable,
+            "-m",
+            "edgespec",
+            "worker",
+            "--listen",
+            address,
+            "--threads",
+            "1",
+            *options,
+        ]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        assert self.process.stdout
+        line = self.process.stdout.readline()
+        assert line, self.process.communicate(timeout=10)
+        self.facts: dict[str, Any] = json.loads(line)
+        self.address: str = self.facts["address"]
+        self.port: int = self.facts["port"]
+
+    @property
+    def rpc_server(self) -> psutil.Process:
+        return psutil.Process(self.process.pid).children()[0]
+
+    def close(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+        assert self.process.stdin
+        self.process.stdin.close()
+        self.process.wait(20)
+        for stream in (self.process.stdout, self.process.stderr):
+            assert stream
+            stream.close()
+
+
+@pytest.fixture
+def start_worker() -> Iterator[Callable[..., Worker]]:
+    workers: list[Worker] = []
+
+    def start(*options: str, **settings: str) -> Worker:
+        workers.append(Worker(*options, **settings))
+        return workers[-1]
+
+    yield start
+    for each in workers:
+        each.close()
+
+
+@pytest.fixture(scope="session")
+def workers() -> Iterator[tuple[Worker, Worker]]:
+    """Two workers for tests that leave them running."""
+    pair = Worker(), Worker()
+    yield pair
+    for each in pair:
+        each.close()
+
+
+@pytest.fixture
+def delayed() -> Iterator[Callable[[int, float], int]]:
+    """Start a proxy for a port, which delays each direction, and return its port."""
+    servers: list[socket.socket] = []
+
+    def start(port: int, seconds: float) -> int:
+        servers.append(socket.create_server(("127.0.0.1", 0)))
+        threading.Thread(target=_proxy, args=(servers[-1], port, seconds), daemon=True).start()
+        return int(servers[-1].getsockname()[1])
+
+    yield start
+    for server in servers:
+        # Closing alone does not wake the thread that accepts connections.
+        server.shutdown(socket.SHUT_RDWR)
+        server.close()
+
+
+def _proxy(server: socket.socket, port: int, seconds: float) -> None:
+    with suppress(OSError):
+        while True:
+            client, _ = server.accept()
+            threading.Thread(target=_forward, args=(client, port, seconds), daemon=True).start()
+
+
+def _forward(client: socket.socket, port: int, seconds: float) -> None:
+    with client, socket.create_connection(("127.0.0.1", port)) as target:
+        threads = []
+        for source, sink in ((client, target), (target, client)):
+            sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            arrived: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
+            threads.append(threading.Thread(target=_read, args=(source, arrived), daemon=True))
+            threads.append(threading.Thread(target=_write, args=(sink, arrived, seconds), daemon=True))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+def _read(source: socket.socket, arrived: queue.SimpleQueue[tuple[float, bytes]]) -> None:
+    data = b"."
+    while data:
+        try:
+            data = source.recv(1 << 20)
+        except OSError:
+            data = b""
+        arrived.put((time.monotonic(), data))
+
+
+def _write(sink: socket.socket, arrived: queue.SimpleQueue[tuple[float, bytes]], seconds: float) -> None:
+    data = b"."
+    while data:
+        at, data = arrived.get()
+        time.sleep(max(0.0, at + seconds - time.monotonic()))
+        with suppress(OSError):
+            if data:
+                sink.sendall(data)
+            else:
+                sink.shutdown(socket.SHUT_RDWR)

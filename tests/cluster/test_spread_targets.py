@@ -1,0 +1,206 @@
+"""A target on real workers gives the same tokens as on this machine, and survives the loss of a worker."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import edgespec
+from edgespec.backends.llamacpp.native import library
+from edgespec.catalog.catalogue import models_folder
+from edgespec.cluster import link
+from edgespec.errors import CapabilityError, MemoryBudgetError, OptionError, WorkerError, WorkerLostError
+from edgespec.load_options import LoadArguments
+from tests.cluster.conftest import Worker
+
+PROMPT = "How do I list files by size, and how do I count the lines of each?"
+_REQUEST = {"max_tokens": 40, "seed": 3}
+
+
+def tokens(workers: str | None = None, target: str = "demo", method: str = "none") -> list[list[int]]:
+    """Return replies at two temperatures."""
+    with edgespec.load(target, workers=workers, method=method, context=1024) as runtime:
+        return [
+            list(runtime.generate(PROMPT, temperature=each, **_REQUEST).tokens)  # type: ignore[arg-type]
+            for each in (0.0, 0.8)
+        ]
+
+
+@pytest.fixture(scope="module")
+def local_tokens() -> list[list[int]]:
+    return tokens()
+
+
+@pytest.mark.parametrize("method", ["none", "model", "suffix", "auto"])
+def test_one_worker_gives_the_same_tokens(
+    method: str, workers: tuple[Worker, Worker], local_tokens: list[list[int]]
+) -> None:
+    assert tokens(workers[0].address, method=method) == local_tokens
+
+
+@pytest.mark.parametrize("method", ["none", "model"])
+def test_several_machines_give_the_same_tokens(
+    method: str, workers: tuple[Worker, Worker], local_tokens: list[list[int]]
+) -> None:
+    spread = f"{workers[0].address}=200MiB,local=200MiB,{workers[1].address}=200MiB"
+    assert tokens(spread, method=method) == local_tokens
+
+
+def write_f16(source: Path, file: Path) -> None:
+    lib = library()
+    params = lib.llama_model_quantize_default_params()
+    params.ftype, params.allow_requantize = lib.LLAMA_FTYPE_MOSTLY_F16, True
+    assert lib.llama_model_quantize(os.fsencode(source), os.fsencode(file), ctypes.byref(params)) == 0
+
+
+def test_16_bit_weights_give_the_same_tokens(
+    workers: tuple[Worker, Worker], demo_target: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "f16.gguf"
+    write_f16(demo_target, file)
+    both = ",".join(worker.address for worker in workers)
+    assert tokens(both, target=str(file)) == tokens(target=str(file))
+
+
+def test_verify_finds_no_violation(workers: tuple[Worker, Worker], tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": PROMPT}) + "\n")
+    options = ["-n", "24", "--temperatures", "0,0.8", "--draft-lengths", "4", "--methods", "model,suffix"]
+    done = run("verify", "--workers", workers[0].address, "--prompts", str(prompts), *options, "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert not report["nothing_drafted"]
+    assert all(each["violations"] == 0 for each in report["methods"].values())
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "edgespec", *arguments]
+    return subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_branches_and_the_memory_of_the_weights_are_reported(workers: tuple[Worker, Worker]) -> None:
+    with edgespec.load("demo", None, context=1024) as runtime:
+        whole = runtime.target.weight_bytes
+    with edgespec.load("demo", None, workers=workers[0].address, context=1024) as runtime:
+        assert not runtime.target.capabilities.tree
+        assert 0 < runtime.target.weight_bytes < whole / 2
+
+
+def lose(worker: Worker, how: str) -> None:
+    if how == "killed worker":
+        worker.process.kill()
+    elif how == "killed RPC server":
+        worker.rpc_server.kill()
+    elif how == "frozen worker":
+        worker.process.send_signal(signal.SIGSTOP)
+    else:
+        worker.rpc_server.suspend()
+
+
+@pytest.mark.parametrize("how", ["killed worker", "killed RPC server", "frozen worker", "frozen RPC server"])
+def test_a_lost_worker_is_an_error_that_keeps_the_text(
+    how: str,
+    start_worker: Callable[..., Worker],
+    monkeypatch: pytest.MonkeyPatch,
+    local_tokens: list[list[int]],
+) -> None:
+    monkeypatch.setattr(link, "SILENCE_SECONDS", 3.0)
+    worker = start_worker()
+    with edgespec.load("demo", workers=worker.address, method="none", context=1024) as runtime:
+        stream = runtime.stream(PROMPT, temperature=0.0, **_REQUEST)  # type: ignore[arg-type]
+        text = "".join(next(stream).text for _ in range(3))
+        lose(worker, how)
+        with pytest.raises(WorkerLostError, match=worker.address):
+            text += "".join(chunk.text for chunk in stream)
+        assert text
+        with pytest.raises(WorkerLostError):
+            runtime.generate(PROMPT)
+    if how == "killed worker":
+        # The same process can use a new worker at the same address.
+        start_worker(address=worker.address)
+        assert tokens(worker.address) == local_tokens
+    if how == "killed RPC server":
+        # The worker has started its RPC server again.
+        assert tokens(worker.address) == local_tokens
+    if how == "frozen RPC server":
+        worker.rpc_server.resume()
+
+
+def test_the_command_line_prints_one_error_and_the_text_so_far(
+    start_worker: Callable[..., Worker], delayed: Callable[[int, float], int]
+) -> None:
+    worker = start_worker()
+    port = delayed(worker.port, 0.02)
+    command = [sys.executable, "-m", "edgespec", "generate", "--temperature", "0", "--method", "none"]
+    command += ["--workers", f"127.0.0.1:{port}", "--context", "1024", PROMPT]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+    ) as process:
+        assert process.stdout
+        first = os.read(process.stdout.fileno(), 100)
+        worker.process.kill()
+        rest, errors = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert (first + rest).strip()
+    assert errors.decode().count("error: ") == 1
+    assert f"the worker 127.0.0.1:{port} ended" in errors.decode()
+
+
+def test_a_busy_worker_is_an_error(workers: tuple[Worker, Worker]) -> None:
+    with (
+        edgespec.load("demo", None, workers=workers[0].address, context=1024),
+        pytest.raises(WorkerError, match="busy with another model"),
+    ):
+        edgespec.load("demo", None, workers=workers[0].address)
+
+
+def test_too_little_memory_is_an_error(workers: tuple[Worker, Worker]) -> None:
+    with pytest.raises(MemoryBudgetError, match="but --workers asks for 9.8 TiB"):
+        edgespec.load("demo", None, workers=f"{workers[0].address}=10000GiB")
+    with pytest.raises(MemoryBudgetError, match="the machines in --workers offer 2.0 MiB"):
+        edgespec.load("demo", None, workers=f"{workers[0].address}=2MiB")
+    # Neither error keeps the worker busy.
+    assert tokens(workers[0].address)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "mtp"}, {"method": "lookahead"}, {"head": "x"}, {"parallel": 2}, {"exact": True},
+        {"draft_branches": (2,)}, {"prefix_cache": "disk"}, {"gpu_layers": 1},
+    ],
+)  # fmt: skip
+def test_options_that_workers_do_not_support_are_refused(options: LoadArguments) -> None:
+    options["workers"] = "127.0.0.1:1"
+    with pytest.raises(OptionError, match="does not work with --workers yet"):
+        edgespec.load("demo", **options)
+
+
+def test_plan_and_models_in_other_formats_refuse_workers() -> None:
+    with pytest.raises(OptionError, match="plan does not support --workers yet"):
+        edgespec.plan("demo", workers="127.0.0.1:1")
+    with pytest.raises(OptionError, match="not a GGUF model"):
+        edgespec.load(str(models_folder() / "demo-mlx"), None, workers="127.0.0.1:1")
+
+
+def test_a_target_on_workers_cannot_draft_for_itself(workers: tuple[Worker, Worker]) -> None:
+    with (
+        edgespec.load("demo", None, workers=workers[0].address, context=1024) as runtime,
+        pytest.raises((CapabilityError, OptionError)),
+    ):
+        runtime.generate(PROMPT, method="lowbit")

@@ -1,0 +1,173 @@
+"""`edgespec worker`: its port, its end, and connections of strangers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+import edgespec
+from edgespec.cluster import link
+from edgespec.cluster.link import Link, probe_worker
+from edgespec.cluster.machines import Machines, WorkerAddress, parse_machines
+from edgespec.cluster.rpc_probe import HELLO, probe_rpc_server
+from edgespec.cluster.status import LEAD, PROBE, Device, WorkerStatus
+from edgespec.cluster.weight_cache import WeightCache
+from edgespec.errors import OptionError, WorkerError
+from tests.cluster.conftest import Worker
+from tests.cluster.test_spread_targets import run
+
+
+def test_the_line_that_a_worker_prints(start_worker: Callable[..., Worker]) -> None:
+    worker = start_worker("--memory", "8MiB")
+    assert worker.facts["memory_bytes"] == 8 * 2**20
+    assert worker.facts["edgespec"] == edgespec.__version__
+    assert worker.facts["devices"][0]["free_bytes"] > 0
+    status = probe_worker(WorkerAddress("127.0.0.1", worker.port))
+    assert status.protocol == worker.facts["protocol"]
+    assert not status.busy
+
+
+def test_a_worker_ends_with_its_input_and_with_ctrl_c(start_worker: Callable[..., Worker]) -> None:
+    first, second = start_worker(), start_worker()
+    servers = first.rpc_server, second.rpc_server
+    assert first.process.stdin
+    first.process.stdin.close()
+    assert first.process.wait(20) == 0
+    second.process.send_signal(signal.SIGINT)
+    assert second.process.wait(20) == 0
+    for server in servers:
+        server.wait(20)
+
+
+def read_answer(connection: socket.socket, sent: bytes) -> None:
+    """Send bytes, and read until the other side ends the connection, which can be at any time."""
+    with suppress(OSError):
+        connection.sendall(sent)
+        connection.shutdown(socket.SHUT_WR)
+        while connection.recv(4096):
+            pass
+
+
+def test_a_port_in_use_and_a_public_address_are_errors(workers: tuple[Worker, Worker]) -> None:
+    done = run("worker", "--listen", workers[0].address)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: the worker cannot listen on {workers[0].address}")
+    done = run("worker", "--listen", "0.0.0.0:0")
+    assert done.returncode == 2
+    assert "--i-trust-this-network" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET / HTTP/1.1\r\n\r\n", bytes(1000), os.urandom(1000), bytes([HELLO]) + os.urandom(100),
+        LEAD[:5], PROBE * 3, b"",
+    ],
+    ids=list("abcdefg"),
+)  # fmt: skip
+def test_a_worker_survives_garbage(sent: bytes, workers: tuple[Worker, Worker]) -> None:
+    with socket.create_connection(("127.0.0.1", workers[0].port), timeout=10) as connection:
+        read_answer(connection, sent)
+    assert not probe_worker(WorkerAddress("127.0.0.1", workers[0].port)).busy
+
+
+def test_garbage_for_the_rpc_server_loses_only_that_connection(workers: tuple[Worker, Worker]) -> None:
+    """The RPC server accepts connections while a model reserves the worker, and may abort."""
+    address = WorkerAddress("127.0.0.1", workers[1].port)
+    reserved = Link(address, workers[1].facts["llama_cpp"])
+    with socket.create_connection(("127.0.0.1", workers[1].port), timeout=10) as connection:
+        hello = bytes([HELLO]) + (24).to_bytes(8, "little") + bytes(24)
+        read_answer(connection, hello + os.urandom(4000))
+    reserved.close()
+    Link(address, workers[1].facts["llama_cpp"]).close()
+
+
+@pytest.fixture
+def serve_bytes() -> Iterator[Callable[[bytes], int]]:
+    """Start a server that answers the first bytes of each client with fixed bytes, and return its port."""
+    servers: list[socket.socket] = []
+
+    def start(answer: bytes) -> int:
+        server = socket.create_server(("127.0.0.1", 0))
+        servers.append(server)
+
+        def serve() -> None:
+            try:
+                while True:
+                    client, _ = server.accept()
+                    with client:
+                        client.recv(1000)
+                        client.sendall(answer)
+            except OSError:
+                return
+
+        threading.Thread(target=serve, daemon=True).start()
+        return int(server.getsockname()[1])
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def load(port: int) -> None:
+    edgespec.load("demo", None, workers=f"127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize(
+    "answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"{}\n", b"[" * 70000, b"\xff\n"], ids=list("abcde")
+)
+def test_another_program_on_the_port_is_an_error(answer: bytes, serve_bytes: Callable[[bytes], int]) -> None:
+    port = serve_bytes(answer)
+    with pytest.raises(WorkerError, match=f"127.0.0.1:{port} did not answer as a worker of edgespec"):
+        load(port)
+    with pytest.raises((ValueError, OSError)):
+        probe_rpc_server("127.0.0.1", port, 2.0)
+
+
+def test_another_version_is_an_error(serve_bytes: Callable[[bytes], int]) -> None:
+    status = WorkerStatus("0.1.0", "0.2.90", "1.0.0", (Device("CPU", 1 << 30),), 1 << 30)
+    with pytest.raises(WorkerError, match="has llama-cpp-python 0.2.90, but this machine has"):
+        load(serve_bytes(status.to_line()))
+
+
+def test_a_silent_and_an_unreachable_worker_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "_STATUS_SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = int(server.getsockname()[1])
+        with pytest.raises(WorkerError, match="did not answer as a worker"):
+            load(port)
+    with pytest.raises(WorkerError, match=f"the worker 127.0.0.1:{port} is unreachable"):
+        load(port)
+
+
+def test_a_list_of_machines() -> None:
+    machines = parse_machines("workers", "a.local:1=16GiB, 10.0.0.2:65535,local=2GiB")
+    expected = (WorkerAddress("a.local", 1, 16 << 30), WorkerAddress("10.0.0.2", 65535))
+    assert machines == Machines(expected, 2 << 30)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "a", "a:0", "a:65536", "a:b", ":1", "[::1]:1", "a:1=", "a:1=0GiB", "a:1,a:1", "local=1GiB",
+        "local,a:1", "ssh://me@mac", "a:1,", "a b:1", ",".join(f"a:{i}" for i in range(1, 20)),
+    ],
+)  # fmt: skip
+def test_a_wrong_list_of_machines_is_an_error(text: str) -> None:
+    with pytest.raises(OptionError):
+        parse_machines("workers", text)
+
+
+def test_the_weight_cache_deletes_the_oldest_files(tmp_path: Path) -> None:
+    for age, name in enumerate(["new", "middle", "old"]):
+        (tmp_path / name).write_bytes(bytes(100))
+        os.utime(tmp_path / name, (1e9 - age, 1e9 - age))
+    WeightCache(tmp_path, 250).prepare()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["middle", "new"]
