@@ -117,10 +117,16 @@ def draft_options(target: Resolved, installed: InstalledModels) -> list[DraftOpt
     """
     info = model_info_or_none(target, installed.metadata)
     options: dict[str, DraftOption] = {}
-    if info is not None:
-        found = (_installed_option(target, info, model, installed.metadata) for model in installed.models)
-        options = {str(option.path): option for option in found if option}
     recommended = _recommended(target)
+    if info is not None:
+        # `--draft auto` uses the draft models of the demo only for the demo.
+        models = (
+            model
+            for model in installed.models
+            if model.place != "embedded" or (model.entry and model.entry.name in recommended)
+        )
+        found = (_installed_option(target, info, model, installed.metadata) for model in models)
+        options = {str(option.path): option for option in found if option}
     for name in dict.fromkeys((*recommended, *_same_family(target, info, installed))):
         option = _catalogue_option(target, info, name, installed.metadata)
         if option and (option.path is None or name in recommended):

@@ -70,6 +70,7 @@ def details_text(
     budget_bytes: int | None,
     *,
     is_used: bool,
+    planned_bytes: int | None,
     drafters: Sequence[tuple[str, str]],
     is_downloading: bool,
 ) -> Content:
@@ -79,12 +80,15 @@ def details_text(
         model: The model.
         budget_bytes: Memory that models may use, or None if unknown.
         is_used: Whether the chat uses this model.
+        planned_bytes: Memory in the plan of the chat's model, or None if it has no plan.
         drafters: Labels and names of the chat's draft model and heads, shown if the chat uses this model.
         is_downloading: Whether the model is being downloaded.
     """
     memory = "Its size is unknown."
-    if model.needed_bytes:
-        budget = f" {format_bytes(budget_bytes)} may be used." if budget_bytes is not None else ""
+    budget = f" {format_bytes(budget_bytes)} may be used." if budget_bytes is not None else ""
+    if is_used and planned_bytes is not None:
+        memory = f"It needs {format_bytes(planned_bytes)} of memory.{budget}"
+    elif model.needed_bytes:
         memory = f"It needs about {format_bytes(model.needed_bytes)} of memory.{budget}"
     # The chat may use the model with another draft model, with a head or alone.
     draft = f" with the draft model {model.draft}" if model.draft and not is_used else ""

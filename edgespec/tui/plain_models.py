@@ -10,7 +10,7 @@ from edgespec.errors import EdgespecError, NotDownloadedError
 from edgespec.files import format_bytes
 from edgespec.tui.downloads import Download
 from edgespec.tui.model_texts import speed_text
-from edgespec.tui.numbers import percent
+from edgespec.tui.numbers import count, percent
 from edgespec.tui.texts import sentences
 
 if TYPE_CHECKING:
@@ -25,17 +25,15 @@ _REPORTED_SHARE = 0.1
 
 
 def list_models(chat: PlainChat) -> None:
-    """Print the models on this machine, and those that can be downloaded and fit in memory."""
+    """Print the models on this machine, and say how to see those that can be downloaded."""
     plan = chat.runtime.plan
     models = edgespec.list_models(memory=plan.budget.total_bytes if plan else None)
     chat.answer("On this machine:")
     for model in models:
         if model.is_installed:
             chat.answer(_line(model, is_used=str(model.path) == chat.runtime.target.path))
-    chat.answer("To download:")
-    for model in models:
-        if not model.is_installed and model.fits:
-            chat.answer(_line(model, is_used=False))
+    number = count(sum(not model.is_installed and model.fits for model in models), "model")
+    chat.answer(f"{number} to download fit in memory. `edgespec models list` shows them.")
     chat.note("To switch to a model or to download it, type /model and its name.")
 
 

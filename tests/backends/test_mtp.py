@@ -16,39 +16,23 @@ from numpy.typing import NDArray
 
 import edgespec
 from edgespec.assembly.loading import always_draft
-from edgespec.backends import llamacpp
-from edgespec.backends.base import LanguageModel, LoadOptions
+from edgespec.backends.base import LanguageModel
 from edgespec.backends.gguf_header import read_header
 from edgespec.backends.hidden_state_log import POST_NORM
 from edgespec.backends.llamacpp import context_planning, mtp, probe, state_taps
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.backends.llamacpp.mtp_files import MTP_GRAPHS, read_mtp_layers
-from edgespec.backends.llamacpp.mtp_head import ChainedMtpHead
-from edgespec.backends.optional_features import HeadModel
 from edgespec.backends.replay import ReplayModel
-from edgespec.backends.self_draft_methods import Head
 from edgespec.drafters.head_cache import HeadCache
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, EdgespecError, ModelFileError, OptionError
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
+from tests.backends.mtp_targets import Files, head_of
 from tests.backends.tiny_models import write_llama
 from tests.backends.tiny_mtp_models import SHAPES, write_mtp_model, write_mtp_sidecar
 
-CONTEXT = 512
 # The metadata before the vocabulary, and the names and shapes of the tensors, lie within this many bytes.
 _HEADER_BYTES = 12_000
-
-
-class Files:
-    """A target with MTP layers, and another file with these layers alone."""
-
-    def __init__(self, folder: Path, architecture: str, mtp_layers: int = 1) -> None:
-        self.target = write_mtp_model(folder / "target.gguf", architecture, mtp_layers=mtp_layers)
-        # It would be found by itself if it lay beside the target and were called `mtp-target.gguf`.
-        self.sidecar = write_mtp_sidecar(folder / "layers.gguf", self.target)
-
-    def load(self, mtp: bool = True, context: int = CONTEXT) -> LanguageModel:
-        return llamacpp.load(str(self.target), "target", LoadOptions(context_tokens=context, mtp=mtp))
 
 
 @pytest.fixture(scope="module", params=SHAPES)
@@ -59,10 +43,6 @@ def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="module")
 def glm(tmp_path_factory: pytest.TempPathFactory) -> Files:
     return Files(tmp_path_factory.mktemp("glm"), "glm4moe")
-
-
-def head_of(target: LanguageModel, path: Path | None = None) -> HeadModel:
-    return cast(HeadModel, target.self_draft(Head("mtp", path)))
 
 
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -349,53 +329,6 @@ def test_useless_layers_change_no_reply(glm: Files, tmp_path: Path, temperature:
         edgespec.load(str(glm.target), "none", method="mtp", head=head, context=256) as drafting,
     ):
         assert drafting.generate("the file", **asked).tokens == plain.generate("the file", **asked).tokens
-
-
-CHAINS = {"hy_v3": 3, "step35": 2, "mimo2": 4}
-
-
-@pytest.fixture(scope="module", params=CHAINS)
-def chained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Files:
-    """A target with several MTP layers."""
-    return Files(tmp_path_factory.mktemp("chained"), request.param, CHAINS[request.param])
-
-
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(ROUNDS, min_size=1, max_size=8), st.integers(0, 1 << 16))
-def test_several_layers_draft_after_any_history_like_fresh_ones(
-    chained: Files, rounds: list[Round], seed: int
-) -> None:
-    check_history(chained.load, head_of, rounds, seed, depth=5)
-
-
-def test_each_layer_drafts_one_token_further(chained: Files) -> None:
-    """The first token comes from the first layer alone, and later ones from others."""
-    tokens = list(range(10, 40))
-    found = []
-    for count in (read_mtp_layers(chained.target).count, 1):
-        target = chained.load()
-        head = head_of(target)
-        assert isinstance(head, ChainedMtpHead)
-        head._count = count
-        target.prefill(tokens[:-1])
-        found.append(first_logits(head, HeadCache(head), tokens, depth=2).reshape(2, -1))
-        head.close()
-        target.close()
-    assert np.array_equal(found[0][0], found[1][0])
-    assert np.abs(found[0][1] - found[1][1]).max() > 0.1
-
-
-@pytest.mark.parametrize("branches", [(), (2, 2)])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_several_layers_change_no_reply(
-    chained: Files, branches: tuple[int, ...], temperature: float
-) -> None:
-    asked: dict[str, Any] = {"max_tokens": 40, "temperature": temperature, "seed": 3}
-    options: dict[str, Any] = {"methods": ["none", "mtp"], "draft_branches": branches, "context": 256}
-    with always_draft(), edgespec.load(str(chained.target), "none", **options) as runtime:
-        reply = runtime.generate("the file", method="mtp", **asked)
-        assert reply.tokens == runtime.generate("the file", method="none", **asked).tokens
-        assert 0 < reply.stats.accepted_tokens < reply.stats.drafted_tokens
 
 
 @settings(max_examples=8, deadline=None)

@@ -46,7 +46,7 @@ def test_a_downloaded_model_is_listed_once_with_its_own_size(hub: StandInHub) ->
     path = edgespec.download_model(f"hf:{REPOSITORY}")
     (found,) = [model for model in edgespec.list_models() if model.reference.startswith(REPOSITORY)]
     assert (found.place, found.size_bytes) == ("hub", path.stat().st_size)
-    assert found.draft == "demo-draft"
+    assert found.draft == ""  # `--draft auto` chooses none
 
 
 def test_speeds_are_expected_once_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

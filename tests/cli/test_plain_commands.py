@@ -186,7 +186,8 @@ def test_the_model_is_switched(start: Start, tmp_path: Path) -> None:
     assert f"switched to {path}" in err
     listed = out.partition("On this machine:\n")[2]
     assert listed.startswith("demo: 12.0 MiB, draft model demo-draft\n")
-    assert "To download:\nsmollm2-135m: " in listed
+    assert "to download fit in memory. `edgespec models list` shows them." in listed
+    assert "smollm2" not in listed
     assert len(saved(tmp_path)[0]["messages"]) == 4
 
 

@@ -30,10 +30,6 @@ TOOLS: Any = [
 ]
 WEB_SEARCH: Any = {"type": "web_search_20250305", "name": "web_search", "max_uses": 3}
 HEADER = "x-anthropic-billing-header: cc_version=2.1; cch={};"
-PNG: Any = {
-    "type": "image",
-    "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="},
-}
 
 
 @pytest.fixture
@@ -343,68 +339,6 @@ def test_tokens_are_counted(client: anthropic.Anthropic) -> None:
     assert client.messages.count_tokens(model="demo", messages=begun).input_tokens > shorter
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"temperatur": 1}, "unknown field 'temperatur'; did you mean temperature?"),
-        ({"temperature": "hot"}, "temperature must be a number from 0 to 100, not 'hot'"),
-        ({"mcp_servers": []}, "unknown field 'mcp_servers'; leave it out"),
-        ({"messages": []}, "messages is empty; add at least one"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "'robot'"),
-        ({"messages": [{"role": "user", "content": [PNG]}]}, "messages.0.content.0 has type 'image'"),
-        (
-            {
-                "messages": [
-                    {
-                        "role": "user",
-                        "content": [{"type": "tool_result", "tool_use_id": "a"} | {"content": [PNG]}],
-                    }
-                ]
-            },
-            "messages.0.content.0.content.0 has type 'image'",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-            "messages.0.content.0.text is missing; add this field",
-        ),
-        ({"system": [PNG]}, "system.0 has type 'image'"),
-        ({"tools": [{"input_schema": {}}]}, "tool 1 has an invalid name"),
-        ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice has type tool, but no name"),
-        ({"tools": [WEB_SEARCH], "tool_choice": {"type": "any"}}, "there are no tools"),
-        ({"thinking": {"type": "often"}}, "thinking.type"),
-    ],
-)
-@pytest.mark.parametrize("stream", [False, True])
-def test_invalid_requests_are_explained(
-    client: anthropic.Anthropic, change: dict[str, Any], message: str, stream: bool
-) -> None:
-    with pytest.raises(anthropic.BadRequestError) as error:
-        client.messages.create(
-            model="demo", max_tokens=4, messages=MESSAGES, stream=stream, extra_body=change
-        )
-    body: Any = error.value.body
-    assert body["type"] == "error"
-    assert body["error"]["type"] == "invalid_request_error"
-    assert message in body["error"]["message"]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_too_long_prompts(client: anthropic.Anthropic, stream: bool) -> None:
-    messages: Any = [{"role": "user", "content": "word " * 1500}]
-    with pytest.raises(anthropic.BadRequestError) as error:
-        client.messages.create(model="demo", max_tokens=4, messages=messages, stream=stream)
-    body: Any = error.value.body
-    tokens = body["error"]["n_prompt_tokens"]
-    assert body["error"]["message"].startswith(f"prompt is too long: {tokens} tokens > 1024 maximum; ")
-    assert body["error"]["n_ctx"] == 1024
-
-
-def test_a_prompt_without_room_for_the_reply_is_too_long(client: anthropic.Anthropic) -> None:
-    messages: Any = [{"role": "user", "content": "word " * 850}]
-    with pytest.raises(anthropic.BadRequestError, match="prompt is too long: the prompt has 8"):
-        client.messages.create(model="demo", max_tokens=4, messages=messages)
-
-
 def test_models(client: anthropic.Anthropic) -> None:
     models = client.models.list(limit=1000)
     assert not models.has_next_page()
@@ -412,32 +346,6 @@ def test_models(client: anthropic.Anthropic) -> None:
     assert (demo.type, demo.display_name) == ("model", "demo")
     assert demo.created_at.year >= 2024
     assert client.models.retrieve("demo") == demo
-
-
-def test_other_errors(client: anthropic.Anthropic) -> None:
-    with pytest.raises(anthropic.NotFoundError) as missing:
-        client.messages.create(model="gpt-77", max_tokens=4, messages=MESSAGES)
-    assert missing.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
-    with pytest.raises(anthropic.NotFoundError, match="there is nothing at /v1/messages/batches"):
-        client.messages.batches.list()
-
-
-def test_errors_within_a_stream(endless: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgespec.server.http_server._GRACE_SECONDS", 0.1)
-    options: Any = {"model": "demo", "max_tokens": 900, "messages": MESSAGES}
-    options["extra_body"] = {"logit_bias": endless["logit_bias"], "method": "none"}
-    with (
-        running(load_options={"context": 1024}) as server,
-        anthropic.Anthropic(base_url=server.url, api_key="any", max_retries=0) as client,
-    ):
-        stream = client.messages.create(stream=True, **options)
-        next(stream)
-        server.stop()
-        with pytest.raises(anthropic.APIStatusError) as error:
-            list(stream)
-    body: Any = error.value.body
-    assert body["error"]["type"] == "overloaded_error"
-    assert "the server is stopping" in body["error"]["message"]
 
 
 def test_api_keys() -> None:

@@ -62,7 +62,7 @@ async def test_a_fork_with_a_long_title_is_told_apart(tmp_path: Path) -> None:
         await d.say("How do I find the largest files below a folder?")
         await d.say("/fork")
         await d.press("f2")
-        shown = [d.chat.sidebar.render_line(row).text.rstrip()[-8:] for row in (0, 3)]
+        shown = [d.chat.sidebar.render_line(row).text.rstrip()[-8:] for row in (0, 2)]
         assert sorted(shown) == ["gest fi…", "… (fork)"]
 
 

@@ -201,6 +201,7 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
                 model,
                 self._budget_bytes,
                 is_used=self._is_used(model),
+                planned_bytes=plan.total_bytes if (plan := self._runtime.plan) else None,
                 drafters=drafter_names(self._runtime),
                 is_downloading=is_downloading,
             )

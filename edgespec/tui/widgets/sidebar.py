@@ -24,8 +24,8 @@ from edgespec.tui.open_chat import FORK_SUFFIX
 
 __all__ = ["Sidebar", "chat_list_hint"]
 
-# Rows of a chat: its title, its age or the matching line, and a blank row.
-_CHAT_ROWS = 3
+# Rows of a chat: its title, and its age or the matching line.
+_CHAT_ROWS = 2
 _NO_CHATS = "No saved chats yet. Each message is saved when you send it."
 
 
@@ -105,7 +105,7 @@ class Sidebar(ScrollView, can_focus=True):
             text = f"No chat contains “{self._query}”." if self._chats else _NO_CHATS
             lines = Content.styled(text, "$muted").wrap(width - 2)
             line = Content("  ") + lines[y] if y < len(lines) else Content()
-        elif row < _CHAT_ROWS - 1 and number < len(self.found):
+        elif number < len(self.found):
             line = (self._note, self._title)[row == 0](self.found[number], width)
         else:
             line = Content()

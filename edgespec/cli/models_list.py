@@ -1,0 +1,154 @@
+"""`edgespec models list`: list known models and those on this machine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from edgespec.cli.help import HelpfulCommand
+from edgespec.cli.models_shown import STORED_BY, entry_json, installed_json, prepared_json
+from edgespec.cli.options import json_option
+from edgespec.cli.screen import is_terminal, note, print_json, print_table, rate
+from edgespec.errors import ModelFileError, ModelNotFoundError
+from edgespec.files import format_bytes
+
+if TYPE_CHECKING:
+    from edgespec.catalog import ModelEntry
+
+__all__ = ["list_models"]
+
+# Maximum number of unusable models in `models list` with an explanation why.
+_MAX_UNUSABLE = 3
+
+
+@click.command(
+    "list",
+    cls=HelpfulCommand,
+    short_help="List known models and those on this machine.",
+    examples=("edgespec models list", "edgespec models list --json"),
+)
+@json_option
+def list_models(as_json: bool) -> None:
+    """List the models edgespec knows by name, the models on this machine, and your aliases and pairs.
+
+    The DOWNLOADED column shows which versions of a model are on this machine; others are downloaded on first
+    use. TOKENS/S shows how fast a model would be with its recommended draft model, after `edgespec
+    recommend` has measured this machine. The second table lists models from Ollama, LM Studio and the
+    Hugging Face cache, which edgespec uses without copying them. A narrow terminal shows fewer columns. For
+    details of one model, run `edgespec models show REF`.
+    """
+    from edgespec.assembly.speed_prediction import predict_entry
+    from edgespec.catalog import find_installed, load_catalogue
+    from edgespec.catalog.catalogue import user_aliases, user_pairs
+
+    entries = sorted(load_catalogue().entries, key=lambda entry: not entry.embedded_file)
+    listed = [(entry, _files(entry)) for entry in entries]
+    speeds = {entry.name: None if entry.embedded_file else predict_entry(entry) for entry in entries}
+    own, pairs, installed = user_aliases(), user_pairs(), find_installed()
+    if as_json:
+        print_json(
+            {
+                "models": [
+                    entry_json(entry)
+                    | {"on_this_machine": bool(files), "files": files}
+                    | {"expected_speed": speed.to_json() if (speed := speeds[entry.name]) else None}
+                    for entry, files in listed
+                ],
+                "local": [installed_json(model) for model in installed.models],
+                "prepared": [prepared_json(prepared) for prepared in installed.prepared],
+                "skipped": [{"name": skipped.name, "why": skipped.reason} for skipped in installed.unusable],
+                "aliases": own,
+                "pairs": pairs,
+            }
+        )
+        return
+    columns = ["NAME", "ALSO CALLED", "FORMAT", "SIZE", "DOWNLOADED"]
+    rows = [
+        [
+            entry.name,
+            _short_names(entry),
+            entry.format,
+            format_bytes(entry.approximate_file_bytes),
+            ", ".join(files) or "-",
+        ]
+        for entry, files in listed
+    ]
+    if any(speeds.values()):
+        columns.insert(-1, "TOKENS/S")
+        for row, speed in zip(rows, speeds.values(), strict=True):
+            row.insert(-1, rate(speed.fastest_tokens_per_second) if speed else "-")
+    _print_list(columns, rows, optional=("FORMAT", "ALSO CALLED", "TOKENS/S"))
+    _print_list(
+        ("ON THIS MACHINE", "FORMAT", "SIZE", "QUANTISATION", "STORED BY"),
+        [
+            (
+                model.reference,
+                model.format,
+                format_bytes(model.info.size_bytes),
+                model.info.quantisation or "-",
+                STORED_BY[model.place],
+            )
+            for model in installed.models
+        ],
+        optional=("FORMAT", "QUANTISATION", "STORED BY"),
+    )
+    _print_list(
+        ("PREPARED FOR", "SIZE", "MADE FROM", "PATH"),
+        [
+            (p.kind, format_bytes(p.size_bytes), _short_path(p.source), _short_path(p.folder))
+            for p in installed.prepared
+        ],
+        optional=("PATH",),
+    )
+    _print_list(("YOUR ALIAS", "MODEL"), sorted(own.items()))
+    _print_list(("YOUR MODEL", "DRAFT MODEL"), sorted(pairs.items()))
+    if not any(speeds.values()):
+        note("To see how fast each model would be on this machine, run `edgespec recommend` once.")
+    note("This list has no heads. `edgespec models show MODEL` lists the heads for a model.")
+    if not own and not pairs:
+        note("To give a model an alias, see `edgespec models alias --help`.")
+    for each in installed.unusable[:_MAX_UNUSABLE]:
+        note(f"Cannot use {each.name}: {each.reason}.")
+    if len(installed.unusable) > _MAX_UNUSABLE:
+        more = len(installed.unusable) - _MAX_UNUSABLE
+        note(f"{more} more models are not usable. `edgespec models list --json` shows why.")
+
+
+def _short_names(entry: ModelEntry) -> str:
+    """Return the first alias of a catalogue model and, if it has another one, its name in Ollama."""
+    # Leave out aliases such as `qwen3:8b-mlx`, which are no shorter than the model's name.
+    short = [alias for alias in entry.aliases if not (":" in alias and alias.endswith("-mlx"))]
+    ollama = [alias for alias in short if ":" in alias]
+    names = dict.fromkeys([*short[:1], *ollama[:1]])
+    return ", ".join(names) or "-"
+
+
+def _short_path(path: Path) -> str:
+    home = Path.home()
+    return f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path)
+
+
+def _print_list(heads: Sequence[str], rows: Sequence[Sequence[str]], *, optional: Sequence[str] = ()) -> None:
+    if rows:
+        print_table(heads, rows, optional)
+        if is_terminal(sys.stdout):
+            click.echo()
+
+
+def _files(entry: ModelEntry) -> dict[str, str]:
+    """Return a catalogue model's files on this machine, keyed by quantisation."""
+    from edgespec.catalog import resolve
+
+    files = {}
+    for quantisation in dict.fromkeys((entry.quantisation, *entry.aliases.values())):
+        wanted = f"{entry.name}:{quantisation}" if entry.file_format.one_file_per_quantisation else entry.name
+        try:
+            found = resolve(wanted, allow_download=False)
+        except (ModelNotFoundError, ModelFileError):
+            continue
+        files[quantisation] = str(found.path)
+    return files

@@ -1,0 +1,30 @@
+"""Tiny GGUF targets with MTP layers, and their heads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+from edgespec.backends import llamacpp
+from edgespec.backends.base import LanguageModel, LoadOptions
+from edgespec.backends.optional_features import HeadModel
+from edgespec.backends.self_draft_methods import Head
+from tests.backends.tiny_mtp_models import write_mtp_model, write_mtp_sidecar
+
+CONTEXT = 512
+
+
+class Files:
+    """A target with MTP layers, and another file with these layers alone."""
+
+    def __init__(self, folder: Path, architecture: str, mtp_layers: int = 1) -> None:
+        self.target = write_mtp_model(folder / "target.gguf", architecture, mtp_layers=mtp_layers)
+        # It would be found by itself if it lay beside the target and were called `mtp-target.gguf`.
+        self.sidecar = write_mtp_sidecar(folder / "layers.gguf", self.target)
+
+    def load(self, mtp: bool = True, context: int = CONTEXT) -> LanguageModel:
+        return llamacpp.load(str(self.target), "target", LoadOptions(context_tokens=context, mtp=mtp))
+
+
+def head_of(target: LanguageModel, path: Path | None = None) -> HeadModel:
+    return cast(HeadModel, target.self_draft(Head("mtp", path)))
