@@ -170,7 +170,7 @@ def test_a_draft_with_another_vocabulary_grows_with_the_target(
     """The draft starts with a smaller context than the longest prompt, and replies stay the same."""
     monkeypatch.setattr("edgespec.assembly.load_request.INITIAL_CONTEXT_TOKENS", 256)
     monkeypatch.setattr("edgespec.assembly.pair_loading._FOREIGN_CONTEXT_TOKENS", 512)
-    for module in ("memory.context_resize", "session"):
+    for module in ("memory.context_resize", "reply_steps"):
         monkeypatch.setattr(f"edgespec.{module}.MIN_ROOM_TOKENS", 16)
     target = write_llama(tmp_path / "target.gguf", words=words, template=None, context=LONG)
     draft = write_llama(tmp_path / "draft.gguf", words=others, template=None, context=LONG, seed=1)

@@ -195,7 +195,7 @@ class TestHeads:
         assert re.search(r"^expected speed-up +none is predicted", shown, re.MULTILINE)
         assert not re.search(r"speed-up \d", shown)
         listed = json_of(run("models", "show", "demo", "--json"))
-        assert [each["expected_speedup"] for each in listed["drafts"] + listed["heads"]] == [None] * 3
+        assert [each["expected_speedup"] for each in listed["drafts"] + listed["heads"]] == [None] * 2
 
     def test_show_lists_published_heads(self, run: Run) -> None:
         shown = run("models", "show", "qwen3-8b").stdout

@@ -43,7 +43,7 @@ SECONDS = 20.0
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start with small contexts, and do no idle work unless a test asks for it."""
     monkeypatch.setattr("edgespec.assembly.load_request.INITIAL_CONTEXT_TOKENS", FIRST)
-    for module in ("memory.context_resize", "session"):
+    for module in ("memory.context_resize", "reply_steps"):
         monkeypatch.setattr(f"edgespec.{module}.MIN_ROOM_TOKENS", 16)
     monkeypatch.setattr(idle, "QUIET_SECONDS", 60.0)
 

@@ -275,7 +275,7 @@ def compared(tiny: Tiny, row: Row, runtime: Runtime) -> Cell:
         assert Path(runtime.target.path).is_dir() == ("layerskip" in row.itself)
     session, model = runtime._session, runtime._session.target
     target: Any = Watched(model)
-    session.target = target
+    session.target = session._decoder._target = target
     if "swift" in row.drafters or row.learn:  # it looks for layers, or learns, between replies
         reply_to(runtime, ASKED[0], row.method)
         session.run_idle_work(lambda: True)
@@ -293,7 +293,7 @@ def compared(tiny: Tiny, row: Row, runtime: Runtime) -> Cell:
         learnt = session.report(row.method).note
         assert "training steps on" in learnt
         assert "not used" not in learnt
-    session.target = model
+    session.target = session._decoder._target = model
     if row.branches and not can.tree:
         assert not target.branched
         return Cell(can.reason)
