@@ -17,7 +17,7 @@ from edgespec.options import LOAD_OPTIONS, LoadArguments
 
 __all__ = ["connect_workers", "for_workers"]
 
-# Options that have no effect or no implementation with `--workers`.
+# Options that `--workers` refuses, because they have no effect or are not implemented for workers.
 _UNSUPPORTED = (
     "parallel", "gpu_layers", "exact", "adapter", "learn", "draft_branches", "exit_layer", "max_loss",
     "mlock",

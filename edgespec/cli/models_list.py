@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["list_models"]
 
-# Maximum number of unusable models in `models list` with an explanation why.
+# Maximum number of models for which `models list` explains why they cannot be used.
 _MAX_UNUSABLE = 3
 
 

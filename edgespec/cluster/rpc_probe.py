@@ -23,7 +23,7 @@ _MAX_DEVICES = 16
 
 @dataclass(frozen=True, slots=True)
 class RpcServer:
-    """What an RPC server reports: the version of its protocol, and each device's free and total bytes."""
+    """The protocol version of an RPC server, and the free and total memory of its devices in bytes."""
 
     version: tuple[int, int, int]
     devices: tuple[tuple[int, int], ...]

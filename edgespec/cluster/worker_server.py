@@ -23,7 +23,7 @@ __all__ = ["WorkerServer"]
 
 # A client has this long to say what it wants.
 _GREETING_SECONDS = 5.0
-# Connections that are served at the same time. A target needs two.
+# Maximum number of simultaneous connections. A target needs two.
 _MAX_CONNECTIONS = 16
 _RELAYED_BYTES = 1 << 20
 # How often the server checks whether it was closed.
@@ -131,7 +131,7 @@ class WorkerServer:
             raise self._failure
 
     def close(self) -> None:
-        """End the RPC server, and with it the current target's connections, and make `serve` return."""
+        """End the RPC server, which closes the current target's connections, and stop `serve`."""
         self._is_closed = True
         with self._lock:
             self._child.close()

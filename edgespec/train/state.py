@@ -85,7 +85,7 @@ class TrainingProgress:
 
     @property
     def best(self) -> CurvePoint:
-        """The evaluation with the most tokens per pass, and of several such evaluations the last one."""
+        """The evaluation with the most tokens per pass. If several are equal, the last of them."""
         return max(self.curve, key=lambda point: (point.tokens_per_pass, point.steps))
 
     def add_point(self, tokens_per_pass: float) -> None:
