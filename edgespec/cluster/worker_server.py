@@ -26,6 +26,8 @@ _GREETING_SECONDS = 5.0
 # Maximum number of simultaneous connections. A target needs two.
 _MAX_CONNECTIONS = 16
 _RELAYED_BYTES = 1 << 20
+# The time that a new target waits while the worker notices that the last one closed its connection.
+_RELEASE_SECONDS = 5.0
 # How often the server checks whether it was closed.
 _POLL_SECONDS = 0.2
 # Memory of the CPU that is not offered by default.
@@ -68,6 +70,7 @@ class WorkerServer:
         self._version, self._memory_bytes, self._threads = version, memory_bytes, threads
         self._cache, self._note = cache, note
         self._lock = threading.Lock()
+        self._released = threading.Condition(self._lock)
         self._leader: socket.socket | None = None
         self._is_closed = False
         self._failure: WorkerError | None = None
@@ -164,6 +167,8 @@ class WorkerServer:
     def _lead(self, connection: socket.socket) -> None:
         """Reserve the worker for the client, until the client closes the connection."""
         with self._lock:
+            if self._leader is not None and _has_ended(self._leader):
+                self._released.wait(_RELEASE_SECONDS)
             is_busy = self._leader is not None
             # The lock is held while the RPC server of the previous target is replaced.
             connection.sendall(self._status_line(busy=is_busy))
@@ -179,6 +184,7 @@ class WorkerServer:
             with self._lock:
                 self._leader = None
                 self._replace_child()
+                self._released.notify_all()
             self._note("the model was closed")
 
     def _replace_child(self) -> None:
@@ -223,6 +229,16 @@ def _read_beat(child: RpcChild) -> bytes:
         return child.beats.read(1)
     except (OSError, ValueError):  # The stream was closed together with the child process.
         return b""
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    """Return whether the client closed the connection."""
+    try:
+        return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def _copy(source: socket.socket, sink: socket.socket) -> None:

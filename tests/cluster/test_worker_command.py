@@ -89,6 +89,20 @@ def test_garbage_for_the_rpc_server_loses_only_that_connection(workers: tuple[Wo
     Link(address, workers[1].facts["llama_cpp"]).close()
 
 
+def test_a_worker_can_be_reserved_again_at_once(start_worker: Callable[..., Worker]) -> None:
+    """Stopping the worker lets it see the end of one connection and the next request together."""
+    worker = start_worker()
+    address, version = WorkerAddress("127.0.0.1", worker.port), worker.facts["llama_cpp"]
+    for _ in range(4):
+        reserved = Link(address, version)
+        worker.process.send_signal(signal.SIGSTOP)
+        reserved.close()
+        resume = threading.Timer(0.2, worker.process.send_signal, [signal.SIGCONT])
+        resume.start()
+        Link(address, version).close()
+        resume.join()
+
+
 @pytest.fixture
 def serve_bytes() -> Iterator[Callable[[bytes], int]]:
     """Start a server that answers the first bytes of each client with fixed bytes, and return its port."""
