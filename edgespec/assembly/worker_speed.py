@@ -27,7 +27,8 @@ class SpreadPrediction:
 
     Attributes:
         links: The measured connection to each worker.
-        send_seconds: Time to send the weights to all workers, if none of them has cached weights.
+        send_seconds: Time to send the weights to all workers over the measured connections, if none of them
+            has cached weights. Loading takes longer if files or processors are slower than the network.
         tokens_per_second: The speed. None if a machine has not been measured.
         unmeasured: The machines with a part of the target that `edgespec recommend` has not measured.
         alone: The expected speed with all layers on one machine, for the machines that can hold them and

@@ -149,11 +149,10 @@ def _machines(plan: MemoryPlan, spread: SpreadPrediction) -> Table:
 
 def _spread(spread: SpreadPrediction) -> list[str]:
     """Return sentences about the speed of a model on several machines."""
-    lines = [
-        f"Sending the weights takes about {rate(spread.send_seconds)} s, or less if workers cached them."
-    ]
+    lines = [f"Sending the weights takes at least {rate(spread.send_seconds)} s, unless workers cached them."]
     if spread.tokens_per_second is not None:
-        lines.append(f"Expected speed without drafting: {rate(spread.tokens_per_second)} tokens per second.")
+        speed = rate(spread.tokens_per_second)
+        lines.append(f"Expected speed without drafting: about {speed} tokens per second.")
     else:
         lines.append(
             f"The speed is unknown. Run `edgespec recommend` on {', '.join(spread.unmeasured)}, then start"
