@@ -87,7 +87,7 @@ def test_weights_can_be_split_over_several_files(tmp_path: Path) -> None:
         ({"num_hidden_layers": 2}, "the head has 2 layers"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"vocab_size": 20}, "outside the vocabulary"),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, r"fc\.weight has 96 columns"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, "fc.weight has"),
         ({"eagle_aux_hidden_state_layer_ids": 3}, "."),
         ({"target_hidden_size": 33}, "."),
         ({"intermediate_size": 65}, "has shape"),
