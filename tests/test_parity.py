@@ -2,8 +2,8 @@
 
 docs/compatibility.md holds the resulting tables. A cell is not what a model claims: behind every `yes` are
 replies that were generated and compared. A feature that a model does not claim is a `no` with the model's own
-reason. A wrong token is a failure. Each test run tests one model of each kind. The long tests test all models,
-and `WRITE_DOCS=1 pytest -m long tests/test_parity.py` rewrites the tables.
+reason. A wrong token is a failure. Each test run tests one model of each kind. The long tests test all, and
+`WRITE_DOCS=1 pytest -m long tests/test_parity.py` rewrites the tables.
 """
 
 from __future__ import annotations
