@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from edgespec.cluster.machines import WorkerAddress
 from edgespec.cluster.status import LEAD, MAX_STATUS_BYTES, PROBE, WorkerStatus
 from edgespec.errors import MemoryBudgetError, WorkerError
 from edgespec.files import format_bytes
 
-__all__ = ["Link", "probe_worker", "set_timeouts"]
+__all__ = ["Link", "probe_worker", "set_timeouts", "worker_connection"]
 
 _CONNECT_SECONDS = 5.0
 # A worker answers when its RPC server is ready, which takes a few seconds after another target has used it.
@@ -29,8 +29,22 @@ def set_timeouts(connection: socket.socket) -> None:
 
 def probe_worker(address: WorkerAddress) -> WorkerStatus:
     """Return a worker's status without reserving it. Raises WorkerError."""
+    with worker_connection(address, PROBE) as (_, status):
+        return status
+
+
+@contextmanager
+def worker_connection(
+    address: WorkerAddress, greeting: bytes
+) -> Iterator[tuple[socket.socket, WorkerStatus]]:
+    """Connect to a worker, and return the connection and the worker's status. Raises WorkerError.
+
+    Args:
+        address: The worker.
+        greeting: The first line of the connection. See `status.py`.
+    """
     with _connect(address) as connection:
-        return _status(connection, address, PROBE)
+        yield connection, _status(connection, address, greeting)
 
 
 class Link:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from edgespec.cluster.link import set_timeouts
+from edgespec.cluster.link_speed import answer_messages
 from edgespec.cluster.rpc_child import LOOPBACK, RpcChild
 from edgespec.cluster.rpc_probe import HELLO
-from edgespec.cluster.status import LEAD, PROBE, Device, WorkerStatus
+from edgespec.cluster.status import LEAD, MEASURE, PROBE, Device, WorkerStatus
 from edgespec.cluster.weight_cache import WeightCache
 from edgespec.errors import WorkerError
 
@@ -50,6 +52,7 @@ class WorkerServer:
         memory_bytes: The memory to offer, or None for the free memory.
         cache: Keeps received weights, or None to keep none.
         threads: Number of CPU threads, or None for the default.
+        speed: The measured speed of this machine. See `WorkerStatus`.
         note: Called with a line of text when a target comes or goes.
 
     Raises:
@@ -65,10 +68,11 @@ class WorkerServer:
         memory_bytes: int | None = None,
         cache: WeightCache | None = None,
         threads: int | None = None,
+        speed: Mapping[str, Any],
         note: Callable[[str], None],
     ) -> None:
         self._version, self._memory_bytes, self._threads = version, memory_bytes, threads
-        self._cache, self._note = cache, note
+        self._cache, self._speed, self._note = cache, speed, note
         self._lock = threading.Lock()
         self._released = threading.Condition(self._lock)
         self._leader: socket.socket | None = None
@@ -111,6 +115,7 @@ class WorkerServer:
             devices=tuple(map(Device, child.device_names, free)),
             memory_bytes=offered,
             busy=self._leader is not None,
+            speed=self._speed,
         )
 
     def serve(self) -> None:
@@ -154,6 +159,9 @@ class WorkerServer:
                     connection.sendall(self._status_line())
                 elif greeting == LEAD:
                     self._lead(connection)
+                elif greeting == MEASURE:
+                    connection.sendall(self._status_line())
+                    answer_messages(connection)
         except OSError:
             # The client went away, or sent nothing. A lost RPC server was reported to the target.
             return
@@ -254,7 +262,7 @@ def _copy(source: socket.socket, sink: socket.socket) -> None:
 
 def _greeting(connection: socket.socket) -> bytes:
     line = b""
-    while len(line) < max(len(PROBE), len(LEAD)) and not line.endswith(b"\n"):
+    while len(line) < max(len(PROBE), len(LEAD), len(MEASURE)) and not line.endswith(b"\n"):
         more = connection.recv(1)
         if not more:
             break

@@ -203,9 +203,7 @@ def test_options_that_workers_do_not_support_are_refused(options: LoadArguments)
         edgespec.load("demo", **options)
 
 
-def test_plan_and_models_in_other_formats_refuse_workers() -> None:
-    with pytest.raises(OptionError, match="plan does not support --workers yet"):
-        edgespec.plan("demo", workers="127.0.0.1:1")
+def test_models_in_other_formats_refuse_workers() -> None:
     with pytest.raises(OptionError, match="not a GGUF model"):
         edgespec.load(str(models_folder() / "demo-mlx"), None, workers="127.0.0.1:1")
 
