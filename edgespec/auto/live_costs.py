@@ -244,7 +244,7 @@ class LiveCosts:
         """Record the duration of a pass. See `comparable_seconds` for the arguments."""
         mean_width = self._mean_width(width, other_tokens)
         if width == 1:
-            seconds = max(seconds - self.return_seconds, 0.5 * seconds)
+            seconds = max(seconds - self.return_seconds, 0.0)
         mean_width = self.curve.padded(mean_width)
         ratio = seconds / self.pass_seconds(mean_width)
         self._record(mean_width, seconds)

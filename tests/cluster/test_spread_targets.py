@@ -192,13 +192,17 @@ def test_auto_drafts_through_a_slow_link_and_keeps_the_tokens(
 
 
 def test_padding_ends_with_the_context(workers: tuple[Worker, Worker]) -> None:
-    with edgespec.load("demo", workers=workers[0].address, context=64) as runtime:
-        replies = [
-            runtime.generate(PROMPT, method=method, draft_length=6, temperature=0.0, max_tokens=64)
-            for method in ("none", "model")
-        ]
-        assert replies[0].tokens == replies[1].tokens
-        assert replies[1].stats.drafted_tokens
+    replies = []
+    with edgespec.load("demo", workers=workers[0].address, context=256, method="model") as runtime:
+        for method in ("none", "model"):
+            stream = runtime.stream_tokens(
+                list(range(10, 250)), method=method, draft_length=6, temperature=0.0, max_tokens=64
+            )
+            list(stream)
+            replies.append(stream.reply)
+    assert replies[0].tokens == replies[1].tokens
+    assert replies[0].context_full
+    assert replies[1].stats.drafted_tokens
 
 
 def test_max_loss_is_supported(workers: tuple[Worker, Worker]) -> None:
