@@ -104,7 +104,7 @@ def check_load_arguments(given: Mapping[str, Any]) -> LoadArguments:
 
 
 def load_arguments_for_another_model(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `load` that also apply to other models than the ones given to `load`.
+    """Return the arguments to load another model with the same settings.
 
     Args:
         arguments: The arguments that one model was loaded with, including `draft`.

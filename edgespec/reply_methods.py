@@ -80,7 +80,7 @@ class ReplyMethods:
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        """Names of the available drafters. Methods can combine them with each other and with `grammar`."""
+        """Names of the available drafters. A method can combine several of them, such as `model+suffix`."""
         return self._session.drafters.names
 
     def check_options(

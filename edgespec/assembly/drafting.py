@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Callable
-from functools import partial
 from typing import cast
 
 from edgespec.assembly.drafting_options import DraftingOptions
 from edgespec.assembly.pair_loading import LoadedDraft
 from edgespec.assembly.pairing import ModelPair
+from edgespec.assembly.self_drafting import SelfDrafters
 from edgespec.auto.controller import AutoConfig
 from edgespec.auto.live_costs import LiveCosts
 from edgespec.auto.loss_limit import LossLimits
 from edgespec.backends.base import LanguageModel, Progress
-from edgespec.backends.optional_features import HeadModel, Skippable, Trainable
+from edgespec.backends.optional_features import Trainable
 from edgespec.backends.registry import all_files
-from edgespec.backends.self_draft_methods import EarlyExit, LowBit, SelfDraft, SkippedLayers
 from edgespec.corpus import suffix_drafter
 from edgespec.costs.curve import CostCurve, assumed_cost
 from edgespec.costs.pass_limits import PassLimits
@@ -24,17 +21,13 @@ from edgespec.costs.target_costs import PassCosts
 from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.draft_cache import DraftCache
-from edgespec.drafters.head_cache import HeadCache
 from edgespec.drafters.lookahead import LookaheadDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.tree_growth import TreeGrowth
-from edgespec.errors import CapabilityError, EdgespecError, OptionError
+from edgespec.errors import OptionError
 from edgespec.files import file_state
 from edgespec.method_names import HEADS, SELF_DRAFTS
-from edgespec.methods import DrafterSet, LoadedHead, MissingDrafter
-from edgespec.prepare.calibration import calibration_prompt, greedy_reply
-from edgespec.prepare.exit_table import exit_table
-from edgespec.prepare.store import PreparedModel, read_prepared
+from edgespec.methods import DrafterSet, MissingDrafter
 from edgespec.saved_arrays import SavedArrays, models_fingerprint
 
 __all__ = ["WHY_NO_AUTO", "make_drafters"]
@@ -107,9 +100,7 @@ class _DrafterFactory:
         self._arguments = options.arguments
         self._progress = progress
         self._measured_curve: CostCurve | None = None
-        # Notices that explain why heads that were found are not used.
-        self._head_notices: list[str] = []
-        self._heads: list[LoadedHead] = []
+        self._self_drafters = SelfDrafters(pair, model, options, lambda: self._curve, self._model_drafter)
         self.made: dict[str, Drafter | MissingDrafter] = {}
 
     def make_all(self, draft: LoadedDraft | None) -> tuple[DrafterSet, tuple[str, ...]]:
@@ -123,25 +114,13 @@ class _DrafterFactory:
         )
         self.made["suffix"] = suffix
         needed = self._options.named_drafters | self._automatic_self_drafts(draft)
-        makers: dict[str, Callable[[], Drafter | MissingDrafter]] = {
-            "lookahead": self._make_lookahead,
-            "layerskip": self._make_layerskip,
-            "lowbit": self._make_lowbit,
-            "swift": self._make_swift,
-            **{name: partial(self._make_head, name) for name in HEADS},
-        }
-        # Whether a method cannot be used with this file at all. Omitting --parallel would then not help.
-        needs_other_file = {
-            "swift": not self._format.skips_layers,
-            "layerskip": "layerskip" in self._format.preparations,
-        }
-        for name, make in makers.items():
-            if not self._shares_passes or name not in (*SELF_DRAFTS, *HEADS):
-                self.made[name] = make() if name in needed else _not_loaded(name)
-            elif needs_other_file.get(name):
-                self.made[name] = make()
+        own = self._self_drafters
+        self.made["lookahead"] = self._make_lookahead() if "lookahead" in needed else _not_loaded("lookahead")
+        for name in (*SELF_DRAFTS, *HEADS):
+            if self._shares_passes:
+                self.made[name] = own.why_not_shared(name, is_loaded=name in needed)
             else:
-                self.made[name] = self._not_shared(name, is_loaded=name in needed)
+                self.made[name] = own.make(name) if name in needed else _not_loaded(name)
         if draft:
             self.made["model"] = self._make_model(draft)
         elif self._arguments["learn"]:
@@ -154,7 +133,7 @@ class _DrafterFactory:
         drafters = DrafterSet(
             self._model,
             self.made,
-            heads=self._heads,
+            heads=own.loaded_heads,
             chain_model=draft.model if draft and not draft.drafter and not changes_chains else None,
             why_no_draft=self._pair.why_no_draft,
             v=self._curve.v if self._options.combines_drafters else assumed_cost,
@@ -163,7 +142,7 @@ class _DrafterFactory:
         )
         return drafters, (
             corpus_notice,
-            *(self._head_notices or [self._pair.why_heads]),
+            *(own.notices or [self._pair.why_heads]),
             self._costs.notice if self._measured_curve else "",
         )
 
@@ -221,11 +200,6 @@ class _DrafterFactory:
             self._measured_curve = self._costs.curve(self._progress)
         return self._measured_curve
 
-    @property
-    def _reference(self) -> str:
-        found = self._target
-        return shlex.quote(str(found.path)) if found.source == "path" else found.name
-
     def _growth(self, draft: LanguageModel) -> tuple[int, ...] | TreeGrowth:
         branches = self._arguments["draft_branches"]
         if not isinstance(branches, str):
@@ -254,151 +228,6 @@ class _DrafterFactory:
 
     def _make_lookahead(self) -> Drafter:
         return LookaheadDrafter(self._model.facts.capabilities, self._curve)
-
-    def _make_layerskip(self) -> Drafter | MissingDrafter:
-        facts = self._model.facts
-        if "layerskip" in self._format.preparations:
-            return MissingDrafter(
-                f"{facts.name} was not prepared for early exit",
-                f"run `edgespec prepare layerskip {self._reference}` once",
-            )
-        if "layerskip" not in facts.capabilities.self_draft_methods:
-            return self._missing_self_draft(EarlyExit(1))
-        exit_layer = self._arguments["exit_layer"]
-        if self._format.fixed_exit:
-            if exit_layer is not None:
-                raise OptionError(
-                    f"exit_layer cannot be set for {facts.name}, which was prepared for a single exit layer",
-                    "omit --exit-layer, or run `edgespec prepare layerskip REF --exit E` again",
-                )
-            exit_layer = int(read_prepared(self._target.path).settings["exit_layer"])
-        view = self._model.self_draft(EarlyExit(exit_layer or self._measure_best_exit()))
-        return self._model_drafter(view, "layerskip")
-
-    def _not_shared(self, name: str, *, is_loaded: bool) -> MissingDrafter:
-        """Return why a drafter is missing that cannot draft for several replies, with everything it needs.
-
-        Args:
-            name: The drafter.
-            is_loaded: Whether the drafter was requested when the model was loaded.
-        """
-        alone = "omit --parallel" if is_loaded else f"load the model with --method {name} and no --parallel"
-        if name in HEADS:
-            alone += f", with a head for it (see `edgespec models show {self._reference}`)"
-        elif name == "lowbit" and self._needs_lowbit_copy():
-            alone += f" and run `edgespec prepare lowbit {self._reference}` once"
-        return MissingDrafter(
-            f"{name} cannot draft for several replies at once, as --parallel requires",
-            f"choose another method, such as model or suffix, or {alone}",
-        )
-
-    def _missing_self_draft(self, self_draft: SelfDraft) -> MissingDrafter:
-        why, hint = f"{self._model.facts.name} cannot draft for itself", ""
-        try:
-            self._model.self_draft(self_draft).close()
-        except CapabilityError as error:
-            why, hint = error.what, error.next_step
-        return MissingDrafter(why, hint or "choose another method")
-
-    def _measure_best_exit(self) -> int:
-        """Measure and return the fastest exit layer. Raise CapabilityError if none beats plain decoding."""
-        measure = self._format.measure_exits
-        assert measure is not None
-        prompt = calibration_prompt(self._model.vocabulary)
-        if len(prompt) >= self._model.free_tokens:
-            raise CapabilityError(
-                f"a context of {self._model.facts.context_tokens} tokens is too small to measure early exits",
-                "pass --exit-layer, or use a larger --context",
-            )
-        try:
-            reply = greedy_reply(self._model, prompt)
-            self._model.truncate(0)
-            table = exit_table(*measure(self._model, [*prompt, *reply], len(prompt) - 1), self._curve.v)
-        finally:
-            self._model.truncate(0)
-        if not table.is_faster:
-            raise CapabilityError(
-                f"{self._model.facts.name}: {table.verdict}", "choose another method, or pass --exit-layer"
-            )
-        return table.best.exit_layer
-
-    def _make_lowbit(self) -> Drafter | MissingDrafter:
-        facts = self._model.facts
-        copy = None
-        if "lowbit" not in facts.capabilities.self_draft_methods:
-            return self._missing_self_draft(LowBit(facts.path if self._format.low_bit_copy_format else None))
-        if self._format.low_bit_copy_format:
-            prepared = self._checked_lowbit_copy()
-            if prepared is None:
-                return MissingDrafter(
-                    f"there is no low-bit copy of {facts.name}",
-                    f"run `edgespec prepare lowbit {self._reference}` once",
-                )
-            from edgespec.prepare.lowbit import lowbit_file
-
-            copy = str(lowbit_file(prepared))
-        low_bit = LowBit(copy, self._arguments["draft_sinks"], self._options.window_tokens or None)
-        return self._model_drafter(self._model.self_draft(low_bit), "lowbit")
-
-    def _make_head(self, name: str) -> Drafter | MissingDrafter:
-        heads = {option.method: option for option in self._pair.heads}
-        option = heads.get(name)
-        if option is None or option.head is None:
-            if heads and (other := next(iter(heads.values()))).source == "named":
-                return MissingDrafter(
-                    f"{other.name} is a head for method {other.method}",
-                    f"use --method {other.method}",
-                )
-            reason = f"it needs a head that was trained for {self._model.facts.name}"
-            advice = f"pass one with --head REF (see `edgespec models show {self._reference}`)"
-            return MissingDrafter(f"{reason}, but {self._pair.why_no_head}", self._pair.head_advice or advice)
-        if name not in self._model.facts.capabilities.self_draft_methods:
-            missing = self._missing_self_draft(option.head)
-            self._head_notices.append(f"not drafting with the head {option.name}: {missing.reason}")
-            return missing
-        try:
-            view = cast(HeadModel, self._model.self_draft(option.head))
-        except EdgespecError as error:
-            if option.source == "named" or name in self._options.named_drafters:
-                raise
-            self._head_notices.append(f"not drafting with the head {option.name}: {error.what}")
-            return MissingDrafter(error.what, error.next_step)
-        files = all_files(option.head.path) if option.head.path else ()
-        cache = HeadCache(view, " ".join((name, *map(file_state, files))))
-        path = str(option.head.path) if option.head.path else ""
-        self._heads.append(LoadedHead(option.name, path, cache))
-        return self._model_drafter(view, name, cache)
-
-    def _needs_lowbit_copy(self) -> bool:
-        from edgespec.prepare.lowbit import find_lowbit
-
-        return bool(self._format.low_bit_copy_format) and find_lowbit(self._target.path) is None
-
-    def _checked_lowbit_copy(self) -> PreparedModel | None:
-        from edgespec.prepare.lowbit import check_lowbit, find_lowbit
-
-        prepared = find_lowbit(self._target.path)
-        if prepared:
-            check_lowbit(prepared, self._target.path)
-        return prepared
-
-    def _make_swift(self) -> Drafter | MissingDrafter:
-        from edgespec.drafters.swift import SwiftDrafter
-
-        facts = self._model.facts
-        if not self._format.skips_layers:
-            return MissingDrafter(
-                f"{facts.name} cannot skip layers, because it is not an MLX model",
-                "choose another method, such as model or suffix",
-            )
-        if "swift" not in facts.capabilities.self_draft_methods:
-            return self._missing_self_draft(SkippedLayers((1,)))
-        return SwiftDrafter(
-            cast(Skippable, self._model),
-            store=SavedArrays("swift", models_fingerprint(facts)),
-            pass_cost=self._curve.v,
-            min_confidence=self._arguments["draft_confidence"],
-        )
 
     def _make_online(self, draft: LanguageModel) -> Drafter:
         """Create a drafter that trains its draft model between replies."""

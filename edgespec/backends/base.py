@@ -218,10 +218,10 @@ class LanguageModel(Protocol):
         """
 
     def embed(self, tokens: Sequence[int], progress: Progress | None = None) -> NDArray[np.float32]:
-        """Return the embedding of a text, float32 [size]. The cache must be empty, and is so afterwards.
+        """Return the embedding of a text, float32 [size]. The cache must be empty, and is emptied afterwards.
 
         Args:
-            tokens: The text. Models that end texts with the EOS token append it.
+            tokens: The text. Models whose texts end with the EOS token append it.
             progress: Called after each batch. Returning False cancels the work.
 
         Raises:

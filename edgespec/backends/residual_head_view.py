@@ -124,7 +124,7 @@ class ResidualHeadView(StateHeadView):
     def _known_states(self, tree: TokenTree) -> Array:
         """Return the head inputs for the tree's nodes whose preceding hidden state is known.
 
-        The root is always included, so that a warm-up pass works before the target has run any tokens.
+        The root is always included, so that a warm-up pass works before the target has processed any tokens.
         """
         last = max(self.log.end - self.length, 0)
         return self._states_before(sum(depth <= last for depth in tree.depths))

@@ -76,7 +76,7 @@ class _Reader:
         while True:
             try:
                 value, end = self._decode(self._text, self._at)
-                # A number at the end of the text read so far may be longer.
+                # A number at the end of the text read so far may be incomplete.
                 if end < len(self._text) or not self._read(size):
                     self._at = end
                     return value

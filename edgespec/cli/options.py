@@ -76,7 +76,11 @@ class KindType(click.ParamType):  # type: ignore[type-arg]  # generic since clic
         self.kind = kind
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # noqa: ARG002
-        """Convert a command line string to a checked value. Values from settings are already converted."""
+        """Parse and check a command line string. Values from settings are already parsed.
+
+        The result is the parsed value, because loading a model checks it again, and `Adapters` and `Size` do
+        not accept every value that their own checks return.
+        """
         if isinstance(value, str):
             value = self.kind.parse(value)
             if param is not None and not self.kind.repeatable:

@@ -156,7 +156,7 @@ def _phase_after(reply_start: str) -> tuple[Phase, str]:
 
 
 def _openings(vocabulary: Vocabulary, prompt: str) -> dict[tuple[int, ...], bytes]:
-    """Return the tokens of each marker that can open reasoning, and the marker that closes it."""
+    """Map the tokens of each marker that can start reasoning to the marker that ends it."""
     closes = tuple(close for close in REASONING_MARKERS.values() if close)
     if prompt.rstrip().endswith(closes):
         return {}

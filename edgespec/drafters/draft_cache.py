@@ -53,7 +53,7 @@ class DraftCache:
         return self.pending_tokens if len(self.visible_tokens) == len(self._tokens) else len(self._tokens)
 
     def can_draft(self, max_width: int) -> bool:
-        """Return whether a pass of up to `max_width` tokens could run all tokens that the model lacks."""
+        """Return whether a pass of up to `max_width` tokens could process all tokens that the model lacks."""
         return self.lag_tokens <= min(2, max_width)
 
     def begin(self, tokens: Sequence[int]) -> None:

@@ -23,10 +23,10 @@ _COPY = struct.Struct("<QQQ")
 class HeadCache(DraftCache):
     """Keeps a head's KV cache in step with the token sequence. Prefills only on request.
 
-    A head can only run tokens for which the target's previous hidden state is known. It is unknown for old
-    tokens. It is also unknown for a prefix that the target restored from the prefix cache, unless the head's
-    state was stored with the prefix (see `copy`). The head's KV cache then starts after these tokens, which
-    lowers the acceptance rate but does not change the reply.
+    A head can only process tokens for which the target's previous hidden state is known. It is unknown for
+    old tokens. It is also unknown for a prefix that the target restored from the prefix cache, unless the
+    head's state was stored with the prefix (see `copy`). The head's KV cache then starts after these tokens,
+    which lowers the acceptance rate but does not change the reply.
 
     Args:
         model: The head.
@@ -78,7 +78,7 @@ class HeadCache(DraftCache):
     def needs_last_state(self, tokens: Sequence[int]) -> bool:
         """Return whether the head has read all of `tokens`, but not the hidden state after the last one.
 
-        The head can go on drafting if the target runs the last token again.
+        The head can continue to draft if the target processes the last token again.
         """
         return 0 < len(tokens) == self._read_tokens(tokens) and not self._can_run(len(tokens))
 
@@ -90,8 +90,8 @@ class HeadCache(DraftCache):
         """Return a copy of the head's state for `tokens[start:]`, or nothing if it cannot be copied.
 
         The copy contains the head's KV cache, and the target's hidden state after the last token, which the
-        next token needs. The head first runs the tokens that it lacks, which takes little time compared with
-        the target.
+        next token needs. The head first processes the tokens that it lacks, which takes little time compared
+        with the target.
 
         Args:
             tokens: The first tokens in the target's KV cache.

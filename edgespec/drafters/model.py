@@ -235,8 +235,8 @@ class ModelDrafter(BudgetedDrafter):
 class _DraftTree:
     """A draft tree under construction, and the part of it that the draft model runs.
 
-    The draft model runs the tokens missing from its KV cache, followed by the nodes to expand. It does not
-    run leaves.
+    The draft model processes the tokens missing from its KV cache, followed by the nodes to expand. It
+    skips leaves.
 
     Args:
         last_token: The last emitted token, which is the root of the draft.

@@ -35,7 +35,7 @@ class Stats:
         draft_other_bytes: Memory of drafters for other data, such as lookup tables and training state.
         peak_memory_bytes: Peak memory of the process.
         threads: Number of CPU threads of the target's last pass, or 0 if its library chooses it.
-        shared_passes: Target passes that also ran tokens of other replies.
+        shared_passes: Target passes that also processed tokens of other replies.
         busy_passes: Target passes with fewer CPU threads than usual, because other programs used the CPU.
     """
 

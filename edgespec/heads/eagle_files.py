@@ -173,7 +173,7 @@ def _shapes(
     states = fused // config.target_size
     if states < 1 or fused % config.target_size or len(config.layers or range(3)) != states:
         raise ValueError(
-            f"the tensor fc.weight reads {fused:,} values, which does not match the configured hidden states"
+            f"the tensor fc.weight has {fused:,} columns, which does not match the configured hidden states"
         )
     needed |= {
         "fc.weight": (size, fused),

@@ -56,7 +56,7 @@ class MethodResult:
         replies: Number of replies that were compared, or sampled in rejection mode.
         tokens: Number of tokens in these replies.
         target_passes: Number of target passes for these replies, excluding passes over the prompt.
-        shared_passes: Number of target passes that also ran tokens of other replies.
+        shared_passes: Number of target passes that also processed tokens of other replies.
         identical: Number of prompts whose replies are all identical to plain decoding.
         near_tie: Number of prompts whose replies differ, but only by differences that rounding can explain.
         violations: Number of prompts with a difference that rounding cannot explain, or a failed test.

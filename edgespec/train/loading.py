@@ -100,7 +100,7 @@ def find_draft(target: Resolved, reference: str, folder: Path, progress: Progres
         raise OptionError(
             f"the draft model {draft.name} is a GGUF model, but only MLX and Hugging Face models can be"
             " trained",
-            "pass an MLX or Hugging Face form of it with --draft",
+            "pass its MLX or Hugging Face version with --draft",
         )
     if folder.resolve() == draft.path.resolve():
         raise OptionError(
@@ -171,9 +171,9 @@ def _trainable(path: Path, name: str, weights: Path | None) -> Path:
 
 
 def _difference(path: Path, weights: Path) -> str:
-    """Describe how a GGUF model and another form of it differ, or return an empty string."""
+    """Describe how a GGUF model and another version of it differ, or return an empty string."""
     own, other = format_at(path).read_info(path), format_at(weights).read_info(weights)
-    # The layers of a GGUF model include those for multi-token prediction, which other forms do not count.
+    # The layers of a GGUF model include those for multi-token prediction, which other formats do not count.
     if not own.heads and 0 < own.layers != other.layers > 0:
         return f"it has {other.layers:,} layers, not {own.layers:,}"
     if 0 < own.hidden_size != other.hidden_size > 0:

@@ -15,7 +15,7 @@ LOCK_FILE = "lock"
 
 @contextmanager
 def lock_training(path: Path) -> Iterator[None]:
-    """Lock the folder of an unfinished training until the end of the block.
+    """Lock the folder of an unfinished training run until the end of the block.
 
     The operating system releases the lock when the process ends, even if it is killed.
 

@@ -1,4 +1,4 @@
-"""Save and restore the state of an unfinished training."""
+"""Save and restore the state of an unfinished training run."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ _BY_KEY = {action.key: action for action in ACTIONS}
 
 
 async def run(screen: ChatScreen, key: str) -> None:
-    """Run the action of a key on the selected message, if there is one."""
+    """Apply the action that is bound to a key to the selected message, if there is one."""
     message = screen.selected
     # A reply has no index until it has been generated completely, so it cannot be edited yet.
     if message is not None and message.place is not None:

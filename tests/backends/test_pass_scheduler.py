@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ class Passes:
     def __init__(self) -> None:
         self.ran: list[list[int]] = []
         self.sizes: list[int] = []
+        self.started_at: list[float] = []
         self.interrupted = threading.Event()
         self.blocked = threading.Event()
         self.blocked.set()
@@ -35,6 +37,7 @@ class Passes:
             self.interrupted.clear()
 
     def run(self, parts: Sequence[PassPart]) -> None:
+        self.started_at.append(time.perf_counter())
         self.ran.append(sorted(part.slot for part in parts))
         self.sizes.append(sum(len(part.tokens) for part in parts))
         assert self.blocked.wait(60)
@@ -98,11 +101,14 @@ def test_passes_stay_within_their_limits(passes: Passes) -> None:
 def test_a_reply_that_nobody_reads_is_waited_for_once(passes: Passes) -> None:
     with ThreadPoolExecutor() as pool:
         list(pool.map(passes.submit, range(2)))
-    started = time.perf_counter()
+    requested_at = []
     for _ in range(10):
+        requested_at.append(time.perf_counter())
         passes.submit(0)
     assert passes.ran[-10:] == [[0]] * 10
-    assert time.perf_counter() - started < 10 * PASS_SECONDS + 20 * PASS_SECONDS
+    waits = [start - request for start, request in zip(passes.started_at[-10:], requested_at, strict=True)]
+    # A few passes can start late on a busy machine.
+    assert statistics.median(waits) < PASS_SECONDS / 2
 
 
 def test_a_failed_part_raises_its_own_error(passes: Passes) -> None:

@@ -87,7 +87,7 @@ def test_weights_can_be_split_over_several_files(tmp_path: Path) -> None:
         ({"num_hidden_layers": 2}, "the head has 2 layers"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"vocab_size": 20}, "outside the vocabulary"),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, "fc.weight reads"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, "fc.weight has"),
         ({"eagle_aux_hidden_state_layer_ids": 3}, "."),
         ({"target_hidden_size": 33}, "."),
         ({"intermediate_size": 65}, "has shape"),
@@ -106,7 +106,7 @@ def test_impossible_settings_are_refused(tmp_path: Path, settings: dict[str, Any
     ("changes", "message"),
     [
         ({"norm.weight": None}, r"the tensor norm\.weight is missing"),
-        ({"fc.weight": None}, r"reads 0 values"),
+        ({"fc.weight": None}, r"has 0 columns"),
         ({"fc.weight": np.zeros(96, np.float32)}, r"has shape"),
         ({"fc.weight": np.zeros((), np.float32)}, "."),
         ({"extra.weight": np.zeros(3, np.float32)}, r"tensor extra\.weight is unknown"),

@@ -224,7 +224,7 @@ def _measured(weights: Any, options: LoadOptions) -> States:
 
 
 def measure_compressed_keys(weights: Any, options: LoadOptions) -> States:
-    """Measure the sizes of the KV cache of a model with compressed keys, without running any tokens."""
+    """Measure the KV cache sizes of a model with compressed keys. No tokens are processed."""
     sizes = []
     # The second context is the smallest one with a second block of keys for four tokens.
     for tokens in (BLOCK_TOKENS, BLOCK_TOKENS * (1 + _SHORT_RATIO)):

@@ -118,7 +118,7 @@ class Eagle1Head(CachedStateHeadView):
         start, visible = first, _ancestors(tree.parents)
         if first == 0:
             self._end_round()
-            # During warm-up, the root is run even though the target has not run any tokens.
+            # During warm-up, the root is processed even though the target has not processed any tokens.
             known = max(self.log.end - self._length, 0)
             start = self._known_nodes = sum(depth <= known for depth in tree.depths)
             self._run_nodes(tree, visible, (0, start), self._states_before(start))

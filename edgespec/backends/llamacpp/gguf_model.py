@@ -94,7 +94,7 @@ class GgufModel(BaseModel):
                 self._append(batch)
             except (BackendError, ContextFullError, CancelledError):
                 # Truncate the KV cells but not the logs of hidden states. After a rollback, a recurrent model
-                # runs tokens again whose hidden states are already known.
+                # processes tokens again whose hidden states are already known.
                 for cells in self._all_cells:
                     cells.truncate(self.length)
                 raise

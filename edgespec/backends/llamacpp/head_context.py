@@ -79,7 +79,7 @@ class HeadContext(LlamaContext):
         *,
         logits: bool = True,
     ) -> NDArray[np.float32]:
-        """Run tokens with the hidden states before them. See `run`. Without `logits`, returns no rows."""
+        """Process tokens with the hidden states before them. See `run`. Without `logits`, returns no rows."""
         # Request the rows of all tokens or of none. For many heads, llama.cpp would return the hidden states
         # of the first tokens instead of those of the requested tokens.
         self._pairs.put(tokens, positions, sequences, logits)

@@ -225,7 +225,7 @@ class LowerSplit:
         self._reset()
 
     def append(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Run tokens, keep them in the KV cache and return their hidden states, float32 [tokens, embd]."""
+        """Process tokens, add them to the KV cache and return their hidden states, float32 [tokens, embd]."""
         count, length = len(tokens), self.cells.length
         hidden = self._run(tokens, range(length, length + count), [(0,)] * count)
         self.cells.length += count

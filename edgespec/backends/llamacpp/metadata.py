@@ -66,7 +66,7 @@ def has_compressed_keys(weights: Any) -> bool:
 def sliding_window(weights: Any) -> int:
     """Return the size of the sliding attention window in tokens, or 0 if all layers use full attention."""
     if has_compressed_keys(weights):
-        # llama.cpp itself reports no window, because these layers cannot roll back within it.
+        # llama.cpp reports only windows within which the cache can roll back, so it reports none here.
         return int(architecture_metadata(weights, "attention.sliding_window") or 0)
     return int(library().llama_model_n_swa(weights))
 

@@ -89,7 +89,7 @@ class ChainedMtpHead(MtpHead):
 
     The first layer predicts the root's children in the draft tree, the second layer predicts their children,
     and so on. The last layer also predicts all deeper nodes. Layers cannot share keys and values, so every
-    layer runs all tokens.
+    layer processes all tokens.
     """
 
     _context: HeadContext

@@ -144,7 +144,7 @@ class PassScheduler:
         self._thread.start()
 
     def run(self, part: PassPart) -> PassPart:
-        """Run tokens in the next shared pass, and wait for it to end.
+        """Process tokens in the next shared pass, and wait for it to end.
 
         Raises:
             CancelledError: The reply in this slot was cancelled.

@@ -183,7 +183,7 @@ class ContextSlot(KvSequences):
     def run(
         self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[Sequence[int]]
     ) -> PassPart:
-        """Run tokens in the next shared pass, and return them with their logits.
+        """Process tokens in the next shared pass, and return them with their logits.
 
         Raises:
             CancelledError: `interrupt` was called.

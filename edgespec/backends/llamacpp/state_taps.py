@@ -42,7 +42,7 @@ class StateTaps:
         self._architecture = metadata(model, "general.architecture")
         self._has_layer_taps = layer_input_api() is not None and self._architecture in TAPPED_ARCHITECTURES
         self._layers, self._size = LayerTaps(size), size
-        # The numbers of the final hidden states that llama.cpp itself can copy.
+        # The indices of the final hidden states that llama.cpp itself can copy.
         self._final = _final_states(self._architecture or "", self._layer_count) if nextn_api() else ()
         self.hook = HiddenStateHook((), size)
         self._select(())
@@ -108,7 +108,7 @@ class StateTaps:
 
 
 def _final_states(architecture: str, layer_count: int) -> tuple[int, ...]:
-    """Return the numbers of the final hidden states that MTP heads read. Empty if there are no such heads."""
+    """Return the indices of the final hidden states that MTP heads read. Empty without MTP heads."""
     if architecture == ASSISTANT_TARGET:
         return (POST_NORM,)
     graph = MTP_GRAPHS.get(architecture)

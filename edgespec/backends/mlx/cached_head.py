@@ -107,7 +107,7 @@ class CachedHead(SelfDraftView["MlxModel"]):
         return self.log.end
 
     def start_at(self, position: int) -> None:
-        """Empty the KV cache, and let it begin at `position`. Tokens before `position` are never run."""
+        """Empty the KV cache. Its first token will be the one at `position`. Skip earlier tokens."""
         self._check()
         self._clear(position)
 

@@ -125,7 +125,7 @@ class EagleHead(CachedHead):
         """
         begin, ranges = first, []
         if first == 0:
-            # The root is run even before the target has run any tokens, to warm up.
+            # The root is processed even before the target has processed any tokens, to warm up.
             last = max(self.log.end, self._length)
             begin = self._known_nodes = sum(self._length + depth <= last for depth in self._round.depths)
             ranges.append((0, begin))

@@ -147,7 +147,7 @@ class MlxHeadTrainer(HeadGuesser):
 
 
 class HeadStudent:
-    """`Student` for a kind of head.
+    """The `Student` that trains a head of the given kind.
 
     Args:
         teacher: The target.

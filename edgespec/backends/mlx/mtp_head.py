@@ -19,7 +19,7 @@ class ChainedMtpHead(EagleHead):
 
     The first module predicts the root's children in the draft tree, the second one predicts their children,
     and so on. The last module also predicts all deeper nodes. Modules cannot share keys and values, so every
-    module runs all tokens.
+    module processes all tokens.
     """
 
     _network: MtpChain

@@ -52,7 +52,7 @@ class PassRunner:
 
     Invariants:
 
-    - Every pass uses `_forward`, which runs tokens after the cached ones, as laid out by the `PassLayout`.
+    - Every pass uses `_forward`. It processes tokens after the cached ones, as laid out by the `PassLayout`.
     - Every method starts its computation before it returns. MLX can evaluate an array only in the thread that
       created it, and the next call can come from another thread.
     - `committed` excludes rows from the current tree, and from early or interrupted passes. `end_round`
@@ -139,7 +139,7 @@ class PassRunner:
             self.end_round()
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Run tokens and add them to the caches. If MLX fails, raise BackendError and add none."""
+        """Process tokens and add them to the caches. If MLX fails, add none and raise BackendError."""
         self.layout.set_chain(self.length)
         try:
             _, states = self._forward_recorded(mx.array(list(tokens)))

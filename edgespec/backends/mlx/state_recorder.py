@@ -104,7 +104,7 @@ class StateRecorder:
 
         Args:
             position: Number of previously committed tokens.
-            passes: The hidden states of the passes that ran the tokens.
+            passes: The hidden states of the passes that processed the tokens.
             rows: The rows of the committed tokens in the concatenated hidden states of `passes`.
         """
         if len(rows):

@@ -27,4 +27,4 @@ class HeadState(Protocol):
         """Load a copy after the target has restored the same tokens. `tokens` are all tokens in its cache."""
 
     def needs_last_state(self, tokens: Sequence[int]) -> bool:
-        """Return whether the target must run the last of `tokens` again before the head can go on."""
+        """Return whether the head needs the target to process the last of `tokens` again."""
