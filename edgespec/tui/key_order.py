@@ -18,7 +18,9 @@ _MAX_WAIT_SECONDS = 1.0
 
 
 class KeyOrder:
-    """Holds each key until the widgets have handled the key before it. Owned by the app, used in its event loop.
+    """Holds each key until the widgets have handled the key before it. Owned by the app.
+
+    Used only in the event loop of the app.
 
     Textual sends a key to the widget that has the focus at that moment. A key that moves the focus or opens a
     dialog does so a little later. Without this class, the next keys of a fast typist reach the wrong widget.
@@ -55,7 +57,7 @@ class KeyOrder:
         return (self._app.focused or self._app.screen).ancestors_with_self
 
     async def _follow(self, key: object, path: deque[DOMNode], *, is_last: bool) -> None:
-        """Wait until each node of the path has handled the messages in its queue, one node after the other."""
+        """Wait until each node of the path, one after the other, has handled the messages in its queue."""
         while path:
             if path.popleft().call_later(self._follow, key, path, is_last=is_last):
                 return
