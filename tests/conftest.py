@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import platformdirs
@@ -16,6 +18,9 @@ from edgespec.backends.llamacpp.quantise import quantise
 from edgespec.catalog.catalogue import models_folder
 from edgespec.costs.target_costs import TargetCosts
 from edgespec.prepare.layerskip import prepare_layerskip
+
+if TYPE_CHECKING:
+    from edgespec.backends.mlx.model import MlxModel
 
 # A deadline per example fails on a busy machine without anything being wrong.
 hypothesis.settings.register_profile("edgespec", deadline=None)
@@ -74,6 +79,30 @@ def costs_are_measured_briefly() -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TargetCosts.remeasure, "__defaults__", (None, 0, 0.0))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def demo_models_are_probed_once() -> Iterator[None]:
+    """Test the capabilities of each MLX demo model once per process, because a test takes half a second."""
+    if find_spec("mlx") is None:
+        yield
+        return
+    from edgespec.backends.mlx import probe
+
+    results: dict[tuple[str, object], probe.ProbeResult] = {}
+    test = probe.probe
+
+    def probe_once(model: MlxModel) -> probe.ProbeResult:
+        if Path(model.facts.path).parent != models_folder():
+            return test(model)
+        key = model._fingerprint, model.facts.adapters
+        if key not in results:
+            results[key] = test(model)
+        return results[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(probe, "probe", probe_once)
         yield
 
 

@@ -144,7 +144,9 @@ class PairEstimator:
             role = "head" if len(pair.heads) == 1 else f"{option.method} head"
             items += create_items(role, estimate(option.head, pair.target.path, target.context_tokens))
         items += shared_items(sum(item.bytes for item in items), self._process_bytes, self._headroom_bytes)
-        return MemoryPlan(self._budget, target.context_tokens, target.kv_type, tuple(items))
+        return MemoryPlan(
+            self._budget, target.context_tokens, target.kv_type, tuple(items), machines=target.machines
+        )
 
     def _draft_items(self, choice: PlanChoice, options: LoadOptions, target_tokens: int) -> Sequence[Item]:
         draft, estimator = self._drafts[choice.draft_form]

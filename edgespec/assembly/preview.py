@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -12,12 +13,13 @@ from edgespec.assembly.load_request import LoadRequest
 from edgespec.assembly.pairing import find_pair, try_pair, with_own_adapters
 from edgespec.assembly.planning import LoadPlan, budget_for, plan_pair
 from edgespec.assembly.speed_prediction import SpeedPrediction, predict_pair
+from edgespec.assembly.worker_options import connect_workers
+from edgespec.assembly.worker_speed import SpreadPrediction, predict_spread
 from edgespec.backends.base import Progress
 from edgespec.backends.memory_estimate import Pool
 from edgespec.catalog import Resolved
 from edgespec.catalog.remote_header import resolve_head_metadata, resolve_metadata
 from edgespec.drafters.windowed import AttentionWindow
-from edgespec.errors import OptionError
 from edgespec.heap import address_space_is_limited
 from edgespec.memory import MemoryPlan, check_room_to_plan
 from edgespec.options import LoadArguments
@@ -40,10 +42,18 @@ class Preview:
         trained_context_tokens: Context length that the target was trained for. 0 if unknown.
         first_context_tokens: Initial context size, which grows on demand.
         draft_window: The draft model's attention window, or None if it sees the whole context.
-        prediction: The expected speed on this machine. None if `edgespec recommend` has not measured it.
+        prediction: The expected speed on this machine. None if `edgespec recommend` has not measured it, or
+            if the target is on several machines.
+        spread: The measured connections to the workers and the expected speed on several machines. None
+            without workers.
     """
 
-    def __init__(self, planned: LoadPlan, prediction: SpeedPrediction | None = None) -> None:
+    def __init__(
+        self,
+        planned: LoadPlan,
+        prediction: SpeedPrediction | None = None,
+        spread: SpreadPrediction | None = None,
+    ) -> None:
         pair = planned.pair
         self.target: str = pair.target.name
         self.draft: str | None = pair.draft.name if pair.draft else None
@@ -58,6 +68,7 @@ class Preview:
         self.first_context_tokens: int = planned.initial_context_tokens
         self.draft_window: AttentionWindow | None = planned.draft_window
         self.prediction: SpeedPrediction | None = prediction
+        self.spread: SpreadPrediction | None = spread
 
 
 def plan(
@@ -69,7 +80,8 @@ def plan(
 ) -> Preview:
     """Return what `load` would decide and how much memory it would use, without loading anything.
 
-    Downloads only the metadata of models that are not on this machine.
+    Downloads only the metadata of models that are not on this machine. With workers, it reserves them while
+    it plans, and measures the connections to them.
 
     Args:
         target: The model to run, as for `load`.
@@ -82,16 +94,11 @@ def plan(
             there is too little memory to read a model's metadata.
     """
     request = LoadRequest.read(target, draft, options)
-    if request.machines is not None:
-        raise OptionError(
-            "plan does not support --workers yet",
-            "omit it to see the memory of the whole model, or load the model, which also checks that it fits",
-        )
     check_room_to_plan()
     if address_space_is_limited():
         # Import the modules that `load` uses, so that the plan does not count their address space as free.
         import_module("edgespec.assembly.loading")
-    with tempfile.TemporaryDirectory(prefix="edgespec-") as folder:
+    with tempfile.TemporaryDirectory(prefix="edgespec-") as folder, ExitStack() as undo:
 
         def find(reference: str) -> Resolved:
             return resolve_metadata(reference, Path(folder), progress)
@@ -107,5 +114,12 @@ def plan(
             # With a limit of 0 bytes, the trial reads only the metadata.
             try_pair(pair, replace(load_options, memory_bytes=0), progress)
         budget = budget_for(pair.backends, request.drafting.arguments)
-        planned = plan_pair(pair, request.drafting, load_options, budget, request.plan)
-        return Preview(planned, predict_pair(planned.pair))
+        connected = connect_workers(request.machines, pair, load_options, undo)
+        planned = plan_pair(pair, request.drafting, connected, budget, request.plan)
+        if connected.workers is None:
+            return Preview(planned, predict_pair(planned.pair))
+        whole = plan_pair(pair, request.drafting, load_options, budget, request.plan)
+        spread = predict_spread(
+            planned.pair.target, connected.workers, planned.plan.machines, fits_here=whole.plan.fits
+        )
+        return Preview(planned, spread=spread)

@@ -11,6 +11,7 @@ __all__ = [
     "GPU",
     "MEMORY",
     "MODEL_MEMORY_KINDS",
+    "MachineShare",
     "MemoryEstimate",
     "MemoryEstimator",
     "MemoryPart",
@@ -46,12 +47,48 @@ class MemoryPart:
 
 
 @dataclass(frozen=True, slots=True)
+class MachineShare:
+    """The part of a target on one machine, if its layers are on several machines.
+
+    Attributes:
+        name: The worker's address, or `this machine`.
+        layers: Number of layers.
+        weight_bytes: Weights, which include the embedding and the output layer on this machine.
+        cache_bytes: KV cache.
+        compute_bytes: Maximum size of the compute buffers.
+        read_fraction: Fraction of the weights read by a pass that is in these layers.
+        can_hold_all: Whether all layers would fit on this machine. Always False for the target's own machine.
+    """
+
+    name: str
+    layers: int
+    weight_bytes: int
+    cache_bytes: int
+    compute_bytes: int
+    read_fraction: float
+    can_hold_all: bool = False
+
+    @property
+    def total_bytes(self) -> int:
+        """The memory that the target needs on this machine."""
+        return self.weight_bytes + self.cache_bytes + self.compute_bytes
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Estimated memory use of a model with a full context. `kv_type` is the data type of its KV cache."""
+    """Estimated memory use of a model with a full context.
+
+    Attributes:
+        context_tokens: Size of the context.
+        kv_type: Data type of the KV cache.
+        parts: The memory on this machine.
+        machines: The target's shares, this machine's first. Empty if it is on this machine only.
+    """
 
     context_tokens: int
     kv_type: str
     parts: tuple[MemoryPart, ...]
+    machines: tuple[MachineShare, ...] = ()
 
     def bytes_of(self, *kinds: ModelMemoryKind) -> int:
         """Return the estimated memory in bytes that the model uses for the given purposes."""

@@ -14,6 +14,7 @@ from edgespec.files import format_bytes
 
 if TYPE_CHECKING:
     from edgespec.assembly.preview import MemoryPlan, Pool, Preview
+    from edgespec.assembly.worker_speed import SpreadPrediction
 
 __all__ = ["bar", "picture"]
 
@@ -45,7 +46,7 @@ def picture(preview: Preview, requested_context_tokens: int | None = None) -> Re
         *(_line(f"head {name}") for name in preview.heads),
         _line(f"context {plan.context_tokens:,} tokens{_about_context(preview, requested_context_tokens)}"),
         _line(f"cache type {plan.kv_type}"),
-        _line(f"expected speed {_expected_speed(preview)}"),
+        *([] if preview.spread else [_line(f"expected speed {_expected_speed(preview)}")]),
     ]
     if preview.draft_window:
         parts.append(
@@ -57,6 +58,8 @@ def picture(preview: Preview, requested_context_tokens: int | None = None) -> Re
         more = f", plus up to {format_bytes(chats)} for the cache of earlier chats" if chats else ""
         parts += [Text(), bar(plan, pool), Text(f"{planned} {_POOLS[pool]}{more}", "bold")]
     parts += [Text(f"limit: {plan.budget.source}", "dim"), Text(), _items(plan)]
+    if preview.spread:
+        parts += [Text(), _machines(plan, preview.spread), Text(), *map(_line, _spread(preview.spread))]
     if plan.decisions:
         heading = "changed to save memory:" if plan.fits else "tried, but still too large:"
         lines = [f"{each.what} (frees {format_bytes(each.bytes)}): {each.why}" for each in plan.decisions]
@@ -122,6 +125,49 @@ def _items(plan: MemoryPlan) -> Table:
             f"{share:.1%}" if share < 10 else ">999%",
         )
     return table
+
+
+def _machines(plan: MemoryPlan, spread: SpreadPrediction) -> Table:
+    """Return a table of the machines that the layers are on."""
+    table = Table.grid(padding=(0, 2))
+    for column in ("left", *("right",) * 7):
+        table.add_column(justify="left" if column == "left" else "right")
+    table.add_row(
+        "", "layers", "weights", "cache", "compute", "total", "round trip", "bandwidth", style="bold"
+    )
+    for share, link in zip(plan.machines, (None, *spread.links), strict=True):
+        sizes = (share.weight_bytes, share.cache_bytes, share.compute_bytes, share.total_bytes)
+        table.add_row(
+            _line(share.name),
+            str(share.layers),
+            *map(format_bytes, sizes),
+            "" if link is None else f"{link.round_trip_seconds * 1e3:.2g} ms",
+            "" if link is None else f"{rate(link.bytes_per_second / 1e6)} MB/s",
+        )
+    return table
+
+
+def _spread(spread: SpreadPrediction) -> list[str]:
+    """Return sentences about the speed of a model on several machines."""
+    lines = [f"Sending the weights takes at least {rate(spread.send_seconds)} s, unless workers cached them."]
+    if spread.tokens_per_second is not None:
+        speed = rate(spread.tokens_per_second)
+        lines.append(f"Expected speed without drafting: about {speed} tokens per second.")
+    else:
+        lines.append(
+            f"The speed is unknown. Run `edgespec recommend` on {', '.join(spread.unmeasured)}, then start"
+            " the workers again."
+        )
+    lines += [
+        f"All layers on {name}: {rate(speed)} tokens per second." for name, speed in spread.alone.items()
+    ]
+    if spread.faster_alone == "this machine":
+        lines.append("This machine alone is faster. Omit --workers.")
+    elif spread.faster_alone:
+        lines.append(f"{spread.faster_alone} alone is faster. Name only this worker.")
+    elif spread.fits_here and "this machine" not in spread.alone:
+        lines.append("The model also fits on this machine alone.")
+    return lines
 
 
 def _label(name: str) -> str:

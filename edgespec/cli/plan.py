@@ -31,6 +31,7 @@ _WIDTH = 100
         "edgespec plan --target 70b-q4 --memory 48GiB",
         "edgespec plan --target 8b-q4 --draft 1b-q4 --context 32768 --prefer context",
         "edgespec plan --target 8b-q4 --method lowbit",
+        "edgespec plan --target 70b-q4 --workers 192.168.1.20:50052=16GiB,local=8GiB",
     ),
 )
 @json_option
@@ -39,7 +40,8 @@ def command(as_json: bool, **options: Any) -> int:
 
     Nothing is loaded or downloaded. If the model is not on this machine, edgespec reads its metadata from
     Hugging Face. Options that you set yourself are never reduced. The cache of earlier chats is listed
-    separately because it is freed when memory runs low. The exit status is 0 even if the model does not fit,
+    separately because it is freed when memory runs low. With --workers, each machine's part is listed, with
+    the speed of the connection to it. The exit status is 0 even if the model does not fit,
     so scripts should check `fits` in the --json output.
     """
     preview = interruptible(lambda stop: _preview(stop, options))
@@ -55,6 +57,7 @@ def command(as_json: bool, **options: Any) -> int:
             | {"heads": list(preview.heads)}
             | ({} if preview.heads else {"why_no_head": preview.why_no_head})
             | {"prediction": preview.prediction.to_json() if preview.prediction else None}
+            | ({"workers": preview.spread.to_json()} if preview.spread else {})
             | _window_json(preview)
             | ({"advice": preview.advice} if preview.advice else {})
         )

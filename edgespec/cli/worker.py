@@ -98,6 +98,7 @@ def _is_loopback(host: str) -> bool:
 
 def _serve(stop: Stop, host: str, port: int, options: dict[str, Any]) -> None:
     from edgespec import __version__
+    from edgespec.assembly.worker_speed import saved_speed_json
     from edgespec.cluster.weight_cache import WeightCache
     from edgespec.cluster.worker_server import WorkerServer
 
@@ -111,6 +112,7 @@ def _serve(stop: Stop, host: str, port: int, options: dict[str, Any]) -> None:
         if cache is None
         else WeightCache(cache_folder() / "workers", parse_size("--cache", cache)),
         threads=options["threads"],
+        speed=saved_speed_json(),
         note=note,
     )
     stop.on_request(server.close)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["LEAD", "MAX_STATUS_BYTES", "PROBE", "Device", "WorkerStatus"]
+__all__ = ["LEAD", "MAX_STATUS_BYTES", "MEASURE", "PROBE", "Device", "WorkerStatus"]
 
 # The first line of a connection. `PROBE` asks for the status only. `LEAD` also reserves the worker: after the
-# status, the worker sends a byte every second, until either side closes the connection.
+# status, the worker sends a byte every second, until either side closes the connection. After `MEASURE`, the
+# worker sends its status and answers the messages of `link_speed.py`.
 PROBE, LEAD = b"edgespec worker probe\n", b"edgespec worker lead\n"
+MEASURE = b"edgespec worker measure\n"
 MAX_STATUS_BYTES = 65536
 
 
@@ -33,6 +36,8 @@ class WorkerStatus:
         devices: The devices that the worker lends.
         memory_bytes: The memory that the worker offers, on all devices together.
         busy: Whether another target uses the worker.
+        speed: The measured speed of the machine, as written by `edgespec.assembly.worker_speed`. Empty if
+            it was not measured.
     """
 
     edgespec: str
@@ -41,14 +46,22 @@ class WorkerStatus:
     devices: tuple[Device, ...]
     memory_bytes: int
     busy: bool = False
+    speed: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return the status as values for JSON."""
-        return asdict(self)
+        return {
+            "edgespec": self.edgespec,
+            "llama_cpp": self.llama_cpp,
+            "protocol": self.protocol,
+            "devices": [asdict(device) for device in self.devices],
+            "memory_bytes": self.memory_bytes,
+            "busy": self.busy,
+        }
 
     def to_line(self) -> bytes:
         """Return the status as a line to send."""
-        return json.dumps(self.to_json()).encode() + b"\n"
+        return json.dumps({**self.to_json(), "speed": dict(self.speed)}).encode() + b"\n"
 
     @classmethod
     def from_json(cls, line: bytes) -> WorkerStatus:
@@ -63,6 +76,7 @@ class WorkerStatus:
                 devices=devices,
                 memory_bytes=int(given["memory_bytes"]),
                 busy=given["busy"] is True,
+                speed=dict(given["speed"]),
             )
         except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError("not a worker's status") from error

@@ -5,17 +5,19 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from edgespec.cluster.link import set_timeouts
+from edgespec.cluster.link_speed import answer_messages
 from edgespec.cluster.rpc_child import LOOPBACK, RpcChild
 from edgespec.cluster.rpc_probe import HELLO
-from edgespec.cluster.status import LEAD, PROBE, Device, WorkerStatus
+from edgespec.cluster.status import LEAD, MEASURE, PROBE, Device, WorkerStatus
 from edgespec.cluster.weight_cache import WeightCache
 from edgespec.errors import WorkerError
 
@@ -28,6 +30,10 @@ _MAX_CONNECTIONS = 16
 _RELAYED_BYTES = 1 << 20
 # The time that a new target waits while the worker notices that the last one closed its connection.
 _RELEASE_SECONDS = 5.0
+# A system that is short of memory can kill the RPC server while it starts.
+_START_ATTEMPTS = 3
+# How often a client that waits receives a space, which shows that the worker runs.
+_BEAT_SECONDS = 1.0
 # How often the server checks whether it was closed.
 _POLL_SECONDS = 0.2
 # Memory of the CPU that is not offered by default.
@@ -50,6 +56,7 @@ class WorkerServer:
         memory_bytes: The memory to offer, or None for the free memory.
         cache: Keeps received weights, or None to keep none.
         threads: Number of CPU threads, or None for the default.
+        speed: The measured speed of this machine. See `WorkerStatus`.
         note: Called with a line of text when a target comes or goes.
 
     Raises:
@@ -65,10 +72,11 @@ class WorkerServer:
         memory_bytes: int | None = None,
         cache: WeightCache | None = None,
         threads: int | None = None,
+        speed: Mapping[str, Any],
         note: Callable[[str], None],
     ) -> None:
         self._version, self._memory_bytes, self._threads = version, memory_bytes, threads
-        self._cache, self._note = cache, note
+        self._cache, self._speed, self._note = cache, speed, note
         self._lock = threading.Lock()
         self._released = threading.Condition(self._lock)
         self._leader: socket.socket | None = None
@@ -111,6 +119,7 @@ class WorkerServer:
             devices=tuple(map(Device, child.device_names, free)),
             memory_bytes=offered,
             busy=self._leader is not None,
+            speed=self._speed,
         )
 
     def serve(self) -> None:
@@ -154,6 +163,9 @@ class WorkerServer:
                     connection.sendall(self._status_line())
                 elif greeting == LEAD:
                     self._lead(connection)
+                elif greeting == MEASURE:
+                    connection.sendall(self._status_line())
+                    answer_messages(connection)
         except OSError:
             # The client went away, or sent nothing. A lost RPC server was reported to the target.
             return
@@ -166,15 +178,19 @@ class WorkerServer:
 
     def _lead(self, connection: socket.socket) -> None:
         """Reserve the worker for the client, until the client closes the connection."""
-        with self._lock:
+        # The lock is held while the RPC server of the previous target is replaced.
+        while not self._lock.acquire(timeout=_BEAT_SECONDS):
+            connection.sendall(b" ")
+        try:
             if self._leader is not None and _has_ended(self._leader):
                 self._released.wait(_RELEASE_SECONDS)
             is_busy = self._leader is not None
-            # The lock is held while the RPC server of the previous target is replaced.
             connection.sendall(self._status_line(busy=is_busy))
             if is_busy:
                 return
             self._leader = connection
+        finally:
+            self._lock.release()
         self._note("a model uses this worker")
         try:
             connection.settimeout(None)
@@ -191,10 +207,15 @@ class WorkerServer:
         self._child.close()
         if self._is_closed:
             return
-        try:
-            self._child = self._start_child()
-        except WorkerError as error:
-            self._failure, self._is_closed = error, True
+        for _ in range(_START_ATTEMPTS):
+            try:
+                self._child = self._start_child()
+            except WorkerError as error:
+                self._failure = error
+            else:
+                self._failure = None
+                return
+        self._is_closed = True
 
     def _forward_beats(self, child: RpcChild) -> None:
         """Forward the bytes of the RPC server to the target. When it ends, end the target's connection."""
@@ -254,7 +275,7 @@ def _copy(source: socket.socket, sink: socket.socket) -> None:
 
 def _greeting(connection: socket.socket) -> bytes:
     line = b""
-    while len(line) < max(len(PROBE), len(LEAD)) and not line.endswith(b"\n"):
+    while len(line) < max(len(PROBE), len(LEAD), len(MEASURE)) and not line.endswith(b"\n"):
         more = connection.recv(1)
         if not more:
             break

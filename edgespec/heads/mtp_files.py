@@ -16,7 +16,7 @@ import numpy as np
 
 from edgespec.errors import ModelFileError
 from edgespec.heads.stored_tensor import StoredTensor
-from edgespec.heads.tensor_files import read_folder_tensors, read_tensor_file
+from edgespec.heads.tensor_files import read_folder_tensors, read_tensor_files
 
 __all__ = ["MTP_MODELS", "QWEN_MODELS", "is_mtp_file", "mtp_files", "read_mtp"]
 
@@ -98,14 +98,12 @@ def read_mtp(folder: Path) -> list[dict[str, StoredTensor]]:
 
     A module predicts the next token from a token and the preceding hidden state. Qwen models have one module,
     which can contain several layers. Other models can have several modules, with one layer each. The weights
-    can be quantised.
+    can be quantised by MLX. FP8 weights are dequantised.
 
     Raises:
         ModelFileError: The folder contains no MTP module, or a module is damaged.
     """
-    stored = read_folder_tensors(folder)
-    for file in mtp_files(folder):
-        stored |= read_tensor_file(file)
+    stored = read_folder_tensors(folder) | read_tensor_files(*mtp_files(folder))
     for layout in _LAYOUTS:
         if modules := _modules(stored, layout):
             return [_checked(tensors, layout, folder) for tensors in modules]
@@ -116,12 +114,17 @@ def _checked(tensors: dict[str, StoredTensor], layout: _Layout, folder: Path) ->
     """Convert a module so that its `fc` reads the embedding first.
 
     Raises:
-        ModelFileError: A tensor is missing.
+        ModelFileError: A tensor is missing or cannot be dequantised.
     """
     for name in _NEEDED:
         if f"{name}.weight" not in tensors:
             original = next(each for each, renamed in layout.names.items() if renamed == name)
             raise _unusable(folder, f"the tensor {original}.weight is missing")
+    for name, one in tensors.items():
+        if one.dtype == "F8_E4M3":
+            raise _unusable(
+                folder, f"the scales of the FP8 tensor {name} are missing or have an unknown shape"
+            )
     if not layout.hidden_first:
         return tensors
     return {

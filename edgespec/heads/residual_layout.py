@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from edgespec.errors import CapabilityError, ModelFileError, shorten
 from edgespec.files import error_reason
 from edgespec.heads.stored_tensor import StoredTensor
-from edgespec.heads.tensor_files import read_tensor_file
+from edgespec.heads.tensor_files import read_tensor_files
 
 __all__ = [
     "RESIDUAL_METHODS",
@@ -186,7 +186,7 @@ class _NamedTensors:
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        self._tensors = read_tensor_file(file)
+        self._tensors = read_tensor_files(file)
 
     def numbers(self, before: str, after: str) -> list[int]:
         """Return every n with a tensor named `{before}{n}{after}`, in ascending order."""

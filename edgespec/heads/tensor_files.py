@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 
 from edgespec.errors import ModelFileError, shorten
 from edgespec.files import error_reason, regular_file_bytes
+from edgespec.heads.fp8_weights import dequantise_fp8
 from edgespec.heads.pickled_tensors import read_pickled_tensors
 from edgespec.heads.stored_tensor import ITEM_BYTES, StoredTensor, decode_elements
 
-__all__ = ["read_folder_tensors", "read_tensor_file"]
+__all__ = ["read_folder_tensors", "read_tensor_files"]
 
 # File name patterns of weights. Only files that match the first successful pattern are read, because some
 # publishers upload the same weights in both formats.
@@ -28,22 +29,26 @@ def read_folder_tensors(folder: Path) -> dict[str, StoredTensor]:
         ModelFileError: The folder contains no weights, or a file is missing, damaged or truncated.
     """
     for pattern in _PATTERNS:
-        tensors: dict[str, StoredTensor] = {}
-        for path in sorted(folder.glob(pattern)):
-            tensors |= read_tensor_file(path)
-        if tensors:
+        if tensors := read_tensor_files(*sorted(folder.glob(pattern))):
             return tensors
     raise ModelFileError(
         f"{folder} contains no weights (*.safetensors or pytorch_model*.bin)", "download the head again"
     )
 
 
-def read_tensor_file(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors in a safetensors or PyTorch file by name.
+def read_tensor_files(*paths: Path) -> dict[str, StoredTensor]:
+    """Return the tensors in safetensors or PyTorch files by name. FP8 weights are dequantised.
 
     Raises:
-        ModelFileError: The file is missing, damaged or truncated.
+        ModelFileError: A file is missing, damaged or truncated.
     """
+    tensors: dict[str, StoredTensor] = {}
+    for path in paths:
+        tensors |= _read_file(path)
+    return dequantise_fp8(tensors)
+
+
+def _read_file(path: Path) -> dict[str, StoredTensor]:
     if path.suffix != ".safetensors":
         return read_pickled_tensors(path)
     from gguf.utility import SafetensorsLocal  # Imported lazily because importing gguf takes 0.2 seconds.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from edgespec.backends.memory_estimate import MemoryEstimate, ModelMemoryKind, Pool
+from edgespec.backends.memory_estimate import MachineShare, MemoryEstimate, ModelMemoryKind, Pool
 from edgespec.memory.budget import Budget
 
 __all__ = ["Decision", "Item", "ItemKind", "MemoryPlan", "create_items", "shared_items"]
@@ -56,6 +56,7 @@ class MemoryPlan:
         items: All planned memory except the prefix cache, which is dropped on demand.
         decisions: Reductions that the planner made to fit the items.
         prefix_cache_bytes: Size limit of the prefix cache, which uses memory left over by the items.
+        machines: The target's shares on several machines, this machine's first. Empty without workers.
     """
 
     budget: Budget
@@ -64,6 +65,7 @@ class MemoryPlan:
     items: tuple[Item, ...]
     decisions: tuple[Decision, ...] = ()
     prefix_cache_bytes: int = 0
+    machines: tuple[MachineShare, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -112,7 +114,19 @@ class MemoryPlan:
             "decisions": [
                 {"what": each.what, "why": each.why, "bytes": each.bytes} for each in self.decisions
             ],
+            **({"machines": [_share_json(share) for share in self.machines]} if self.machines else {}),
         }
+
+
+def _share_json(share: MachineShare) -> dict[str, Any]:
+    return {
+        "name": share.name,
+        "layers": share.layers,
+        "weight_bytes": share.weight_bytes,
+        "cache_bytes": share.cache_bytes,
+        "compute_bytes": share.compute_bytes,
+        "total_bytes": share.total_bytes,
+    }
 
 
 def create_items(role: str, estimate: MemoryEstimate) -> tuple[Item, ...]:

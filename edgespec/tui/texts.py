@@ -280,6 +280,10 @@ def _plan_rows(plan: MemoryPlan | None) -> list[tuple[str, str]]:
         for pool in plan.pools
     ]
     rows.append(("limit set by", plan.budget.source))
+    rows += [
+        (f"on {share.name}", f"{count(share.layers, 'layer')}, {format_bytes(share.total_bytes)}")
+        for share in plan.machines[1:]
+    ]
     return [*rows, *(("left out", f"{each.what}: {each.why}") for each in plan.decisions)]
 
 

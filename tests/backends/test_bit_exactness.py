@@ -177,6 +177,7 @@ def _found(target: Path | str, **options: Any) -> BitExactPasses:
             return find_bit_exact_passes(model)
 
 
+@pytest.mark.long
 def test_llama_cpp_has_one_kernel_for_bf16_values_and_several_for_f16() -> None:
     """What the README says of caches, as this processor computes it."""
     assert _found("demo", kv_type="f16/bf16").prefill

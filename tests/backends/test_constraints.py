@@ -32,7 +32,7 @@ def satisfies(model: LanguageModel, tokens: Sequence[int]) -> bool:
     return bool(re.fullmatch(b"((a|b|cd){2}e?f)*((a|b|cd)?(a|b|cd|c)?|(a|b|cd){2}e)", text))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8, pytest.param(1.2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("temperature", [0.8, *(pytest.param(t, marks=pytest.mark.long) for t in (0.0, 1.2))])
 def test_replies_are_those_of_plain_decoding(exact_model: LanguageModel, temperature: float) -> None:
     model = exact_model
     prompt, processors = tokens_for(model, 20), constrained(model)
@@ -51,7 +51,7 @@ def test_replies_are_those_of_plain_decoding(exact_model: LanguageModel, tempera
         drafter.close()
 
 
-@pytest.mark.parametrize("branches", [(), (3, 2)])
+@pytest.mark.parametrize("branches", [pytest.param((), marks=pytest.mark.long), (3, 2)])
 def test_rejection_mode_satisfies_the_constraint(
     exact_model: LanguageModel, branches: tuple[int, ...]
 ) -> None:

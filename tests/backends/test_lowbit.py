@@ -111,7 +111,7 @@ actions = st.lists(
 
 
 class TestCopiedCells:
-    @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(actions, st.sampled_from([None, 1, 7, 40]), st.integers(0, 5))
     def test_cells_match_after_any_history(
         self, pair: Pair, history: list[Action], window: int | None, sinks: int

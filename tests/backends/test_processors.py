@@ -114,7 +114,7 @@ def exact_model(model: LanguageModel) -> LanguageModel:
     return model
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.long), 0.8])
 def test_an_unknown_processor_is_applied_with_and_without_drafts(
     exact_model: LanguageModel, temperature: float
 ) -> None:

@@ -64,7 +64,7 @@ def changing_threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return used
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.long), 0.8])
 def test_replies_do_not_depend_on_the_threads(changing_threads: list[int], temperature: float) -> None:
     with edgespec.load("demo", "none", threads=1, method="none") as fixed:
         expected = fixed.generate("Write a list", max_tokens=16, seed=3, temperature=temperature)

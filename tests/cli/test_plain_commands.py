@@ -218,7 +218,7 @@ def configure(config: Path) -> None:
     ("answers", "calls", "questions", "results"),
     [
         (["maybe", "yes", "no"], 2, 2, ["returned", "failed. The user does not allow this call."]),
-        (["chat"], 2, 1, ["returned"]),
+        pytest.param(["chat"], 2, 1, ["returned"], marks=pytest.mark.long),
         (["always"], 2, 1, ["returned"]),
     ],
 )
@@ -250,7 +250,10 @@ def test_a_tool_is_called_after_a_typed_answer(
     assert ("allow = " in servers_path().read_text()) == (answers == ["always"])
 
 
-@pytest.mark.parametrize("answers", [["stop", "/continue", "yes"], ["stop", "Never mind."], []])
+@pytest.mark.parametrize(
+    "answers",
+    [["stop", "/continue", "yes"], pytest.param(["stop", "Never mind."], marks=pytest.mark.long), []],
+)
 def test_a_stopped_call_is_not_made(start: Start, tmp_path: Path, config: Path, answers: list[str]) -> None:
     configure(config)
     _, err = typed(start, tmp_path, ["Is red warm?", *answers], "good_colour", code=WITH_TOOLS)

@@ -111,6 +111,7 @@ def test_the_help_is_about_one_kind(run: Run, kind: str) -> None:
     assert ("EAGLE" in shown, "converted to GGUF" in shown) == (kind == "eagle3", kind == "eagle3")
 
 
+@pytest.mark.long
 def test_medusa_heads_are_trained_and_used(
     run: Run, arguments: list[str], model: Path, tmp_path: Path
 ) -> None:

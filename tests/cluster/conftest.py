@@ -17,6 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
+from edgespec.cluster.rpc_probe import HELLO
+
 
 class Worker:
     """An `edgespec worker` process."""
@@ -77,6 +79,32 @@ def workers() -> Iterator[tuple[Worker, Worker]]:
     yield pair
     for each in pair:
         each.close()
+
+
+@pytest.fixture
+def unconnected() -> Iterator[Callable[[int], int]]:
+    """Start a proxy for a worker's port that closes all connections of llama.cpp, and return its port."""
+    servers: list[socket.socket] = []
+
+    def start(port: int) -> int:
+        servers.append(socket.create_server(("127.0.0.1", 0)))
+
+        def serve(server: socket.socket) -> None:
+            with suppress(OSError):
+                while True:
+                    client, _ = server.accept()
+                    if client.recv(1, socket.MSG_PEEK) == bytes([HELLO]):
+                        client.close()
+                    else:
+                        threading.Thread(target=_forward, args=(client, port, 0.0), daemon=True).start()
+
+        threading.Thread(target=serve, args=(servers[-1],), daemon=True).start()
+        return int(servers[-1].getsockname()[1])
+
+    yield start
+    for server in servers:
+        server.shutdown(socket.SHUT_RDWR)
+        server.close()
 
 
 @pytest.fixture

@@ -140,6 +140,16 @@ def test_a_lost_worker_is_an_error_that_keeps_the_text(
             worker.rpc_server.resume()
 
 
+def test_a_connection_that_fails_does_not_block_later_models(
+    workers: tuple[Worker, Worker], unconnected: Callable[[int], int], local_tokens: list[list[int]]
+) -> None:
+    """llama.cpp then holds a lock forever that each connection needs."""
+    for _ in range(2):
+        with pytest.raises(WorkerLostError, match="the connection to a worker broke"):
+            tokens(f"127.0.0.1:{unconnected(workers[0].port)}")
+        assert tokens(workers[0].address) == local_tokens
+
+
 def test_the_command_line_prints_one_error_and_the_text_so_far(
     start_worker: Callable[..., Worker], delayed: Callable[[int, float], int]
 ) -> None:
@@ -203,9 +213,7 @@ def test_options_that_workers_do_not_support_are_refused(options: LoadArguments)
         edgespec.load("demo", **options)
 
 
-def test_plan_and_models_in_other_formats_refuse_workers() -> None:
-    with pytest.raises(OptionError, match="plan does not support --workers yet"):
-        edgespec.plan("demo", workers="127.0.0.1:1")
+def test_models_in_other_formats_refuse_workers() -> None:
     with pytest.raises(OptionError, match="not a GGUF model"):
         edgespec.load(str(models_folder() / "demo-mlx"), None, workers="127.0.0.1:1")
 

@@ -39,11 +39,14 @@ def low_bit(target: LanguageModel, copy: Path, how: str) -> Drafter:
 
 
 @pytest.mark.parametrize("how", ["chain", "tree", "window 16", "window 64", "with ngram"])
-def test_replies_are_identical(target: LanguageModel, low_bit_copy: Path, how: str) -> None:
+@pytest.mark.parametrize("temperatures", [(0.0, 0.8), pytest.param((1.2,), marks=pytest.mark.long)], ids=str)
+def test_replies_are_identical(
+    target: LanguageModel, low_bit_copy: Path, how: str, temperatures: tuple[float, ...]
+) -> None:
     drafter = low_bit(target, low_bit_copy, how)
     runtime = with_drafter(target, drafter)
     for prompt in (HOWTO, REPEATS, LONG):
-        for temperature in (0.0, 0.8):
+        for temperature in temperatures:
             options: dict[str, Any] = {"seed": 5, "max_tokens": 24, "temperature": temperature}
             plain = runtime.generate(prompt, method="none", **options)
             for draft_length in (1, 4):

@@ -132,10 +132,10 @@ def test_quantised_heads_are_refused(tmp_path: Path) -> None:
     folder = write_head(tmp_path / "head", vocab=VOCAB, changes=changes)
     with pytest.raises(ModelFileError, match="not an EAGLE head that edgespec supports"):
         read_eagle(folder)
-    header = json.dumps({"a": {"dtype": "F8_E4M3", "shape": [2], "data_offsets": [0, 2]}}).encode()
+    header = json.dumps({"a": {"dtype": "F8_E5M2", "shape": [2], "data_offsets": [0, 2]}}).encode()
     content = len(header).to_bytes(8, "little") + header + bytes(2)
     (folder / "model.safetensors").write_bytes(content)
-    with pytest.raises(ModelFileError, match="type F8_E4M3"):
+    with pytest.raises(ModelFileError, match="type F8_E5M2"):
         read_eagle(folder)
 
 

@@ -317,7 +317,7 @@ class TestOptions:
         assert sorted(set(fractions)) == pytest.approx([done / replies for done in range(replies + 1)])
 
 
-@pytest.mark.parametrize(("acceptance", "every"), [("invariant", 12), ("rejection", 18)])
+@pytest.mark.parametrize(("acceptance", "every"), [("invariant", 24), ("rejection", 36)])
 def test_the_demo_pair(acceptance: str, every: int) -> None:
     with edgespec.load("demo") as pair:
         report = verify(

@@ -32,7 +32,7 @@ def no_garbage_collection() -> Iterator[None]:
     [
         ("demo", "rt.chat().stream('hi')"),
         ("demo", "rt.stream('hi')"),
-        ("demo", "chat.stream('hi')"),
+        pytest.param("demo", "chat.stream('hi')", marks=pytest.mark.long),
         ("demo-mlx-draft", "rt.stream('hi')"),
         pytest.param("demo-mlx-draft", "rt.chat().stream('hi')", marks=pytest.mark.long),
         pytest.param("demo-mlx-draft", "chat.stream('hi')", marks=pytest.mark.long),

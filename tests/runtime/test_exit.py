@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.cases import covering
+
 _QUEUE = """
 queue = edgespec.RequestQueue(runtime)
 next(queue.stream("Tell me about files.", max_tokens=400))
@@ -37,8 +39,7 @@ sys.exit(3)
 """
 
 
-@pytest.mark.parametrize("name", ["demo", "demo-mlx"])
-@pytest.mark.parametrize("reply", [_QUEUE, _THREAD], ids=["queue", "thread"])
+@pytest.mark.parametrize(("name", "reply"), covering(("demo", "demo-mlx"), (_QUEUE, _THREAD)))
 def test_the_thread_that_reads_a_reply_closes_the_model(name: str, reply: str) -> None:
     program = _PROGRAM.format(name=name, reply=reply)
     done = subprocess.run(

@@ -68,7 +68,7 @@ def test_reply_after_an_interrupt_equals_a_fresh_one(
     chance = random.Random(0)
     history = [chance.randrange(3, 200) for _ in range(40)]
     interrupted = 0
-    for attempt in range(28):
+    for attempt in range(14):
         options: dict[str, Any] = {
             "max_tokens": 12,
             "temperature": chance.choice([0.0, 0.8]),
@@ -92,4 +92,4 @@ def test_reply_after_an_interrupt_equals_a_fresh_one(
         assert list(said)
         assert list(fresh)
         assert said.reply.tokens == fresh.reply.tokens
-    assert interrupted > 10
+    assert interrupted > 5

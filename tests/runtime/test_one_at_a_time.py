@@ -116,7 +116,9 @@ class TestClosing:
         thread.join(60)
         assert ended in (["closed"], ["done"])
 
-    @pytest.mark.parametrize("delay", [0.0, 0.03, 0.06])
+    @pytest.mark.parametrize(
+        "delay", [0.03, *(pytest.param(seconds, marks=pytest.mark.long) for seconds in (0.0, 0.06))]
+    )
     def test_a_program_may_end_while_a_thread_still_decodes(self, delay: float) -> None:
         code = f"""
 import threading, time, edgespec

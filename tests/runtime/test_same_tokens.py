@@ -70,7 +70,7 @@ class TestTheSameTokens:
                     plain(HOWTO, **options),
                 )
 
-    @pytest.mark.parametrize("temperature", [0.0, 0.8])
+    @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.long), 0.8])
     def test_lengths_at_which_attention_changes_its_kernel(
         self, demo: Runtime, plain: Callable[..., Reply], temperature: float
     ) -> None:

@@ -61,7 +61,7 @@ def target(model: Path) -> Iterator[TrainingTarget]:
 
 
 @pytest.fixture(scope="session")
-def train(target: TrainingTarget) -> Iterator[Train]:
+def train(target: TrainingTarget) -> Train:
     """Train a head on short replies to 12 prompts, which takes a few seconds."""
 
     def train(
@@ -78,13 +78,16 @@ def train(target: TrainingTarget) -> Iterator[Train]:
 
         settings = TrainingSettings(method, target.identity, tokens, "test")
         student = target.teacher.head(method)
-        return train_drafter(
-            replace(target, gguf=gguf), student, settings, PROMPTS, folder, progress or Stops(), announce
-        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("edgespec.train.writing._MAX_REPLY_TOKENS", 40)
+            # Measure the speed in a short trial.
+            patch.setattr("edgespec.train.timing._TRIAL_CONVERSATIONS", (1,))
+            patch.setattr("edgespec.train.timing._TRIAL_TOKENS", 4)
+            return train_drafter(
+                replace(target, gguf=gguf), student, settings, PROMPTS, folder, progress or Stops(), announce
+            )
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("edgespec.train.writing._MAX_REPLY_TOKENS", 40)
-        yield train
+    return train
 
 
 @pytest.fixture(scope="session")

@@ -117,7 +117,11 @@ SCENES: dict[str, Callable[[Driver], Awaitable[None]]] = {
 
 
 @pytest.mark.parametrize("scene", SCENES)
-@pytest.mark.parametrize("size", [(40, 20), (80, 24), (200, 60)], ids=lambda s: f"{s[0]}x{s[1]}")
+@pytest.mark.parametrize(
+    "size",
+    [(40, 20), (80, 24), pytest.param((200, 60), marks=pytest.mark.long)],
+    ids=lambda s: f"{s[0]}x{s[1]}",
+)
 async def test_the_screen(tmp_path: Path, scene: str, size: tuple[int, int]) -> None:
     save_chats(tmp_path)
     texts = (MARKDOWN, "Use `du -a | sort -n`.", "Use `ls -lS`.")

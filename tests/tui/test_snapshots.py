@@ -65,7 +65,11 @@ SCENES = {
 
 
 @pytest.mark.parametrize("scene", SCENES)
-@pytest.mark.parametrize("size", [(80, 24), (40, 20), (120, 40)], ids=lambda s: f"{s[0]}x{s[1]}")
+@pytest.mark.parametrize(
+    "size",
+    [(80, 24), (40, 20), pytest.param((120, 40), marks=pytest.mark.long)],
+    ids=lambda s: f"{s[0]}x{s[1]}",
+)
 async def test_the_screen(tmp_path: Path, scene: str, size: tuple[int, int]) -> None:
     runtime = ScriptedRuntime(target=facts("demo", notice=NOTICE))
     if scene == "trouble":

@@ -15,7 +15,16 @@ from edgespec.backends.gguf_header import read_header
 from edgespec.backends.gguf_metadata import tensor_bytes
 from edgespec.backends.llamacpp.native import ggml, library
 
-__all__ = ["Card", "cards", "device_split", "has_own_memory", "in_main_memory", "layer_bytes", "on_cpu"]
+__all__ = [
+    "Card",
+    "cards",
+    "device_split",
+    "has_own_memory",
+    "in_main_memory",
+    "layer_bytes",
+    "on_cpu",
+    "read_bytes",
+]
 
 _GPU = 1
 _LAYER = re.compile(r"blk\.(\d+)\.")
@@ -109,6 +118,17 @@ def layer_bytes(path: str) -> list[int]:
         if match := _LAYER.match(name):
             sizes[int(match[1])] = sizes.get(int(match[1]), 0) + size_bytes
     return [sizes.get(layer, 0) for layer in range(max(sizes, default=-1) + 1)]
+
+
+def read_bytes(path: str) -> int:
+    """Return the weight bytes that a pass reads: all of them, except a separate token embedding.
+
+    Raises:
+        ModelFileError: See `layer_bytes`.
+    """
+    tensors = dict(_tensor_bytes(path))
+    unread = tensors.get("token_embd.weight", 0) if "output.weight" in tensors else 0
+    return sum(tensors.values()) - unread
 
 
 @cache

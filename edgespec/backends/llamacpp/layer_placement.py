@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
-from edgespec.backends.llamacpp.devices import layer_bytes
+from edgespec.backends.llamacpp.devices import layer_bytes, read_bytes
+from edgespec.backends.memory_estimate import MachineShare
 from edgespec.cluster.connected import ConnectedWorkers
 from edgespec.cluster.layer_split import split_layers
+from edgespec.cluster.link import Link
 from edgespec.errors import MemoryBudgetError
 from edgespec.files import format_bytes
 
@@ -21,14 +24,24 @@ class LayerPlacement:
     Attributes:
         local: Number of layers on this machine, which are the first ones.
         remote: Number of layers on each device of the workers, in the order of the workers.
-        remote_weight_bytes: Weights on the workers.
-        remote_cache_bytes: KV cache on the workers.
+        workers: The share of each worker.
+        local_fraction: Fraction of the weights read by a pass that is in the layers on this machine.
     """
 
     local: int
     remote: tuple[int, ...]
-    remote_weight_bytes: int
-    remote_cache_bytes: int
+    workers: tuple[MachineShare, ...]
+    local_fraction: float
+
+    @property
+    def remote_weight_bytes(self) -> int:
+        """Weights on the workers."""
+        return sum(share.weight_bytes for share in self.workers)
+
+    @property
+    def remote_cache_bytes(self) -> int:
+        """KV cache on the workers."""
+        return sum(share.cache_bytes for share in self.workers)
 
 
 def place_layers(
@@ -49,8 +62,10 @@ def place_layers(
     """
     weights = layer_bytes(path)
     cache_per_layer = -(-cache_bytes // max(1, len(weights)))
-    capacities = [workers.local_bytes, *(room - compute_bytes for room in _device_rooms(workers))]
-    counts = split_layers([size + cache_per_layer for size in weights], capacities)
+    layers = [size + cache_per_layer for size in weights]
+    rooms = [[room - compute_bytes for room in _device_rooms(link)] for link in workers.links]
+    capacities = [workers.local_bytes, *chain.from_iterable(rooms)]
+    counts = split_layers(layers, capacities)
     if counts is None:
         needed = sum(weights) + cache_bytes + compute_bytes * (len(capacities) - 1)
         offered = workers.local_bytes + sum(link.memory_bytes for link in workers.links)
@@ -60,15 +75,26 @@ def place_layers(
             "add workers, ask for more memory, or use a smaller --context or quantisation",
         )
     local, *remote = counts
-    return LayerPlacement(
-        local, tuple(remote), sum(weights[local:]), cache_per_layer * (len(weights) - local)
-    )
+    shares, first, device, read = [], local, 0, max(1, read_bytes(path))
+    for link, capacity in zip(workers.links, rooms, strict=True):
+        own = remote[device : device + len(capacity)]
+        size = sum(weights[first : first + sum(own)])
+        shares.append(
+            MachineShare(
+                str(link.address),
+                sum(own),
+                size,
+                cache_per_layer * sum(own),
+                compute_bytes * sum(map(bool, own)),
+                size / read,
+                can_hold_all=split_layers(layers, capacity) is not None,
+            )
+        )
+        first, device = first + sum(own), device + len(capacity)
+    return LayerPlacement(local, tuple(remote), tuple(shares), sum(weights[:local]) / read)
 
 
-def _device_rooms(workers: ConnectedWorkers) -> Sequence[int]:
+def _device_rooms(link: Link) -> Sequence[int]:
     """Return the memory to use on each device. A worker's devices share its limit by their free memory."""
-    rooms = []
-    for link in workers.links:
-        free = [device.free_bytes for device in link.status.devices]
-        rooms += [min(each, link.memory_bytes * each // max(1, sum(free))) for each in free]
-    return rooms
+    free = [device.free_bytes for device in link.status.devices]
+    return [min(each, link.memory_bytes * each // max(1, sum(free))) for each in free]

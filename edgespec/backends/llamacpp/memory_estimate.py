@@ -41,7 +41,7 @@ from edgespec.backends.llamacpp.mtp_files import unloaded_bytes
 from edgespec.backends.llamacpp.native import captured_log, library
 from edgespec.backends.llamacpp.resizing import longrope_switch_tokens
 from edgespec.backends.llamacpp.shared_context import check_slots, why_not_shared
-from edgespec.backends.memory_estimate import GPU, MemoryEstimate, MemoryPart
+from edgespec.backends.memory_estimate import GPU, MachineShare, MemoryEstimate, MemoryPart
 from edgespec.errors import CapabilityError
 from edgespec.heap import release_free_memory
 
@@ -191,15 +191,24 @@ class GgufMemoryEstimator:
                 f"{self.name} has recurrent layers, which workers do not support", "omit --workers"
             )
         placed = place_layers(self._path, self.name, options.workers, cache_bytes, compute_bytes)
+        here = MachineShare(
+            "this machine",
+            placed.local,
+            library().llama_model_size(weights) - placed.remote_weight_bytes,
+            cache_bytes - min(cache_bytes, placed.remote_cache_bytes),
+            compute_bytes,
+            placed.local_fraction,
+        )
         parts = (
-            MemoryPart("weights", library().llama_model_size(weights) - placed.remote_weight_bytes),
-            MemoryPart("cache", cache_bytes - min(cache_bytes, placed.remote_cache_bytes)),
-            MemoryPart("compute", compute_bytes),
+            MemoryPart("weights", here.weight_bytes),
+            MemoryPart("cache", here.cache_bytes),
+            MemoryPart("compute", here.compute_bytes),
             MemoryPart("output", output_bytes),
             MemoryPart("vocabulary", vocabulary_size(weights) * _TOKEN_BYTES),
         )
         present = tuple(part for part in parts if part.bytes)
-        return MemoryEstimate(plan.share.tokens, plan.kv_types.text, present)
+        machines = (here, *placed.workers)
+        return MemoryEstimate(plan.share.tokens, plan.kv_types.text, present, machines)
 
     def placement(self, options: LoadOptions) -> LayerPlacement:
         """Return the devices of the layers for load options with workers. Raises MemoryBudgetError."""

@@ -45,7 +45,8 @@ class WeightSizes(NamedTuple):
     """Sizes used to decide whether to widen 16-bit weights to float32.
 
     Attributes:
-        tensor_bytes: Size in bytes of all weights as stored, including those added for low-bit drafting.
+        tensor_bytes: Size in bytes of all weights, including those added for low-bit drafting. FP8 weights
+            count as the 16-bit weights that mlx-lm converts them to.
         half_bytes: Size of the 16-bit weights, in bytes.
         kv_elements_per_token: Number of array elements in the KV caches per token.
         trained_context_tokens: Context length that the model was trained for; 0 if unknown.
@@ -130,10 +131,12 @@ def read_skeleton(path: str, name: str, options: LoadOptions) -> ModelSkeleton:
         vocab_size, caches = trace_one_token(model)
         quantisation = _describe_quantisation(model, config, by_dtype)
         parameters = mlx_lm_utils().get_total_parameters(model)
+        weights = [array for _, array in named_arrays(model.parameters())]
+        half_types = (mlx_core().float16, mlx_core().bfloat16)
         low_bits = _install_low_bits(model) if options.low_bits else None
         sizes = WeightSizes(
-            by_dtype.total() + (low_bits.nbytes if low_bits else 0),
-            by_dtype["F16"] + by_dtype["BF16"],
+            sum(array.nbytes for array in weights) + (low_bits.nbytes if low_bits else 0),
+            sum(array.nbytes for array in weights if array.dtype in half_types),
             _kv_elements(caches),
             trained_context(config),
         )

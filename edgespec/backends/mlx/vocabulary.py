@@ -206,7 +206,9 @@ def _byte_level_bytes(text: str) -> bytes:
     """Decode a token from GPT-2's byte alphabet. Characters outside it are handled as in llama.cpp."""
     alphabet = _byte_alphabet()
     return b"".join(
-        alphabet.get(character, f"[UNK_BYTE_0x{character.encode().hex()}{text}]".encode())
+        alphabet[character]
+        if character in alphabet
+        else f"[UNK_BYTE_0x{character.encode().hex()}{text}]".encode()
         for character in text
     )
 

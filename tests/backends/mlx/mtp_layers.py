@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from tests.backends.mlx.tiny_checkpoints import configuration, write_checkpoint
+from tests.safetensors_files import write_safetensors
 
 
 def write_mtp_layer(folder: Path, *, fused: bool = False, **changes: NDArray[Any] | None) -> Path:
@@ -82,10 +83,10 @@ NUMBERED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def write_numbered_mtp_layer(folder: Path, kind: str) -> Path:
+def write_numbered_mtp_layer(folder: Path, kind: str, **settings: Any) -> Path:
     """Write a tiny model with an MTP layer, named as in the original models, that repeats its last layer."""
     base, changes = NUMBERED[kind]
-    write_checkpoint(folder, base, config=changes)
+    write_checkpoint(folder, base, config=changes | settings)
     config = json.loads((folder / "config.json").read_text())
     size, last = config["hidden_size"], config["num_hidden_layers"] - 1
     layer = {
@@ -194,3 +195,45 @@ def repeat_layer(folder: Path, prefix: str, copies: int, *, neutral: bool = Fals
                 weights[renamed] = mx.zeros_like(weight) if zero else weight
     mx.save_safetensors(str(folder / "mtp.safetensors"), weights)
     return folder
+
+
+def write_fp8_model(folder: Path, kind: str, *, dequantised: bool) -> Path:
+    """Write a tiny model with an MTP layer, both in FP8 with a scale for each block of 128 x 128 weights.
+
+    Args:
+        folder: The folder to write.
+        kind: One of `NUMBERED`.
+        dequantised: Whether to write the rounded weights in BF16 instead. Drafts and replies are the same.
+    """
+    write_numbered_mtp_layer(folder, kind, moe_intermediate_size=160, intermediate_size=160)
+    for file in (folder / "model.safetensors", folder / "mtp.safetensors"):
+        tensors = load_file(file)
+        if file.stem == "model":
+            tensors = _as_published(tensors)
+        _write_fp8(file, tensors, dequantised=dequantised)
+    return folder
+
+
+def _write_fp8(file: Path, tensors: dict[str, NDArray[Any]], *, dequantised: bool) -> None:
+    written: dict[str, tuple[str, NDArray[Any]]] = {}
+    for name, tensor in tensors.items():
+        if not name.endswith("_proj.weight") and "kv_a_proj" not in name:
+            written[name] = ("F32", tensor.astype(np.float32))
+            continue
+        codes, scales = _in_fp8(tensor)
+        if dequantised:
+            factors = scales.repeat(128, 0)[: len(tensor)].repeat(128, 1)[:, : tensor.shape[1]]
+            rounded = (mx.from_fp8(codes, mx.bfloat16) * mx.array(factors)).astype(mx.bfloat16)
+            written[name] = ("BF16", np.array(rounded.view(mx.uint16)))
+        else:
+            written |= {name: ("F8_E4M3", np.array(codes)), f"{name}_scale_inv": ("F32", scales)}
+    write_safetensors(file, written)
+
+
+def _in_fp8(matrix: NDArray[Any]) -> tuple[mx.array, NDArray[np.float32]]:
+    """Return a matrix in FP8, and its scales by block."""
+    padded = np.pad(matrix, [(0, -size % 128) for size in matrix.shape])
+    tiles = padded.reshape(padded.shape[0] // 128, 128, padded.shape[1] // 128, 128)
+    scales = (np.abs(tiles).max(axis=(1, 3)) / 448).astype(np.float32)
+    codes = mx.to_fp8(mx.array(tiles / scales[:, None, :, None])).reshape(padded.shape)
+    return codes[: matrix.shape[0], : matrix.shape[1]], scales

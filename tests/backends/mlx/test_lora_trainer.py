@@ -219,7 +219,7 @@ class TestReplies:
             later.close()
 
     def test_a_reply_without_rejections_is_scored(self) -> None:
-        target, draft = (load(models_folder() / "demo-mlx") for _ in range(2))
+        target, draft = (load(models_folder() / "demo-mlx-draft") for _ in range(2))
         with paired(target, draft) as runtime:
             drafter = runtime._session.drafters.choose("model")[0]
             assert isinstance(drafter, OnlineDrafter)
@@ -312,7 +312,7 @@ class TestInTheBackground:
                 threading.Event().wait(0.1 * i)
             assert "stopped learning" not in runtime._session.report("model").note
 
-    @pytest.mark.parametrize("delay", [0.0, 0.5])
+    @pytest.mark.parametrize("delay", [pytest.param(0.0, marks=pytest.mark.long), 0.5])
     def test_the_process_may_end_during_idle_training(self, delay: float) -> None:
         code = f"""
 import time

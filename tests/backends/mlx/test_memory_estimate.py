@@ -95,7 +95,11 @@ print(run(sys.argv[1], int(sys.argv[2])))
     ("kind", "config"),
     [
         ("llama", {"head_dim": 64, "vocab_size": 16_000, "intermediate_size": 8_000}),
-        ("llama", {"head_dim": 256, "num_attention_heads": 4, "num_key_value_heads": 4}),
+        pytest.param(
+            "llama",
+            {"head_dim": 256, "num_attention_heads": 4, "num_key_value_heads": 4},
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             "jamba",
             {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 4},

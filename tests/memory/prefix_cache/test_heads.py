@@ -21,6 +21,7 @@ from edgespec.methods import DrafterSet, LoadedHead
 from tests.backends.head_histories import first_logits
 from tests.backends.mlx.tiny_checkpoints import ROWS, write_checkpoint
 from tests.backends.tiny_models import WORDS, write_eagle, write_llama
+from tests.cases import covering
 from tests.heads.published import write_head
 from tests.heads.residual_files import Attention, Layout, random_arrays, write_heads
 from tests.memory.prefix_cache.helpers import ask, keeper
@@ -90,9 +91,9 @@ def _ask(runtime: Runtime, prompt: list[int], method: str, temperature: float) -
     return ask(runtime, prompt, method=method, temperature=temperature, seed=5, max_tokens=24)
 
 
-@pytest.mark.parametrize("branches", [(), (2, 2)], ids=["chain", "tree"])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("method", ["eagle", "medusa"])
+@pytest.mark.parametrize(
+    ("method", "temperature", "branches"), covering(("eagle", "medusa"), (0.8, 0.0), ((2, 2), ()))
+)
 def test_replies_and_drafts_are_those_of_a_fresh_run(
     files: Files, tmp_path: Path, method: str, temperature: float, branches: tuple[int, ...]
 ) -> None:

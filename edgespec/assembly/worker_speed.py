@@ -1,0 +1,143 @@
+"""Predict how fast a target on several machines is, and how long it takes to send its weights to them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from edgespec.backends.memory_estimate import MachineShare
+from edgespec.backends.pass_weights import PassWeights
+from edgespec.backends.registry import format_of
+from edgespec.catalog import Resolved
+from edgespec.cluster.connected import ConnectedWorkers
+from edgespec.cluster.link_speed import LinkSpeed, measure_link
+from edgespec.costs.curve import CostCurve
+from edgespec.costs.machine_speed import MachineSpeed, TypeSpeed, saved_machine_speed
+
+__all__ = ["SpreadPrediction", "predict_spread", "saved_speed_json"]
+
+_HERE = "this machine"
+
+
+@dataclass(frozen=True, slots=True)
+class SpreadPrediction:
+    """The expected speed of plain decoding with a short context on several machines.
+
+    Attributes:
+        links: The measured connection to each worker.
+        send_seconds: Time to send the weights to all workers over the measured connections, if none of them
+            has cached weights. Loading takes longer if files or processors are slower than the network.
+        tokens_per_second: The speed. None if a machine has not been measured.
+        unmeasured: The machines with a part of the target that `edgespec recommend` has not measured.
+        alone: The expected speed with all layers on one machine, for the machines that can hold them and
+            were measured.
+        fits_here: Whether the whole target fits on this machine.
+        faster_alone: The machine in `alone` that is faster than all machines together. Empty if none is.
+    """
+
+    links: tuple[LinkSpeed, ...]
+    send_seconds: float
+    tokens_per_second: float | None
+    unmeasured: tuple[str, ...]
+    alone: Mapping[str, float]
+    fits_here: bool
+    faster_alone: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the prediction as values for JSON."""
+        return {
+            "links": [
+                {"round_trip_seconds": link.round_trip_seconds, "bytes_per_second": link.bytes_per_second}
+                for link in self.links
+            ],
+            "send_seconds": self.send_seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "unmeasured": list(self.unmeasured),
+            "alone_tokens_per_second": dict(self.alone),
+            "fits_on_this_machine": self.fits_here,
+            "faster_alone": self.faster_alone or None,
+        }
+
+
+def predict_spread(
+    target: Resolved, workers: ConnectedWorkers, machines: Sequence[MachineShare], *, fits_here: bool
+) -> SpreadPrediction:
+    """Measure the connections to the workers, and predict the speed of a target on several machines.
+
+    Args:
+        target: The target.
+        workers: The workers.
+        machines: The target's shares, this machine's first.
+        fits_here: Whether the whole target fits on this machine.
+
+    Raises:
+        WorkerError: The connection to a worker broke.
+        ModelFileError: A file of the target is damaged.
+    """
+    form = target.file_format
+    assert form.read_pass_weights is not None
+    weights = form.read_pass_weights(target.path)
+    links = tuple(measure_link(link.address) for link in workers.links)
+    trips = (0.0, *(link.round_trip_seconds for link in links))
+    speeds = (saved_machine_speed(form), *(_from_json(link.status.speed) for link in workers.links))
+    layers = sum(share.layers for share in machines)
+    # The weights that are not in layers are those of the output layer, which is on this machine.
+    in_layers = sum(share.read_fraction for share in machines)
+
+    def seconds(machine: int, fraction: float, layers: int) -> float | None:
+        """Return the time for a part of a pass on one machine. None if the machine was not measured."""
+        speed = speeds[machine]
+        part = {name: round(size * fraction) for name, size in weights.bytes_of.items()}
+        return None if speed is None else trips[machine] + speed.pass_seconds(PassWeights(part, layers))
+
+    parts = {_HERE: seconds(0, 1.0 - in_layers + machines[0].read_fraction, machines[0].layers)}
+    alone = {_HERE: seconds(0, 1.0, layers)} if fits_here else {}
+    output = seconds(0, 1.0 - in_layers, 0)
+    for machine, share in enumerate(machines[1:], 1):
+        if share.layers:
+            parts[share.name] = seconds(machine, share.read_fraction, share.layers)
+        rest = seconds(machine, in_layers, layers)
+        if share.can_hold_all and share.layers < layers and None not in (output, rest):
+            alone[share.name] = (output or 0.0) + (rest or 0.0)
+    # If a machine was not measured, this is a lower bound.
+    together = sum(filter(None, parts.values()))
+    measured = {name: 1.0 / each for name, each in alone.items() if each is not None}
+    fastest = max(measured, key=lambda name: measured[name], default="")
+    unmeasured = tuple(name for name, each in parts.items() if each is None)
+    send = (
+        share.weight_bytes / link.bytes_per_second for share, link in zip(machines[1:], links, strict=True)
+    )
+    return SpreadPrediction(
+        links,
+        sum(send),
+        None if unmeasured else 1.0 / together,
+        unmeasured,
+        measured,
+        fits_here,
+        fastest if fastest and measured[fastest] * together > 1.0 else "",
+    )
+
+
+def saved_speed_json() -> dict[str, Any]:
+    """Return the measured speed of this machine with GGUF models as values for JSON, or an empty object."""
+    speed = saved_machine_speed(format_of("gguf"))
+    if speed is None:
+        return {}
+    seconds = {name: each.curve.target_step_seconds for name, each in speed.types.items()}
+    return {"layer_seconds": speed.layer_seconds, "seconds_per_byte": seconds}
+
+
+def _from_json(values: Mapping[str, Any]) -> MachineSpeed | None:
+    """Return the speed of a worker's machine with single-token passes, or None if it was not measured."""
+    try:
+        seconds = {str(name): float(each) for name, each in values["seconds_per_byte"].items()}
+        layer_seconds = float(values["layer_seconds"])
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+        return None
+    numbers = (layer_seconds, *seconds.values())
+    if not seconds or not all(math.isfinite(each) and each > 0 for each in numbers):
+        return None
+    types = {name: TypeSpeed(CostCurve((1,), (each,)), each) for name, each in seconds.items()}
+    return MachineSpeed(types, layer_seconds)

@@ -1,0 +1,147 @@
+"""`edgespec plan --workers`: each machine's part, the connections, and the expected speed."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import edgespec
+from edgespec.assembly import worker_speed
+from edgespec.cluster.link_speed import measure_link
+from edgespec.cluster.machines import WorkerAddress
+from edgespec.cluster.status import MEASURE
+from edgespec.costs.curve import CostCurve
+from edgespec.costs.machine_speed import MachineSpeed, TypeSpeed
+from edgespec.errors import MemoryBudgetError, WorkerError
+from tests.cluster.conftest import Worker
+from tests.cluster.test_spread_targets import run
+
+FAST = MachineSpeed({"Q8_0": TypeSpeed(CostCurve((1,), (1e-10,)), 1e-10)}, 1e-5)
+
+
+def test_the_plan_is_that_of_the_loaded_model(workers: tuple[Worker, Worker]) -> None:
+    spread = f"{workers[0].address}=200MiB,local=100MiB,{workers[1].address}=300MiB"
+    planned = edgespec.plan("demo", None, workers=spread, context=1024).plan
+    with edgespec.load("demo", None, workers=spread, context=1024) as runtime:
+        assert runtime.plan is not None
+        assert runtime.plan.machines == planned.machines
+        facts = runtime.target
+    here, *others = planned.machines
+    assert [share.name for share in others] == [workers[0].address, workers[1].address]
+    assert all(share.layers for share in planned.machines)
+    # What llama.cpp really loaded here.
+    assert here.weight_bytes == facts.weight_bytes
+    whole = edgespec.plan("demo", None, context=1024).plan
+    assert sum(share.weight_bytes for share in planned.machines) == planned_bytes(whole, "weights")
+    assert sum(share.cache_bytes for share in planned.machines) == planned_bytes(whole, "cache")
+
+
+def planned_bytes(plan: edgespec.MemoryPlan, kind: str) -> int:
+    return sum(item.bytes for item in plan.items if item.kind == kind)
+
+
+def test_the_command_prints_each_machine(workers: tuple[Worker, Worker]) -> None:
+    both = f"{workers[0].address}=200MiB,{workers[1].address}=200MiB"
+    done = run("plan", "--workers", both, "--context", "1024")
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("127.0.0.1")]
+    assert [row[0] for row in rows] == [worker.address for worker in workers]
+    assert "Sending the weights takes at least" in done.stdout
+    report = json.loads(run("plan", "--workers", both, "--context", "1024", "--json").stdout)
+    assert report["machines"][0]["layers"] == 0
+    assert len(report["workers"]["links"]) == 2
+    assert report["workers"]["fits_on_this_machine"]
+
+
+def test_layers_that_do_not_fit_and_a_busy_worker_are_errors(workers: tuple[Worker, Worker]) -> None:
+    with pytest.raises(MemoryBudgetError, match="the machines in --workers offer 2.0 MiB"):
+        edgespec.plan("demo", None, workers=f"{workers[0].address}=2MiB")
+    with (
+        edgespec.load("demo", None, workers=workers[0].address, context=1024),
+        pytest.raises(WorkerError, match="is busy with another model"),
+    ):
+        edgespec.plan("demo", None, workers=workers[0].address)
+
+
+def test_the_connection_is_measured(
+    workers: tuple[Worker, Worker], delayed: Callable[[int, float], int]
+) -> None:
+    link = measure_link(WorkerAddress("127.0.0.1", delayed(workers[0].port, 0.01)))
+    assert 0.02 <= link.round_trip_seconds < 0.1
+    assert link.bytes_per_second > 1e6
+    # A worker that is in use can be measured.
+    with edgespec.load("demo", None, workers=workers[0].address, context=1024):
+        assert measure_link(WorkerAddress("127.0.0.1", workers[0].port)).bytes_per_second > 1e6
+
+
+@pytest.mark.parametrize("sent", [b"", b"\1", b"\5" + bytes(7) + b"abc", b"\xff" * 100], ids=list("abcd"))
+def test_half_a_message_is_no_error(sent: bytes, workers: tuple[Worker, Worker]) -> None:
+    with socket.create_connection(("127.0.0.1", workers[0].port), timeout=10) as connection:
+        connection.sendall(MEASURE + sent)
+        connection.shutdown(socket.SHUT_WR)
+        while connection.recv(4096):
+            pass
+    assert measure_link(WorkerAddress("127.0.0.1", workers[0].port)).bytes_per_second > 1e6
+
+
+def predict(
+    monkeypatch: pytest.MonkeyPatch, workers: str, here: MachineSpeed | None, there: dict[str, Any]
+) -> worker_speed.SpreadPrediction:
+    monkeypatch.setattr(worker_speed, "saved_machine_speed", lambda _: here)
+    parse = worker_speed._from_json
+    monkeypatch.setattr(worker_speed, "_from_json", lambda _: parse(there))
+    spread = edgespec.plan("demo", None, workers=workers, context=1024).spread
+    assert spread is not None
+    return spread
+
+
+def speed_json(monkeypatch: pytest.MonkeyPatch, speed: MachineSpeed) -> dict[str, Any]:
+    monkeypatch.setattr(worker_speed, "saved_machine_speed", lambda _: speed)
+    values: dict[str, Any] = json.loads(json.dumps(worker_speed.saved_speed_json()))
+    return values
+
+
+def test_one_machine_alone_is_faster_if_all_are_equal(
+    monkeypatch: pytest.MonkeyPatch, workers: tuple[Worker, Worker]
+) -> None:
+    both = f"{workers[0].address}=200MiB,{workers[1].address}=200MiB"
+    spread = predict(monkeypatch, both, FAST, speed_json(monkeypatch, FAST))
+    trips = sum(link.round_trip_seconds for link in spread.links)
+    alone = spread.alone["this machine"]
+    assert spread.tokens_per_second == pytest.approx(1.0 / (1.0 / alone + trips))
+    assert spread.faster_alone == "this machine"
+    assert spread.alone.keys() == {"this machine", workers[0].address, workers[1].address}
+
+
+def test_faster_workers_are_faster(monkeypatch: pytest.MonkeyPatch, workers: tuple[Worker, Worker]) -> None:
+    slow = MachineSpeed({"Q8_0": TypeSpeed(CostCurve((1,), (1e-7,)), 1e-7)}, 1e-2)
+    both = f"{workers[0].address}=200MiB,{workers[1].address}=200MiB"
+    spread = predict(monkeypatch, both, slow, speed_json(monkeypatch, FAST))
+    assert spread.tokens_per_second is not None
+    assert spread.tokens_per_second > spread.alone["this machine"]
+    assert spread.faster_alone in {worker.address for worker in workers}
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        {},
+        {"layer_seconds": 1.0},
+        {"layer_seconds": 1.0, "seconds_per_byte": []},
+        {"layer_seconds": 1.0, "seconds_per_byte": {}},
+        {"layer_seconds": "x", "seconds_per_byte": {"Q8_0": 1e-9}},
+        {"layer_seconds": 1e-3, "seconds_per_byte": {"Q8_0": float("nan")}},
+        {"layer_seconds": 1e-3, "seconds_per_byte": {"Q8_0": 0}},
+    ],
+)
+def test_what_was_not_measured_is_left_out(
+    damaged: dict[str, Any], monkeypatch: pytest.MonkeyPatch, workers: tuple[Worker, Worker]
+) -> None:
+    spread = predict(monkeypatch, workers[0].address, FAST, damaged)
+    assert spread.tokens_per_second is None
+    assert spread.unmeasured == (workers[0].address,)
+    assert spread.alone.keys() == {"this machine"}
