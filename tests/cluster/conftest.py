@@ -132,7 +132,7 @@ def _proxy(server: socket.socket, port: int, seconds: float) -> None:
 
 
 def _forward(client: socket.socket, port: int, seconds: float) -> None:
-    with client, socket.create_connection(("127.0.0.1", port)) as target:
+    with suppress(OSError), client, socket.create_connection(("127.0.0.1", port)) as target:
         threads = []
         for source, sink in ((client, target), (target, client)):
             sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
