@@ -172,7 +172,7 @@ def replies(files: Files) -> Callable[..., tuple[int, ...]]:
     return reply
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.long), 0.8])
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_no_head_changes_a_reply(
     files: Files, replies: Callable[..., Any], kind: str, temperature: float
