@@ -57,7 +57,7 @@ def published(trainer: MlxHeadTrainer, folder: Path) -> Path:
 def test_heads_learn_their_batch(teacher: MlxTeacher, method: str, tmp_path: Path) -> None:
     trainer, batch = trainer_of(teacher, method), batch_of(2)
     before, _ = trainer.guesses(batch, 4)
-    losses = [trainer.step(batch, 0.5) for _ in range(40)]
+    losses = [trainer.step(batch, 0.5) for _ in range(80)]
     after, _ = trainer.guesses(batch, 4)
     assert losses[-1] < 0.9 * losses[0]
     assert after.mean() > before.mean() + 0.1
