@@ -25,6 +25,9 @@ _TRIAL_TEXT = (
 # Heads whose numbers of correct predictions differ by no more than this are considered equally accurate.
 # Heads with random weights differ by 1 or 2, while reading the wrong inputs costs most predictions.
 _TIE_TOKENS = 2
+# Maximum number of tokens of the text to use, and number of tokens between comparisons. Few, because the
+# output matrices of several heads take most of the time on a CPU.
+_TRIAL_TOKENS, _STEP_TOKENS = 64, 8
 
 
 def check_finite(head: LanguageModel, path: Path) -> None:
@@ -49,7 +52,8 @@ def load_most_accurate(target: HiddenStateSource, choices: Iterable[H], folder: 
 
     The configuration of a head does not say unambiguously which hidden states it reads and in which order it
     reads its inputs. A wrong choice raises no error, but lowers the acceptance rate. We therefore load a head
-    for each possibility, and compare the heads on a short text.
+    for each possibility, and compare the heads on a short text. The comparison ends as soon as one head is
+    clearly better than the others.
 
     Args:
         target: The target. Its cache must be empty.
@@ -74,24 +78,49 @@ def load_most_accurate(target: HiddenStateSource, choices: Iterable[H], folder: 
 
 def _most_accurate(target: HiddenStateSource, heads: Sequence[H]) -> H:
     tokens = target.vocabulary.tokenize(_TRIAL_TEXT, special=False, start=True)
-    tokens = tokens[: min(heads[0].facts.capabilities.max_width, target.free_tokens)]
+    tokens = tokens[: min(_TRIAL_TOKENS, target.free_tokens)]
     if len(heads) == 1 or target.length or len(tokens) < 2:
         return heads[0]
+    step = min(_STEP_TOKENS, heads[0].facts.capabilities.max_width)
+    for head in heads:
+        head.start_at(1)
+    remaining = [(head, 0) for head in heads]
     try:
-        logits = target.verify(TokenTree.chain(tokens[0], tokens[1:]))
-        best = [logits.best(row, 1)[0] for row in range(1, len(tokens))]
-        target.commit(tuple(range(1, len(tokens))))
-        agreements = [_agreement(head, tokens, best) for head in heads]
-        tied = [agreed >= max(agreements) - _TIE_TOKENS for agreed in agreements]
-        return heads[tied.index(True)]
+        for begin in range(0, len(tokens), step):
+            end = min(begin + step, len(tokens))
+            logits = target.verify(TokenTree.chain(tokens[begin], tokens[begin + 1 : end]))
+            best = [logits.best(row, 1)[0] for row in range(end - begin)]
+            target.commit(tuple(range(1, end - begin)))
+            counts = [count + _agreement(head, tokens[:end], best) for head, count in remaining]
+            least = max(counts) - _TIE_TOKENS
+            remaining = [
+                (head, count) for (head, _), count in zip(remaining, counts, strict=True) if count >= least
+            ]
+            if len(remaining) == 1:
+                break
+        return remaining[0][0]
     finally:
+        for head in heads:
+            head.truncate(0)
         target.truncate(0)
 
 
 def _agreement(head: HeadModel, tokens: Sequence[int], best: Sequence[Sequence[int]]) -> int:
-    """Return how often the head predicts the target's most likely token after each of `tokens[1:]`."""
-    head.start_at(1)
-    logits = head.verify(TokenTree.chain(tokens[1], tokens[2:]))
-    agreed = sum(logits.best(row, 1)[0] == best[row] for row in range(len(best)))
-    head.truncate(0)
+    """Return how often the head predicts the target's most likely token.
+
+    Args:
+        head: The head, which has processed no more than the tokens of the preceding calls.
+        tokens: The tokens that the target has processed.
+        best: The target's most likely token after each of the last `len(best)` tokens.
+    """
+    # The head cannot run the first token, which follows no hidden state.
+    begin = max(1, len(tokens) - len(best))
+    if begin == len(tokens):
+        return 0
+    if head.length < begin:
+        head.prefill(tokens[head.length : begin])
+    logits = head.verify(TokenTree.chain(tokens[begin], tokens[begin + 1 :]))
+    expected = best[begin - len(tokens) :]
+    agreed = sum(logits.best(row, 1)[0] == token for row, token in enumerate(expected))
+    head.commit(tuple(range(1, len(expected))))
     return agreed

@@ -13,7 +13,7 @@ import click
 from edgespec.cli.failures import DONE, FAILED
 from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.interrupt import Stop, interruptible
-from edgespec.cli.options import json_option
+from edgespec.cli.options import WORKER_NAMES, declared_options, json_option
 from edgespec.cli.screen import ProgressLine, print_json, printable
 from edgespec.disk_checks import free_bytes, write_error
 from edgespec.errors import CancelledError, EdgespecError
@@ -54,26 +54,39 @@ class Check:
     "doctor",
     cls=HelpfulCommand,
     short_help="Check this machine and the installation.",
-    examples=("edgespec doctor", "edgespec doctor --json"),
+    params=declared_options(*WORKER_NAMES),
+    examples=("edgespec doctor", "edgespec doctor --json", "edgespec doctor --workers 192.168.1.20:50052"),
 )
 @json_option
-def command(as_json: bool) -> int:
+def command(as_json: bool, workers: str | None) -> int:
     """Check the machine, the installed libraries, the folders and the settings, then run the demo model.
 
     To find full and read-only disks, it writes a small file to each folder and deletes it. Each warning is
-    followed by what to do next. The exit status is 1 if the demo model does not run.
+    followed by what to do next. With --workers, it also checks each worker and measures the connection to it.
+    The exit status is 1 if the demo model does not run, or a worker cannot be used.
     """
+    from edgespec.cli.doctor_workers import check_workers
     from edgespec.machine import inspect_machine
 
     machine = inspect_machine()
     checks = [*_hardware(machine), *_libraries(machine), *_folders(machine), _settings()]
+    checked = [] if workers is None else check_workers(workers, machine.llama_cpp.version)
+    for worker in checked:
+        next_step = worker.error.next_step if worker.error else ""
+        checks.append(Check(f"worker {worker.address}", worker.error is None, worker.finding, next_step))
     demo = interruptible(_demo)
     checks.append(demo)
     if as_json:
-        print_json({"machine": machine.to_json(), "checks": [asdict(check) for check in checks]})
+        report: dict[str, object] = {
+            "machine": machine.to_json(),
+            "checks": [asdict(check) for check in checks],
+        }
+        if workers is not None:
+            report["workers"] = [worker.to_json() for worker in checked]
+        print_json(report)
     else:
         _print(checks)
-    return DONE if demo.ok else FAILED
+    return FAILED if not demo.ok or any(worker.error for worker in checked) else DONE
 
 
 def _hardware(machine: MachineInfo) -> list[Check]:

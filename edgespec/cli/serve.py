@@ -11,7 +11,7 @@ import click
 from edgespec.cli.failures import DONE
 from edgespec.cli.help import HelpfulCommand, SectionOption
 from edgespec.cli.interrupt import Stop, interruptible
-from edgespec.cli.options import LOAD_NAMES, SAMPLING_NAMES, declared_options, pick
+from edgespec.cli.options import LOAD_NAMES, SAMPLING_NAMES, WORKER_NAMES, declared_options, pick
 from edgespec.cli.screen import note, print_json, printable
 from edgespec.cli.serve_chat import DEFAULT_CHAT_PORT, chat_words, serve_chat
 from edgespec.errors import CancelledError
@@ -32,7 +32,7 @@ class _ServeCommand(HelpfulCommand):
 @click.command(
     "serve",
     cls=_ServeCommand,
-    params=declared_options("target", "draft", *_REPLY_NAMES, *LOAD_NAMES),
+    params=declared_options("target", "draft", *_REPLY_NAMES, *LOAD_NAMES, *WORKER_NAMES),
     short_help="Let editors, agents and scripts use models over HTTP.",
     examples=(
         "edgespec serve",
@@ -109,7 +109,9 @@ def _serve(stop: Stop, as_json: bool, options: dict[str, Any]) -> None:
     settings = ServerSettings(
         target=options["target"],
         draft=options["draft"],
-        load_options=pick(options, [name for name in LOAD_NAMES if name not in ("target", "draft")]),
+        load_options=pick(
+            options, [name for name in (*LOAD_NAMES, *WORKER_NAMES) if name not in ("target", "draft")]
+        ),
         reply_options=pick(options, _REPLY_NAMES),
         host=options["host"],
         port=options["port"],

@@ -52,9 +52,7 @@ class GuardedCalls:
         with self._changed:
             self._changed.wait_for(lambda: call.is_done or self._lost)
         if not call.is_done:
-            raise WorkerLostError(
-                self._lost, "start `edgespec worker` there again, then run this command again"
-            )
+            raise WorkerLostError(self._lost, "start `edgespec worker` there again, then try again")
         if call.error is not None:
             raise call.error
         result: _Result = call.result

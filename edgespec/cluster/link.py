@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -12,10 +13,11 @@ from edgespec.cluster.status import LEAD, MAX_STATUS_BYTES, PROBE, WorkerStatus
 from edgespec.errors import MemoryBudgetError, WorkerError
 from edgespec.files import format_bytes
 
-__all__ = ["Link", "probe_worker", "set_timeouts", "worker_connection"]
+__all__ = ["Link", "probe_worker", "set_timeouts", "usable_bytes", "worker_connection"]
 
 _CONNECT_SECONDS = 5.0
-# A worker answers when its RPC server is ready, which takes a few seconds after another target has used it.
+# A worker reports its status when its RPC server is ready, which takes a few seconds after another target has
+# used it. It sends a space every second until then.
 _STATUS_SECONDS = 20.0
 # A worker that sends nothing for this long is lost. It sends a byte every second.
 SILENCE_SECONDS = 8.0
@@ -47,6 +49,38 @@ def worker_connection(
         yield connection, _status(connection, address, greeting)
 
 
+def usable_bytes(address: WorkerAddress, status: WorkerStatus, llama_cpp: str) -> int:
+    """Return the memory that a target may use on a worker.
+
+    Args:
+        address: The worker, with the memory that the user asked for.
+        status: What the worker reports about itself.
+        llama_cpp: The version of llama-cpp-python on this machine.
+
+    Raises:
+        WorkerError: The worker is busy or has another version.
+        MemoryBudgetError: The worker offers less memory than requested.
+    """
+    if status.busy:
+        raise WorkerError(
+            f"the worker {address} is busy with another model",
+            "wait until that model is closed, or use another worker",
+        )
+    if status.llama_cpp != llama_cpp:
+        raise WorkerError(
+            f"the worker {address} has llama-cpp-python {status.llama_cpp}, but this machine has {llama_cpp}",
+            "install the same version of edgespec on both machines with `scripts/setup workers`",
+        )
+    wanted = address.memory_bytes
+    if wanted is not None and wanted > status.memory_bytes:
+        raise MemoryBudgetError(
+            f"the worker {address} offers {format_bytes(status.memory_bytes)} of memory, but --workers asks"
+            f" for {format_bytes(wanted)}",
+            "close programs there, start the worker with more --memory, or ask for less",
+        )
+    return status.memory_bytes if wanted is None else wanted
+
+
 class Link:
     """Reserves a worker until `close`, and notices when the worker ends or hangs.
 
@@ -70,34 +104,10 @@ class Link:
         self._connection = _connect(address)
         try:
             self.status = _status(self._connection, address, LEAD)
-            self.memory_bytes = self._check(llama_cpp)
+            self.memory_bytes = usable_bytes(address, self.status, llama_cpp)
         except BaseException:
             self._connection.close()
             raise
-
-    def _check(self, llama_cpp: str) -> int:
-        status = self.status
-        if status.busy:
-            raise WorkerError(
-                f"the worker {self.address} is busy with another model",
-                "wait until that model is closed, or use another worker",
-            )
-        if status.llama_cpp != llama_cpp:
-            raise WorkerError(
-                f"the worker {self.address} has llama-cpp-python {status.llama_cpp}, but this machine has"
-                f" {llama_cpp}",
-                "install the same version of edgespec on both machines with `scripts/setup workers`",
-            )
-        wanted = self.address.memory_bytes
-        if wanted is None:
-            return status.memory_bytes
-        if wanted > status.memory_bytes:
-            raise MemoryBudgetError(
-                f"the worker {self.address} offers {format_bytes(status.memory_bytes)} of memory, but"
-                f" --workers asks for {format_bytes(wanted)}",
-                "close programs there, start the worker with more --memory, or ask for less",
-            )
-        return wanted
 
     def watch(self, on_lost: Callable[[str], None]) -> None:
         """Call `on_lost` with the reason, from another thread, when the worker ends or hangs."""
@@ -135,7 +145,7 @@ def _connect(address: WorkerAddress) -> socket.socket:
             "start `edgespec worker` there, and check the address and the firewall",
         ) from error
     set_timeouts(connection)
-    connection.settimeout(_STATUS_SECONDS)
+    connection.settimeout(SILENCE_SECONDS)
     return connection
 
 
@@ -143,6 +153,11 @@ def _status(connection: socket.socket, address: WorkerAddress, greeting: bytes) 
     try:
         connection.sendall(greeting)
         return WorkerStatus.from_json(_line(connection))
+    except TimeoutError as error:
+        raise WorkerError(
+            f"the worker {address} accepted the connection, but did not report its status in time",
+            "check the port, and start `edgespec worker` there again",
+        ) from error
     except (OSError, ValueError) as error:
         raise WorkerError(
             f"{address} did not answer as a worker of edgespec",
@@ -152,9 +167,11 @@ def _status(connection: socket.socket, address: WorkerAddress, greeting: bytes) 
 
 def _line(connection: socket.socket) -> bytes:
     """Receive a line. Reads single bytes, because the bytes after the line belong to `Link.watch`."""
-    line = b""
+    line, end = b"", time.monotonic() + _STATUS_SECONDS
     while not line.endswith(b"\n"):
         more = connection.recv(1)
+        if time.monotonic() > end:
+            raise TimeoutError
         if not more or len(line) > MAX_STATUS_BYTES:
             raise ValueError("the connection ended before a complete status line")
         line += more

@@ -30,6 +30,10 @@ _MAX_CONNECTIONS = 16
 _RELAYED_BYTES = 1 << 20
 # The time that a new target waits while the worker notices that the last one closed its connection.
 _RELEASE_SECONDS = 5.0
+# A system that is short of memory can kill the RPC server while it starts.
+_START_ATTEMPTS = 3
+# How often a client that waits receives a space, which shows that the worker runs.
+_BEAT_SECONDS = 1.0
 # How often the server checks whether it was closed.
 _POLL_SECONDS = 0.2
 # Memory of the CPU that is not offered by default.
@@ -174,15 +178,19 @@ class WorkerServer:
 
     def _lead(self, connection: socket.socket) -> None:
         """Reserve the worker for the client, until the client closes the connection."""
-        with self._lock:
+        # The lock is held while the RPC server of the previous target is replaced.
+        while not self._lock.acquire(timeout=_BEAT_SECONDS):
+            connection.sendall(b" ")
+        try:
             if self._leader is not None and _has_ended(self._leader):
                 self._released.wait(_RELEASE_SECONDS)
             is_busy = self._leader is not None
-            # The lock is held while the RPC server of the previous target is replaced.
             connection.sendall(self._status_line(busy=is_busy))
             if is_busy:
                 return
             self._leader = connection
+        finally:
+            self._lock.release()
         self._note("a model uses this worker")
         try:
             connection.settimeout(None)
@@ -199,10 +207,15 @@ class WorkerServer:
         self._child.close()
         if self._is_closed:
             return
-        try:
-            self._child = self._start_child()
-        except WorkerError as error:
-            self._failure, self._is_closed = error, True
+        for _ in range(_START_ATTEMPTS):
+            try:
+                self._child = self._start_child()
+            except WorkerError as error:
+                self._failure = error
+            else:
+                self._failure = None
+                return
+        self._is_closed = True
 
     def _forward_beats(self, child: RpcChild) -> None:
         """Forward the bytes of the RPC server to the target. When it ends, end the target's connection."""

@@ -21,6 +21,8 @@ from edgespec.errors import (
     ModelNotFoundError,
     OptionError,
     TemplateError,
+    WorkerError,
+    WorkerLostError,
 )
 from edgespec.options import LOAD_OPTIONS
 from edgespec.spelling import FOREIGN_NAMES, nearest
@@ -96,6 +98,8 @@ def api_error(error: Exception, prompt_field: str | None = None) -> ApiError:
         case ClosedError() | CancelledError():
             message = "the server is stopping or unloading this model; send the request again"
             return ApiError(503, message, "server_error", "unavailable", headers=retry)
+        case WorkerError() | WorkerLostError():
+            return ApiError(503, str(error), "server_error", "worker_unavailable", headers=retry)
         case EdgespecError():
             return ApiError(500, str(error), "server_error")
         case _:

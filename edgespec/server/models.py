@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from edgespec import RequestQueue, Runtime
 from edgespec.catalog import ModelInfo, Resolved, find_installed, resolve
 from edgespec.catalog.catalogue import user_aliases
 from edgespec.catalog.reference_parsing import PathReference, parse_reference
-from edgespec.errors import BusyError, ClosedError, EdgespecError, ModelNotFoundError
+from edgespec.errors import BusyError, ClosedError, EdgespecError, ModelNotFoundError, WorkerLostError
 from edgespec.options import LOAD_OPTIONS
 from edgespec.server.settings import ServerSettings
 
@@ -168,8 +168,15 @@ class ModelPool:
         elif entry.loaded is None and entry.users > self._settings.max_waiting:
             raise BusyError(f"{entry.users} requests are already waiting for {name}", "try again later")
         with entry.in_use():
-            # Other requests may wait for the same task, so it continues if this request is cancelled.
-            yield await asyncio.shield(entry.ready)
+            try:
+                # Other requests may wait for the same task, so it continues if this request is cancelled.
+                yield await asyncio.shield(entry.ready)
+            except WorkerLostError:
+                if self._entries.get(files) is entry:
+                    # The next request loads the model again.
+                    del self._entries[files]
+                    self._in_background(self._close_lost(entry))
+                raise
 
     async def known(self) -> list[KnownModel]:
         """Return the models on this machine that requests can name, the server's own first."""
@@ -272,7 +279,13 @@ class ModelPool:
 
     async def _unload(self, files: tuple[Path, ...]) -> None:
         """Unload a model after its last request. The caller must hold `_turn`."""
-        entry = self._entries.pop(files)
+        await self._close_unused(self._entries.pop(files))
+
+    async def _close_lost(self, entry: _Entry) -> None:
+        async with self._turn:
+            await self._close_unused(entry)
+
+    async def _close_unused(self, entry: _Entry) -> None:
         model = await entry.ready
         self._leaving.append(model)
         await entry.unused.wait()
@@ -292,10 +305,13 @@ class ModelPool:
             ModelNotFoundError: There is no such model.
         """
         files = await asyncio.to_thread(self._find, name or self._settings.target)
-        task = asyncio.create_task(self._unload_if_loaded(files))
+        await asyncio.shield(self._in_background(self._unload_if_loaded(files)))
+
+    def _in_background(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
         self._unloading.add(task)
         task.add_done_callback(self._unloading.discard)
-        await asyncio.shield(task)
+        return task
 
     async def _unload_if_loaded(self, files: tuple[Path, ...]) -> None:
         async with self._turn:

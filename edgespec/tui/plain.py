@@ -298,6 +298,9 @@ class PlainChat:
         except Exception as error:
             state = None
             self.note("\n".join(error_text(error)))
+        if (runtime := self.model_thread.runtime) is not None and runtime is not self.runtime:
+            # The model was loaded again after it lost a worker.
+            self.runtime, self._reader = runtime, AttachmentReader(runtime)
         reply = state.reply if state is not None else None
         entry = chat.finish_turn(reply, None if state is None else state.messages[-1], leaving=self.leaving)
         if entry is not None:

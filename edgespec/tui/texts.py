@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgespec.errors import EdgespecError
+from edgespec.errors import EdgespecError, WorkerLostError
 from edgespec.files import format_bytes
 from edgespec.tui.numbers import count, parameters_text, percent, rate
 from edgespec.tui.settings import SCHEMA, SETTINGS, default_text, shown
@@ -49,6 +49,10 @@ _SOURCES = {
 }
 # If the standard error of a speed-up exceeds this value, the status line shows the speed-up as approximate.
 _ROUGH_GAIN = 0.1
+_AFTER_LOSS = (
+    "Start `edgespec worker` there again, then type /continue or send a message. The model is loaded again"
+    " first. To go on with a model on this machine instead, type /model."
+)
 # Matches the words for drafts, but not `draft model`.
 _DRAFT = re.compile(r"(?<!-)\bdraft(ing|s|)\b(?! model)")
 _GUESS = {"ing": "guessing", "s": "guesses", "": "guess"}
@@ -303,6 +307,8 @@ def _starts_with_word(text: str) -> bool:
 
 def error_text(error: Exception) -> tuple[str, str]:
     """Return a title that says what failed, and advice on what to do."""
+    if isinstance(error, WorkerLostError):
+        return sentences(error.what), _AFTER_LOSS
     if isinstance(error, EdgespecError):
         return sentences(error.what), sentences(error.next_step)
     message = " ".join(str(error).split())

@@ -243,6 +243,10 @@ class TurnScreen(ChatView):
             self._state = job.result()
         except Exception as error:
             failure = error
+        if (runtime := self._thread.runtime) is not None and runtime is not self.runtime:
+            # The model was loaded again after it lost a worker.
+            self.runtime = runtime
+            self.chips.use_runtime(runtime)
         if reply is not None and (turn := self.current_chat.turn) is not None:
             await self._end_turn(None if failure else self._state, turn, reply)
         self.transcript.set_dropped(self._state.dropped_messages)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from edgespec.errors import CancelledError
+from edgespec.errors import CancelledError, WorkerLostError
 from edgespec.heap import limit_malloc_arenas
 
 if TYPE_CHECKING:
@@ -91,7 +91,14 @@ class ModelThread:
         self._load_cancelled = threading.Event()
         self._cancelled = threading.Event()
         self._runtime: Runtime | None = None
+        # Whether the model lost a worker. The next job then loads it again.
+        self._is_lost = False
         self._thread = threading.Thread(target=self._run, name="edgespec-model", daemon=True)
+
+    @property
+    def runtime(self) -> Runtime | None:
+        """The model, which is another object after a lost worker. None before it is loaded."""
+        return self._runtime
 
     def start(self) -> Future[Runtime]:
         """Start the model thread and load the model in it."""
@@ -151,6 +158,7 @@ class ModelThread:
             try:
                 future.set_result(job())
             except Exception as error:
+                self._is_lost = self._is_lost or isinstance(error, WorkerLostError)
                 future.set_exception(error)
             except BaseException as error:
                 # The user interface would treat exceptions such as SystemExit as a request to quit, so wrap
@@ -179,12 +187,13 @@ class ModelThread:
         if is_cancelled():
             runtime.close()
             raise CancelledError("loading the model was cancelled")
-        self._runtime, self._load = runtime, load
+        self._runtime, self._load, self._is_lost = runtime, load, False
         return runtime
 
     def _switch(self, load: Load) -> Switched:
         # Unload the old model first, because both models together could exceed the memory budget.
-        self._loaded().close()
+        assert self._runtime is not None
+        self._runtime.close()
         self._runtime = None
         try:
             return Switched(self._load_model(load))
@@ -194,6 +203,10 @@ class ModelThread:
 
     def _loaded(self) -> Runtime:
         assert self._runtime is not None
+        if self._is_lost:
+            # Release the workers that are not lost, so that the model can be loaded on them again.
+            self._runtime.close()
+            self._load_model(self._load)
         return self._runtime
 
     def _turn(self, ask: Ask) -> ChatState:

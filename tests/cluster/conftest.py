@@ -17,6 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
+from edgespec.cluster.rpc_probe import HELLO
+
 
 class Worker:
     """An `edgespec worker` process."""
@@ -80,6 +82,32 @@ def workers() -> Iterator[tuple[Worker, Worker]]:
 
 
 @pytest.fixture
+def unconnected() -> Iterator[Callable[[int], int]]:
+    """Start a proxy for a worker's port that closes all connections of llama.cpp, and return its port."""
+    servers: list[socket.socket] = []
+
+    def start(port: int) -> int:
+        servers.append(socket.create_server(("127.0.0.1", 0)))
+
+        def serve(server: socket.socket) -> None:
+            with suppress(OSError):
+                while True:
+                    client, _ = server.accept()
+                    if client.recv(1, socket.MSG_PEEK) == bytes([HELLO]):
+                        client.close()
+                    else:
+                        threading.Thread(target=_forward, args=(client, port, 0.0), daemon=True).start()
+
+        threading.Thread(target=serve, args=(servers[-1],), daemon=True).start()
+        return int(servers[-1].getsockname()[1])
+
+    yield start
+    for server in servers:
+        server.shutdown(socket.SHUT_RDWR)
+        server.close()
+
+
+@pytest.fixture
 def delayed() -> Iterator[Callable[[int, float], int]]:
     """Start a proxy for a port, which delays each direction, and return its port."""
     servers: list[socket.socket] = []
@@ -104,7 +132,7 @@ def _proxy(server: socket.socket, port: int, seconds: float) -> None:
 
 
 def _forward(client: socket.socket, port: int, seconds: float) -> None:
-    with client, socket.create_connection(("127.0.0.1", port)) as target:
+    with suppress(OSError), client, socket.create_connection(("127.0.0.1", port)) as target:
         threads = []
         for source, sink in ((client, target), (target, client)):
             sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

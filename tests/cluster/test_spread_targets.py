@@ -140,6 +140,16 @@ def test_a_lost_worker_is_an_error_that_keeps_the_text(
             worker.rpc_server.resume()
 
 
+def test_a_connection_that_fails_does_not_block_later_models(
+    workers: tuple[Worker, Worker], unconnected: Callable[[int], int], local_tokens: list[list[int]]
+) -> None:
+    """llama.cpp then holds a lock forever that each connection needs."""
+    for _ in range(2):
+        with pytest.raises(WorkerLostError, match="the connection to a worker broke"):
+            tokens(f"127.0.0.1:{unconnected(workers[0].port)}")
+        assert tokens(workers[0].address) == local_tokens
+
+
 def test_the_command_line_prints_one_error_and_the_text_so_far(
     start_worker: Callable[..., Worker], delayed: Callable[[int, float], int]
 ) -> None:

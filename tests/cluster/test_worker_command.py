@@ -152,10 +152,10 @@ def test_another_version_is_an_error(serve_bytes: Callable[[bytes], int]) -> Non
 
 
 def test_a_silent_and_an_unreachable_worker_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "_STATUS_SECONDS", 0.3)
+    monkeypatch.setattr(link, "SILENCE_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = int(server.getsockname()[1])
-        with pytest.raises(WorkerError, match="did not answer as a worker"):
+        with pytest.raises(WorkerError, match="but did not report its status in time"):
             load(port)
     with pytest.raises(WorkerError, match=f"the worker 127.0.0.1:{port} is unreachable"):
         load(port)

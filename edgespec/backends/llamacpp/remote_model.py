@@ -20,7 +20,7 @@ from edgespec.backends.llamacpp.loading import load_files
 from edgespec.backends.llamacpp.memory_estimate import GgufMemoryEstimator
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.backends.llamacpp.native import ggml, library
-from edgespec.backends.llamacpp.rpc_library import add_devices, connecting, guard_against_aborts
+from edgespec.backends.llamacpp.rpc_library import add_devices, guard_against_aborts
 from edgespec.cluster.connected import ConnectedWorkers
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
@@ -55,14 +55,13 @@ def load_on_workers(
     )
 
     def load() -> LlamaCppModel:
-        with connecting():
-            place = _Placer(list(chain.from_iterable(add_devices(workers))), placement)
-            weights = load_files(path, name, own, progress, repack=False, place=place)
-            try:
-                return LlamaCppModel(weights, path, name, own)
-            except BaseException:
-                library().llama_model_free(weights)
-                raise
+        place = _Placer(list(chain.from_iterable(add_devices(workers))), placement)
+        weights = load_files(path, name, own, progress, repack=False, place=place)
+        try:
+            return LlamaCppModel(weights, path, name, own)
+        except BaseException:
+            library().llama_model_free(weights)
+            raise
 
     return RemoteModel(workers.call(load), workers, placement)
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
 import sys
+import tempfile
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from edgespec.backends.llamacpp.native import ggml, library
 from edgespec.cluster.connected import ConnectedWorkers
-from edgespec.errors import BackendMissingError, WorkerLostError
+from edgespec.errors import BackendMissingError
+from edgespec.files import error_reason
 from edgespec.installation import setup_command
 
-__all__ = ["add_devices", "connecting", "guard_against_aborts", "lent_devices", "serve_devices"]
+__all__ = ["add_devices", "guard_against_aborts", "lent_devices", "serve_devices"]
 
 # Values of `enum ggml_backend_dev_type`.
 _CPU, _GPU, _INTEGRATED_GPU = 0, 1, 2
@@ -25,28 +27,31 @@ _Abort = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 # llama.cpp's source file of the client. It is part of the message of an abort.
 _CLIENT_SOURCE = b"ggml-rpc"
 _guarded: weakref.WeakSet[ConnectedWorkers] = weakref.WeakSet()
-# The threads that load a model on workers. llama.cpp connects to workers in these threads, and uses the
-# connections in threads of its own. If connecting fails, it keeps a lock that all later connections need.
-_loading: set[int] = set()
-_is_blocked = threading.Event()
+# The workers of models that use the newest copy of the RPC library. If a worker is lost while llama.cpp
+# connects to it, a thread that never returns keeps a lock of that copy. Later models then use another copy.
+_users: weakref.WeakSet[ConnectedWorkers] = weakref.WeakSet()
+# The number of copies of the RPC library beside the original.
+_copies = 0
 # The number of `add_devices` calls. Each one makes llama.cpp open new connections.
 _generation = 0
 
 
 @cache
-def _rpc() -> Any:
-    """Return the RPC library. Raises BackendMissingError."""
+def _rpc(copy: int = 0) -> Any:
+    """Return the RPC library. Each copy has its own locks and connections. Raises BackendMissingError."""
     lib = library()
     suffix = "dylib" if sys.platform == "darwin" else "so"
     path = Path(str(lib.__file__)).parent / "lib" / f"libggml-rpc-{lib.__version__}.{suffix}"
     try:
         # `ggml_backend_load` is not used, because it would register the backend. llama.cpp would then assume
         # that all models can use a graphics card.
-        rpc = ctypes.CDLL(str(path))
+        with tempfile.TemporaryDirectory(prefix="edgespec-") as folder:
+            rpc = ctypes.CDLL(shutil.copy(path, folder) if copy else str(path))
     except OSError as error:
         raise BackendMissingError(
-            f"llama.cpp's RPC library for llama-cpp-python {lib.__version__} cannot be loaded from {path}",
-            f"build it with `{setup_command('workers')}`",
+            f"llama.cpp's RPC library for llama-cpp-python {lib.__version__} cannot be loaded from {path}:"
+            f" {error_reason(error)}",
+            "restart edgespec" if copy else f"build it with `{setup_command('workers')}`",
         ) from error
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     rpc.ggml_backend_rpc_add_server.restype = pointer
@@ -78,33 +83,18 @@ def serve_devices(endpoint: str, cache_folder: str | None, threads: int, devices
     _rpc().ggml_backend_rpc_start_server(endpoint.encode(), folder, threads, len(devices), pointers)
 
 
-@contextmanager
-def connecting() -> Iterator[None]:
-    """Load a model on workers in the `with` block, in a thread of `ConnectedWorkers`.
-
-    Raises:
-        WorkerLostError: An earlier connection in this process failed and blocks all later ones.
-    """
-    if _is_blocked.is_set():
-        raise WorkerLostError(
-            "an earlier connection to a worker failed", "restart edgespec to use workers again"
-        )
-    thread = threading.get_ident()
-    _loading.add(thread)
-    try:
-        yield
-    finally:
-        _loading.discard(thread)
-
-
 def add_devices(workers: ConnectedWorkers) -> list[list[Any]]:
-    """Connect llama.cpp to the workers, and return the devices of each. Call it while `connecting`.
+    """Connect llama.cpp to the workers, and return the devices of each.
 
     Raises:
-        BackendMissingError: The RPC library is not built.
+        BackendMissingError: The RPC library is not built, or cannot be copied.
     """
-    global _generation  # noqa: PLW0603
-    rpc = _rpc()
+    global _copies, _generation  # noqa: PLW0603
+    if any(user.is_lost for user in _users):
+        _copies += 1
+        _users.clear()
+    rpc = _rpc(_copies)
+    _users.add(workers)
     libggml = ggml()
     libggml.ggml_backend_reg_dev_count.restype = ctypes.c_size_t
     libggml.ggml_backend_reg_dev_count.argtypes = [ctypes.c_void_p]
@@ -141,8 +131,6 @@ def _on_abort(message: bytes) -> None:
         sys.stderr.write(message.decode("utf-8", "replace") + "\n")
         sys.stderr.flush()
         return
-    if threading.get_ident() in _loading:
-        _is_blocked.set()
     for workers in tuple(_guarded):
         workers.report_abort()
     # Never return. The thread that waits for the result of this one has been told to give up.

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 import edgespec
 from edgespec.assembly.loading import always_draft
-from edgespec.backends import mlx
+from edgespec.backends import head_trial, mlx
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.mlx.eagle import EagleHead
 from edgespec.backends.mlx.mtp import estimate_mtp_head
@@ -155,7 +155,9 @@ def test_a_layer_of_another_family_is_loaded_as_the_target_loads_its_layers(numb
 
 
 @pytest.mark.parametrize("hidden_first", [False, True])
-def test_the_order_of_the_inputs_is_found_by_a_trial(tmp_path: Path, hidden_first: bool) -> None:
+def test_the_order_of_the_inputs_is_found_by_a_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hidden_first: bool
+) -> None:
     # The layers of this target add nothing, so its next token depends on the last token alone. The MTP layer
     # predicts it only if the embedding reaches the half of the matrix that is not zero.
     folder = write_numbered_mtp_layer(tmp_path / "model", "mimo")
@@ -169,9 +171,18 @@ def test_the_order_of_the_inputs_is_found_by_a_trial(tmp_path: Path, hidden_firs
                 # Files of MiMo models store the half for the hidden state first.
                 tensors[name] = np.concatenate(halves[::-1] if hidden_first else halves, axis=1)
         save_file(tensors, file)
-    target = load(folder)
+    target, tried = load(folder), []
+    agreement = head_trial._agreement
+
+    def count_tries(head: Any, *arguments: Any) -> int:
+        tried.append(head)
+        return agreement(head, *arguments)
+
+    monkeypatch.setattr(head_trial, "_agreement", count_tries)
     network: Any = head_of(target)._network
     assert network._hidden_first is hidden_first
+    # Two of the four heads predict nothing and are tried once. The other two are equally accurate.
+    assert sorted(tried.count(head) for head in {*tried}) == [1, 1, 8, 8]
     target.close()
 
 

@@ -1,0 +1,85 @@
+"""Check the workers that are named with `edgespec doctor --workers`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from edgespec.cli.screen import rate
+from edgespec.cluster.link import probe_worker, usable_bytes
+from edgespec.cluster.link_speed import LinkSpeed, measure_link
+from edgespec.cluster.machines import WorkerAddress, parse_machines
+from edgespec.cluster.status import WorkerStatus
+from edgespec.errors import EdgespecError
+from edgespec.files import format_bytes
+
+__all__ = ["CheckedWorker", "check_workers"]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedWorker:
+    """A worker, as far as it could be checked.
+
+    Attributes:
+        address: The worker's address.
+        status: What the worker reports about itself. None if it is not reachable.
+        link: The speed of the connection. None if it could not be measured.
+        error: Why a model cannot use the worker now. None if it can.
+    """
+
+    address: WorkerAddress
+    status: WorkerStatus | None = None
+    link: LinkSpeed | None = None
+    error: EdgespecError | None = None
+
+    @property
+    def finding(self) -> str:
+        """The worker's status in words, after the error if there is one."""
+        facts = []
+        if self.status is not None:
+            devices = (
+                f"{each.name} with {format_bytes(each.free_bytes)} free" for each in self.status.devices
+            )
+            facts = [
+                f"edgespec {self.status.edgespec}, llama-cpp-python {self.status.llama_cpp}",
+                f"offers {format_bytes(self.status.memory_bytes)} ({', '.join(devices)})",
+            ]
+        if self.link is not None:
+            speed = f"{rate(self.link.bytes_per_second / 1e6)} MB/s"
+            facts.append(f"round trip {self.link.round_trip_seconds * 1e3:.2g} ms, {speed}")
+        return "; ".join(filter(None, (self.error.what if self.error else "", *facts)))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the findings as values for JSON."""
+        return {
+            "address": str(self.address),
+            "reachable": self.status is not None,
+            **(self.status.to_json() if self.status else {}),
+            "round_trip_seconds": self.link and self.link.round_trip_seconds,
+            "bytes_per_second": self.link and self.link.bytes_per_second,
+            "error": self.error and str(self.error),
+        }
+
+
+def check_workers(text: str, llama_cpp: str) -> list[CheckedWorker]:
+    """Check the workers in a list such as `host:port=16GiB,host:port`, without reserving them.
+
+    Args:
+        text: The value of `--workers`.
+        llama_cpp: The version of llama-cpp-python on this machine.
+
+    Raises:
+        OptionError: The list is invalid.
+    """
+    return [_check(address, llama_cpp) for address in parse_machines("--workers", text).workers]
+
+
+def _check(address: WorkerAddress, llama_cpp: str) -> CheckedWorker:
+    status = link = None
+    try:
+        status = probe_worker(address)
+        link = measure_link(address)
+        usable_bytes(address, status, llama_cpp)
+    except EdgespecError as error:
+        return CheckedWorker(address, status, link, error)
+    return CheckedWorker(address, status, link)

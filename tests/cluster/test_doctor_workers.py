@@ -1,0 +1,44 @@
+"""`edgespec doctor --workers`: what it says about each worker."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+
+import edgespec
+from edgespec.cli.doctor_workers import check_workers
+from tests.cluster.conftest import Worker
+from tests.cluster.test_spread_targets import run
+
+
+def test_the_command_reports_each_worker(workers: tuple[Worker, Worker]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        closed = f"127.0.0.1:{server.getsockname()[1]}"
+    done = run("doctor", "--workers", f"{workers[0].address},{closed}", "--json")
+    assert done.returncode == 1
+    reachable, unreachable = json.loads(done.stdout)["workers"]
+    assert reachable["reachable"]
+    assert reachable["error"] is None
+    assert reachable["llama_cpp"] == workers[0].facts["llama_cpp"]
+    assert reachable["round_trip_seconds"] > 0
+    assert reachable["bytes_per_second"] > 1e6
+    assert not unreachable["reachable"]
+    assert "unreachable: Connection refused" in unreachable["error"]
+    assert run("doctor", "--workers", "nonsense").returncode == 2
+
+
+def test_each_error_is_one_line(workers: tuple[Worker, Worker], start_worker: Callable[..., Worker]) -> None:
+    version = workers[0].facts["llama_cpp"]
+    small = start_worker("--memory", "8MiB")
+    with edgespec.load("demo", None, workers=workers[0].address, context=1024):
+        checked = check_workers(f"{workers[0].address},{workers[1].address},{small.address}=1GiB", version)
+        other = check_workers(workers[1].address, "0.0.1")
+    errors = [each.error.what if each.error else "" for each in (*checked, *other)]
+    assert "is busy with another model" in errors[0]
+    assert not errors[1]
+    assert "offers 8.0 MiB of memory, but --workers asks for 1.0 GiB" in errors[2]
+    assert f"has llama-cpp-python {version}, but this machine has 0.0.1" in errors[3]
+    for each in (*checked, *other):
+        assert "MB/s" in each.finding
+        assert "\n" not in each.finding

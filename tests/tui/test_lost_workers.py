@@ -1,0 +1,46 @@
+"""The chat after a lost worker: it keeps the text, says what to do, and loads the model again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import edgespec
+from edgespec import Runtime
+from edgespec.catalog import Progress
+from tests.cluster.conftest import Worker, delayed, start_worker
+from tests.tui.driving import driving, until
+
+__all__ = ["delayed", "start_worker"]
+
+QUESTION = "How do I list files by size, and how do I count the lines of each?"
+
+
+async def test_the_next_message_loads_the_model_again(
+    start_worker: Callable[..., Worker], delayed: Callable[[int, float], int], tmp_path: Path
+) -> None:
+    worker = start_worker()
+    port = delayed(worker.port, 0.01)
+
+    def load(progress: Progress) -> Runtime:
+        return edgespec.load("demo", None, workers=f"127.0.0.1:{port}", context=1024, progress=progress)
+
+    async with driving(load, tmp_path, settings={"temperature": 0.0}, size=(120, 40)) as d:
+        await d.say(QUESTION)
+        whole = d.chat.current_chat.entries[-1].content
+        await d.send(QUESTION)
+        await until(d.pilot, lambda: bool(d.chat.current_chat.turn and d.chat.current_chat.turn.written))
+        worker.process.kill()
+        await d.settled()
+        await d.said("To go on with a model on this machine instead, type /model.")
+        assert d.chat.current_chat.unfinished
+        # The worker has not been started again.
+        await d.say("Hello")
+        await d.said("did not answer as a worker")
+        assert d.chat.prompt.text == "Hello"
+        start_worker(address=worker.address)
+        before = d.chat.runtime
+        await d.say("/new")
+        await d.say(QUESTION)
+        assert d.chat.current_chat.entries[-1].content == whole
+        assert d.chat.runtime is not before
