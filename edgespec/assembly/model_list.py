@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,8 +20,10 @@ from edgespec.backends.base import Progress
 from edgespec.backends.pass_weights import PassWeights
 from edgespec.backends.registry import FileFormat, backend_of, format_of
 from edgespec.catalog import (
+    DraftOption,
     InstalledModel,
     ModelEntry,
+    choose_draft,
     draft_options,
     find_installed,
     load_catalogue,
@@ -207,9 +210,7 @@ def _installed_model(
     machine: MachineSpeed | None,
     budget_bytes: int,
 ) -> AvailableModel:
-    options = draft_options(resolve(model.reference, allow_download=False), installed)
-    # Prefer draft models that are already on this machine, and among them those of the same format.
-    draft = min(options, key=lambda each: (each.path is None, each.format != form.name), default=None)
+    draft = _draft(model, installed, budget_bytes)
     weights = draft_weights = None
     try:
         weights = _weights(form, model.path, model.entry)
@@ -243,6 +244,20 @@ def _installed_model(
         entry=model.entry,
         family=model.info.family,
         notice=model.entry.notice if model.entry else "",
+    )
+
+
+def _draft(model: InstalledModel, installed: InstalledModels, budget_bytes: int) -> DraftOption | None:
+    """Return the draft model of `--draft auto`. If there is none, return one that can be downloaded."""
+    target = resolve(model.reference, allow_download=False)
+    options = draft_options(target, installed)
+    chosen = None
+    # If the user has chosen an unusable draft model, list the model without it. Loading reports the error.
+    with suppress(EdgespecError):
+        chosen = choose_draft(target, budget_bytes, installed=installed).draft
+    return next(
+        (each for each in options if each.path == (chosen.path if chosen is not None else None)),
+        None,
     )
 
 

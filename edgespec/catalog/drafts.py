@@ -136,7 +136,11 @@ def draft_options(target: Resolved, installed: InstalledModels) -> list[DraftOpt
 
 
 def choose_draft(
-    target: Resolved, memory_bytes: int | None = None, context_tokens: int | None = None
+    target: Resolved,
+    memory_bytes: int | None = None,
+    context_tokens: int | None = None,
+    *,
+    installed: InstalledModels | None = None,
 ) -> DraftChoice:
     """Choose the draft model for `--draft auto` from the models on this machine.
 
@@ -147,6 +151,7 @@ def choose_draft(
         target: The target model.
         memory_bytes: Memory available for both models. Unlimited if None.
         context_tokens: Context length of the target. None for the default.
+        installed: The models on this machine. None to search for them.
 
     Raises:
         ModelFileError: The draft model that the user chose is unusable.
@@ -158,7 +163,7 @@ def choose_draft(
     if target.entry is not None and target.entry.embedded_path is not None:
         # The demo must start quickly and has its own draft model, so do not search for others.
         return _first_recommended(target)
-    installed = find_installed()
+    installed = installed or find_installed()
     info = model_info_or_none(target, installed.metadata)
     options = draft_options(target, installed)
     usable = [option for option in options if _is_for_auto(option, target, info)]

@@ -109,7 +109,7 @@ def _check_tensors(
         shapes["markov_head.markov_w1.weight"] = (config.vocab_size, config.markov_rank)
         shapes["markov_head.markov_w2.weight"] = (draft_vocab, config.markov_rank)
     if any(name.startswith(_SELECTOR) for name in tensors):
-        raise ValueError("edgespec cannot run DFlash 2 heads")
+        raise ValueError("a DFlash 2 head must be a GGUF file, as made by llama.cpp's convert_hf_to_gguf.py")
     if missing := shapes.keys() - tensors.keys():
         raise ValueError(f"the tensor {min(missing)} is missing")
     for name, tensor in tensors.items():

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from textual import work
+from textual import events, work
 from textual.app import App
 from textual.filter import LineFilter
 
@@ -27,6 +27,7 @@ from edgespec.tui.controls import NoControls
 from edgespec.tui.ending import EndWatch, is_input_open
 from edgespec.tui.environment import check_textual_variables
 from edgespec.tui.history import History
+from edgespec.tui.key_order import KeyOrder
 from edgespec.tui.preferences import Preferences
 from edgespec.tui.saved_chats import offer_unfinished, resume
 from edgespec.tui.screens.loading import LoadingScreen
@@ -112,6 +113,13 @@ class ChatApp(App[None]):
         self._remember = remember
         self._loading = LoadingScreen(model_name)
         self._leaving = False
+        self._keys = KeyOrder(self, super().on_event)
+
+    async def on_event(self, event: events.Event) -> None:
+        if isinstance(event, (events.Key, events.Paste)) and not event.is_forwarded:
+            await self._keys.add(event)
+        else:
+            await super().on_event(event)
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         return [*super().get_line_filters(), _NO_CONTROLS]

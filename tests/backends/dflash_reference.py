@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -64,18 +65,56 @@ def block_logits(
     output: Array,
     states: Array,
     block: Sequence[int],
+    **options: Any,
+) -> Array:
+    """The logits of all tokens in a block, before the Markov head. `output`: the output matrix."""
+    logits: Array = block_states(head, embeddings, states, block, **options) @ output.T
+    return logits
+
+
+def convolved(states: Array, inputs: Array, head: Mapping[str, Array], name: str, side: int) -> Array:
+    """The result of a DFlash 2 head's convolution over neighbouring tokens, if the head has any.
+
+    Args:
+        states: The values to convolve.
+        inputs: The input of the layer's part, which the weights depend on.
+        head: The head's tensors.
+        name: The name of the convolution's tensors, without `_base` or `_proj`.
+        side: 0 before the layer's part, 1 after it.
+    """
+    if f"{name}_base.weight" not in head:
+        return states
+    base = head[f"{name}_base.weight"][side]
+    dynamic = (inputs @ head[f"{name}_proj.weight"].T).reshape(len(inputs), 2, len(base), -1)[:, side]
+    weights = base + dynamic.repeat(base.shape[1] // dynamic.shape[2], axis=2)
+    before = [np.pad(states, ((tap, 0), (0, 0)))[: len(states)] for tap in range(len(base))]
+    result: Array = (weights * np.stack(before, axis=1)).sum(axis=1)
+    return result
+
+
+def pair_scores(head: Mapping[str, Array], state: Array, before: int, tokens: NDArray[np.int64]) -> Array:
+    """What the path selector of a DFlash 2 head adds to the logits of tokens that follow `before`."""
+    gated = head["selector_predecessor.weight"][before] * (head["selector_hidden.weight"] @ state)
+    scores: Array = head["selector_successor.weight"][tokens] @ gated
+    return scores
+
+
+def block_states(
+    head: Mapping[str, Array],
+    embeddings: Array,
+    states: Array,
+    block: Sequence[int],
     *,
     start: int = 0,
     base: float = ROPE_BASE,
     causal: bool = False,
     window: int = 0,
 ) -> Array:
-    """The logits of all tokens in a block, before the Markov head.
+    """The normalised hidden states of all tokens in a block.
 
     Args:
         head: The head's tensors by their published names.
         embeddings: The target's token embeddings.
-        output: The output matrix.
         states: The target's hidden states of the text before the block.
         block: The block's tokens.
         start: Position of the first hidden state.
@@ -96,7 +135,8 @@ def block_logits(
         def split(values: Array) -> Array:
             return values.reshape(len(values), -1, HEAD_SIZE)
 
-        normed = norm(hidden, of("input_layernorm"))
+        part = norm(hidden, of("input_layernorm"))
+        normed = convolved(part, part, head, f"layers.{layer}.attn_conv", 0)
         both = np.concatenate([context, normed])
         queries = rotated(norm(split(normed @ of("self_attn.q_proj").T), of("self_attn.q_norm")), own, base)
         keys = rotated(norm(split(both @ of("self_attn.k_proj").T), of("self_attn.k_norm")), positions, base)
@@ -112,14 +152,14 @@ def block_logits(
             scores = queries[:, each] @ keys[:, shared].T / np.sqrt(HEAD_SIZE)
             weights = np.exp(np.where(seen, scores, -np.inf) - scores.max())
             mixed.append(weights / weights.sum(axis=1, keepdims=True) @ values[:, shared])
-        hidden = hidden + np.concatenate(mixed, axis=1) @ of("self_attn.o_proj").T
-        normed = norm(hidden, of("post_attention_layernorm"))
+        attended = np.concatenate(mixed, axis=1) @ of("self_attn.o_proj").T
+        hidden = hidden + convolved(attended, part, head, f"layers.{layer}.attn_conv", 1)
+        part = norm(hidden, of("post_attention_layernorm"))
+        normed = convolved(part, part, head, f"layers.{layer}.ffn_conv", 0)
         gate = normed @ of("mlp.gate_proj").T
-        hidden = (
-            hidden + (gate / (1 + np.exp(-gate)) * (normed @ of("mlp.up_proj").T)) @ of("mlp.down_proj").T
-        )
-    logits: Array = norm(hidden, head["norm.weight"]) @ output.T
-    return logits
+        fed = (gate / (1 + np.exp(-gate)) * (normed @ of("mlp.up_proj").T)) @ of("mlp.down_proj").T
+        hidden = hidden + convolved(fed, part, head, f"layers.{layer}.ffn_conv", 1)
+    return norm(hidden, head["norm.weight"])
 
 
 def markov_logits(head: Mapping[str, Array], token: int) -> Array:

@@ -33,14 +33,21 @@ from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, EdgespecError, ModelFileError
 from edgespec.heads.dflash_config import MAX_BLOCK_TOKENS
-from tests.backends.dflash_reference import block_logits, markov_logits, published_tensors, tensors_of
+from tests.backends.dflash_reference import (
+    block_logits,
+    block_states,
+    markov_logits,
+    pair_scores,
+    published_tensors,
+    tensors_of,
+)
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
 from tests.backends.tiny_models import WORDS, write_dflash, write_gemma3, write_jamba, write_lfm2, write_llama
 
 CONTEXT = 512
 VOCAB = 259 + len(WORDS)
 LAYERS = (0, 1, 3)
-BLOCK, MASK = 6, 7
+BLOCK, MASK, CANDIDATES = 6, 7, 4
 # A tree with two children of the root, one of which has two children.
 TREE = TokenTree((50, 51, 52, 53, 54), (-1, 0, 0, 1, 1), (None,) * 5)
 
@@ -55,6 +62,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "dspark": {"rank": 8},
     "dspark from its masks": {"rank": 8, "sample_from_anchor": False},
     "dspark of fewer tokens": {"rank": 8, "drafted": 100},
+    "dflash 2": {"candidates": CANDIDATES},
 }
 
 
@@ -102,7 +110,7 @@ def rows_of(head: DFlashHead, tree: TokenTree, tokens: list[int]) -> NDArray[np.
     return np.array(rows, np.float64)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "dflash 2"])
 @pytest.mark.parametrize("prompt", [5, 40])
 def test_drafts_equal_those_of_numpy(files: Files, target: LlamaCppModel, kind: str, prompt: int) -> None:
     tokens = [*range(10, 10 + prompt), TREE.tokens[0]]
@@ -130,6 +138,36 @@ def test_drafts_equal_those_of_numpy(files: Files, target: LlamaCppModel, kind: 
         rows = rows[:, drafted]
     assert np.abs(rows - expected).max() < 0.05
     assert rows.std() > 1
+    head.close()
+
+
+@pytest.mark.parametrize("prompt", [5, 40])
+def test_a_path_selector_scores_candidates_after_those_before_them(
+    files: Files, target: LlamaCppModel, prompt: int
+) -> None:
+    tokens = list(range(10, 11 + prompt))
+    path = files.heads["dflash 2"]
+    tensors, own = published_tensors(path), tensors_of(files.target)
+    log = target.log_hidden_states(LAYERS)
+    head = head_of(target, path)
+    target.prefill(tokens[:-1])
+    states = block_states(
+        tensors,
+        own["token_embd.weight"],
+        log.rows(0, prompt).astype(np.float64),
+        [tokens[-1], *[MASK] * (BLOCK - 1)],
+    )
+    logits = states @ own["output.weight"].T
+    candidates = np.argsort(-logits, axis=1)[:, :CANDIDATES]
+    # A chain of the least likely candidates, so that scores after other candidates differ.
+    chain = TokenTree.chain(tokens[-1], candidates[1:-1, -1].tolist())
+    rows = rows_of(head, chain, tokens)
+    for depth, (row, before) in enumerate(zip(rows, chain.tokens, strict=True), 1):
+        found = candidates[depth]
+        expected = logits[depth, found] + pair_scores(tensors, states[depth], before, found)
+        assert np.abs(row[found] - expected).max() < 0.05
+        assert np.isinf(np.delete(row, found)).all()
+        assert np.ptp(pair_scores(tensors, states[depth], before, found)) > 0.1
     head.close()
 
 
@@ -173,7 +211,7 @@ def replies(files: Files) -> Callable[..., tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "dflash 2"])
 def test_no_head_changes_a_reply(
     files: Files, replies: Callable[..., Any], kind: str, temperature: float
 ) -> None:
@@ -208,7 +246,7 @@ def test_a_draft_is_no_longer_than_a_block(files: Files, target: LlamaCppModel) 
         head.close()
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "dflash 2"])
 def test_a_head_drafts_up_to_the_last_token_of_the_context(
     files: Files, target: LlamaCppModel, kind: str
 ) -> None:
@@ -279,7 +317,9 @@ def changed(path: Path, name: str, value: float | np.generic) -> Path:
         ({"rope__dimension_count": 3}, "rope.dimension_count is 3"),
         ({"rope__dimension_count": 0}, "rope.dimension_count is 0"),
         ({"hyper_connection_count": 4}, "is a DeepSeek-V4 DSpark head, which edgespec cannot run"),
-        ({"selects": True}, "is a DFlash-2 head, which edgespec cannot run"),
+        ({"candidates": 6}, "could not be loaded"),
+        ({"candidates": 4, "rank": 8}, "cannot have a Markov head"),
+        ({"candidates": 4, "sample_from_anchor": True}, "cannot have a Markov head or draft"),
     ],
 )
 def test_an_unsuitable_head_is_refused(

@@ -106,7 +106,7 @@ def test_a_converted_head_drafts_what_the_published_one_does(
         ({"intermediate_size": 32}, "has shape"),
         ({"changes": {"norm.weight": None}}, "the tensor norm.weight is missing"),
         ({"changes": {"mask_embedding": np.zeros(32, np.float32)}}, "tensor mask_embedding is unknown"),
-        ({"changes": SELECTOR}, "edgespec cannot run DFlash 2 heads"),
+        ({"changes": SELECTOR}, "a DFlash 2 head must be a GGUF file"),
         ({"changes": {"norm.weight": np.zeros(32, np.int64)}}, "not a floating-point type"),
         ({"changes": {"d2t": np.full(9, VOCAB)}}, "outside the vocabulary"),
         ({"dflash_config": {"mask_token_id": 7}}, "aux_hidden_state_layer_ids"),

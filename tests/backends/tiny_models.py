@@ -223,7 +223,7 @@ def write_dflash(
     drafted: int | None = None,
     size: int = _SIZE,
     rank: int = 0,
-    selects: bool = False,
+    candidates: int = 0,
     sections: Sequence[int] = (),
     window: int = 0,
     kv_heads: int = 1,
@@ -233,7 +233,8 @@ def write_dflash(
     """A DFlash head for the model that `write_llama` writes.
 
     depth: the number of its layers. drafted: it drafts so many of the tokens. rank: the rank of the Markov
-    head, which makes it a DSpark head. selects: it has the selector of a DFlash 2 head. sections: it has
+    head, which makes it a DSpark head. candidates: the number of candidates of a
+    DFlash 2 head. sections: it has
     M-RoPE. window: all layers but the first have a sliding window. metadata: further values of its
     architecture, such as `sample_from_anchor`.
     """
@@ -273,8 +274,11 @@ def write_dflash(
             tensors[f"blk.{layer}.attn_v.weight"] = _weights(random, kv_heads * value_size, _SIZE)
         norms = (f"blk.{layer}.attn_{part}_norm.weight" for part in "qk")
         tensors |= dict.fromkeys(norms, _ones(_HEAD))
-    if selects:
-        tensors["selector_hidden.weight"] = _weights(random, 8, size)
+    if candidates:
+        tensors |= _path_selector(random, vocab, depth)
+        for key, value in {"selector_rank": 8, "conv_kernel_size": 2, "conv_group_size": _SIZE // 4}.items():
+            writer.add_uint32(f"dflash.{key}", value)
+        writer.add_uint32("dflash.selector_top_k", candidates)
     if rank:
         tensors |= {
             "markov_w1.weight": _weights(random, vocab, rank),
@@ -287,6 +291,22 @@ def write_dflash(
         writer.add_tensor("d2t", ids.astype(np.int64))
     _finish(writer, tensors)
     return path
+
+
+def _path_selector(random: np.random.Generator, vocab: int, depth: int) -> dict[str, np.ndarray]:
+    """What a DFlash 2 head has more: the path selector, and convolutions around each part of a layer."""
+    tensors = {
+        "selector_hidden.weight": _weights(random, 8, _SIZE),
+        "selector_predecessor.weight": 8 * _weights(random, vocab, 8),
+        "selector_successor.weight": _weights(random, vocab, 8),
+    }
+    for layer in range(depth):
+        for part in ("attn", "ffn"):
+            base = np.array([0.7, 0.3], np.float32)[None, :, None]
+            noise = 0.1 * random.normal(size=(2, 2, _SIZE)).astype(np.float32)
+            tensors[f"blk.{layer}.{part}_conv_base"] = base + noise
+            tensors[f"blk.{layer}.{part}_conv_proj.weight"] = 0.3 * _weights(random, 2 * 2 * 4, _SIZE)
+    return tensors
 
 
 def write_moe(path: Path, *, template: str | None = CHATML, seed: int = 0) -> Path:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from textual import events
 from textual.content import Content
 from textual.pilot import Pilot
 from textual.selection import SELECT_ALL
@@ -66,6 +67,13 @@ class Driver:
     async def write(self, text: str) -> None:
         """Type a text."""
         await self.pilot.press(*(NAMES.get(letter, letter) for letter in text))
+
+    async def write_fast(self, *keys: str, wait: bool = True) -> None:
+        """Type keys without a pause, so that all are queued before the app handles the first one."""
+        for key in keys:
+            self.app.post_message(events.Key(NAMES.get(key, key), key if len(key) == 1 else None))
+        if wait:
+            await self.pilot.pause(0.1)
 
     async def send(self, text: str) -> None:
         """Put a text into the input and press Enter, without waiting for the reply."""

@@ -12,7 +12,9 @@ from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.batch import Batch, Inputs
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_plan import ContextPlan
+from edgespec.backends.llamacpp.layer_taps import copied_rows
 from edgespec.backends.llamacpp.native import library
+from edgespec.backends.llamacpp.staging_api import nextn_api
 
 __all__ = ["BlockContext"]
 
@@ -47,6 +49,7 @@ class BlockContext(LlamaContext):
     Args:
         row_size: Number of values per token in the target's hidden states.
         causal: Whether each token of a block attends only to earlier tokens, rather than to the whole block.
+        selects: Whether the head has a path selector, as DFlash 2 heads do.
     """
 
     def __init__(
@@ -59,8 +62,9 @@ class BlockContext(LlamaContext):
         target: LlamaContext,
         row_size: int,
         causal: bool,
+        selects: bool,
     ) -> None:
-        self._causal = causal
+        self._causal, self._selects = causal, selects
         super().__init__(head, options, plan, threads, target=target)
         lib = library()
         has_mrope = lib.llama_model_rope_type(head) == lib.LLAMA_ROPE_TYPE_MROPE
@@ -69,6 +73,10 @@ class BlockContext(LlamaContext):
     def allocate(self, plan: ContextPlan) -> None:
         super().allocate(plan)
         library().llama_set_causal_attn(self._context, self._causal)
+        if self._selects:
+            api = nextn_api()
+            assert api is not None
+            api.switch(self._context, True, False)
 
     def add_states(self, states: NDArray[np.float32], position: int) -> None:
         """Append keys and values, computed from at most `batch_tokens` hidden states, to the KV cache."""
@@ -82,6 +90,12 @@ class BlockContext(LlamaContext):
         logits = self.run(tokens, range(position, position + count), [(0,)] * count)
         self.drop(0, position)
         return logits
+
+    def lattice(self, count: int) -> NDArray[np.float32]:
+        """Return what the path selector computed for a block of `count` tokens. See `PathSelector`."""
+        api = nextn_api()
+        assert api is not None
+        return copied_rows(api.address(self._context), count, library().llama_model_n_embd(self._model))
 
     def close(self) -> None:
         super().close()

@@ -38,6 +38,8 @@ class BlockShape:
             each token of the block predicts the next one.
         causal: Whether each token of a block attends only to earlier tokens, rather than to the whole block.
         has_markov: Whether the logits also depend on the previous draft token, as in DSpark heads.
+        candidates: Number of candidates per draft token between which the path selector of a DFlash 2 head
+            chooses. 0 for other heads.
     """
 
     tokens: int
@@ -45,6 +47,7 @@ class BlockShape:
     first_row: int
     causal: bool
     has_markov: bool
+    candidates: int
 
     @property
     def draft_length(self) -> int:
@@ -54,15 +57,10 @@ class BlockShape:
 
 def check_head_kind(path: Path) -> None:
     """Raise CapabilityError if a GGUF file is a kind of block-diffusion head that edgespec cannot run."""
-    header = read_header(path)
-    kind = ""
-    if any(tensor.name == "selector_hidden.weight" for tensor in header.tensors):
-        kind = "DFlash-2"
-    elif header.architecture_value("hyper_connection_count", 0):
-        kind = "DeepSeek-V4 DSpark"
-    if kind:
+    if read_header(path).architecture_value("hyper_connection_count", 0):
         raise CapabilityError(
-            f"{path} is a {kind} head, which edgespec cannot run", "choose a DFlash or DSpark head"
+            f"{path} is a DeepSeek-V4 DSpark head, which edgespec cannot run",
+            "choose a DFlash or DSpark head",
         )
 
 
@@ -78,13 +76,14 @@ def read_block_shape(path: Path, vocab_size: int) -> BlockShape:
     """
     header = read_header(path)
     names = {tensor.name for tensor in header.tensors}
-    has_markov = "markov_w1.weight" in names
+    has_markov, selects = "markov_w1.weight" in names, "selector_hidden.weight" in names
     shape = BlockShape(
         tokens=header.architecture_value("block_size", _DEFAULT_BLOCK_TOKENS),
         mask_token=header.metadata.get("tokenizer.ggml.mask_token_id", -1),
         first_row=0 if header.architecture_value("sample_from_anchor", has_markov) is True else 1,
         causal=header.architecture_value("attention.causal", False) is True,
         has_markov=has_markov,
+        candidates=header.architecture_value("selector_top_k", 0) if selects else 0,
     )
     problem = _block_problem(header, shape, vocab_size) or _attention_problem(header)
     if problem:
@@ -99,6 +98,8 @@ def _block_problem(header: GgufHeader, shape: BlockShape, vocab_size: int) -> st
         return f"its block_size is {shape.tokens!r}, but must be from 2 to {MAX_BLOCK_TOKENS}"
     if shape.has_markov and header.architecture_value("block_size") is None:
         return "it has no block_size"
+    if shape.candidates and (shape.has_markov or shape.first_row == 0):
+        return "a DFlash 2 head cannot have a Markov head or draft from its first token"
     if not (_is_int(shape.mask_token) and 0 <= shape.mask_token < vocab_size):
         return f"its mask token has the id {shape.mask_token!r}, but its vocabulary has {vocab_size:,} tokens"
     return ""

@@ -23,6 +23,7 @@ from edgespec.backends.llamacpp.head_loading import estimate_head, load_head_fil
 from edgespec.backends.llamacpp.loading import check_file, threads_for
 from edgespec.backends.llamacpp.markov_head import MarkovHead
 from edgespec.backends.llamacpp.native import library
+from edgespec.backends.llamacpp.path_selector import PathSelector
 from edgespec.backends.memory_check import check_tokens_fit
 from edgespec.backends.memory_estimate import MemoryEstimate
 from edgespec.backends.model_facts import Capabilities
@@ -53,8 +54,8 @@ class DFlashHead(CachedHead):
     draft. The block itself leaves no entries in the cache.
 
     The logits after a draft token depend only on the token's position in the block, and on the token itself
-    if there is a Markov head. One pass is therefore enough for a whole draft tree: `verify` runs the pass for
-    the root, and looks up the logits of deeper nodes in its result.
+    if there is a Markov head or a path selector. One pass is therefore enough for a whole draft tree:
+    `verify` runs the pass for the root, and looks up the logits of deeper nodes in its result.
     """
 
     _context: BlockContext
@@ -81,6 +82,7 @@ class DFlashHead(CachedHead):
                 target=target.context,
                 row_size=log.row_size,
                 causal=shape.causal,
+                selects=shape.candidates > 0,
             )
         except BaseException:
             target.stop_logging(log)
@@ -98,6 +100,7 @@ class DFlashHead(CachedHead):
         super()._end_round()
         # The logits of the last block, one row per draft token.
         self._rows: NDArray[np.float32] = np.empty((0, self.vocabulary.size), np.float32)
+        self._selector: PathSelector | None = None
         # Number of tree nodes before the block, whose hidden states the target has already computed.
         self._known_nodes = 0
 
@@ -155,11 +158,16 @@ class DFlashHead(CachedHead):
         count = min(self._shape.tokens, self._context.tokens - begin)
         block = [tree.tokens[known], *[self._shape.mask_token] * (count - 1)]
         self._rows = self._context.run_block(block, begin)[self._shape.first_row :]
+        if self._shape.candidates:
+            lattice = self._context.lattice(count)[self._shape.first_row :]
+            self._selector = PathSelector(lattice, self._shape.candidates, self.vocabulary.size)
         if self._markov:
             self._assumed = [block[0], *self._rows[:-1].argmax(axis=1).tolist()]
 
     def _rows_after(self, tokens: Sequence[int], depths: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return one row of logits per token, given each token's depth below the first token of the block."""
+        if self._selector:
+            return np.stack([self._selector.logits(*node) for node in zip(tokens, depths, strict=True)])
         if self._markov:
             return np.stack([self._corrected(*node) for node in zip(tokens, depths, strict=True)])
         if (depths == depths[0]).all():

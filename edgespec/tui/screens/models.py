@@ -101,8 +101,13 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
     def _filter_changed(self) -> None:
         self._message = ""
         self._list.highlighted = None
-        self._search(self._filter.value.strip())
+        self._search(self._query)
         self._show()
+
+    @property
+    def _query(self) -> str:
+        """The text of the filter, without the slash with which a search begins in other programs."""
+        return self._filter.value.strip().removeprefix("/")
 
     @work(exclusive=True, group="search")
     async def _search(self, text: str) -> None:
@@ -124,7 +129,7 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
     def _show(self) -> None:
         """Show the models that match the filter. The same model stays highlighted if it is still listed."""
         highlighted = self._highlighted
-        words = self._filter.value.lower().split()
+        words = self._query.lower().split()
 
         def matching(is_installed: bool) -> list[AvailableModel]:
             return [

@@ -185,7 +185,7 @@ def test_an_interrupt_stops_drafting(files: Files, target: MlxModel) -> None:
         ({"states": (0, 1, 9)}, "reads the layers"),
         ({"changes": {"norm.weight": np.full(SIZE, np.nan, np.float32)}}, "not finite"),
         ({"changes": {"norm.weight": None}}, "the tensor norm.weight is missing"),
-        ({"changes": SELECTOR}, "edgespec cannot run DFlash 2 heads"),
+        ({"changes": SELECTOR}, "a DFlash 2 head must be a GGUF file"),
         ({"rope_scaling": {"rope_type": "mrope?"}}, "invalid settings"),
         ({"block": 1}, "block_size is 1, but must be from 2"),
         ({"num_hidden_layers": 10**9}, "must be from 1 to"),

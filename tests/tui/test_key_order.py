@@ -1,0 +1,107 @@
+"""Keys that are typed without a pause reach the widget for which the user meant them."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from textual.widgets import Input, TextArea
+
+from edgespec.chat.message import Message
+from edgespec.chat.message_tree import MessageTree
+from edgespec.chat.saved_chat import SavedChat
+from edgespec.chat.store import ChatStore
+from edgespec.tui.screens.dialogs import SystemScreen
+from edgespec.tui.screens.models import ModelsScreen
+from tests.tui.driving import Driver, driving, until
+from tests.tui.scripted import ScriptedRuntime, loading
+
+NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
+
+
+def save(folder: Path, *titles: str) -> ChatStore:
+    """Save chats with these titles, the newest first."""
+    store = ChatStore(folder / "chats")
+    for number, title in enumerate(titles):
+        tree = MessageTree.linear([Message("user", title)])
+        store.save(SavedChat(f"id-{number}", tree, NOON, NOON.replace(minute=59 - number)))
+    return store
+
+
+def titles(d: Driver) -> list[str]:
+    return [each.chat.title for each in d.chat.sidebar.found]
+
+
+async def test_a_slash_in_the_list_of_chats_starts_a_command(tmp_path: Path) -> None:
+    save(tmp_path, "sorting", "searching")
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.write_fast("f2", *"/search sort", "enter", *"ing")
+        await until(d.pilot, lambda: titles(d) == ["sorting"], "the search", seconds=5)
+        assert d.chat.prompt.text == ""
+        assert not d.chat.current_chat.entries
+        await d.sees("Chats: sorting")
+
+
+async def test_a_slash_in_a_search_is_searched(tmp_path: Path) -> None:
+    save(tmp_path, "either/or", "either way")
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.write_fast("f2", *"her/o")
+        await until(d.pilot, lambda: titles(d) == ["either/or"], "the search", seconds=5)
+        assert d.chat.prompt.text == ""
+
+
+async def test_a_message_is_typed_at_once_after_a_chat_is_opened(tmp_path: Path) -> None:
+    save(tmp_path, "sorting", "searching")
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.write_fast("f2", *"sear", "enter", *"Hello")
+        await until(d.pilot, lambda: d.chat.prompt.text == "Hello", "the message", seconds=5)
+        assert d.chat.current_chat.shown_title == "searching"
+
+
+async def test_a_deletion_concerns_the_chat_that_was_highlighted(tmp_path: Path) -> None:
+    save(tmp_path, "first", "second", "third")
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.write_fast("f2", "down", "delete", *"t")
+        await until(d.pilot, lambda: titles(d) == ["first", "third"], "the deletion", seconds=5)
+        await d.sees("Chats: t")
+
+
+@pytest.mark.parametrize("opening", [["f9"], [*"/model", "enter"]], ids=["key", "command"])
+async def test_the_list_of_models_takes_what_is_typed_at_once(tmp_path: Path, opening: list[str]) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.write_fast(*opening, *"/mlx")
+        await until(d.pilot, lambda: isinstance(d.app.screen, ModelsScreen), "the list", seconds=5)
+        await d.sees("demo-mlx ")
+        await until(d.pilot, lambda: d.app.screen.query_one(Input).value == "/mlx", "the filter", seconds=5)
+        assert d.chat.prompt.text == ""
+
+
+async def test_dialogs_take_what_is_typed_at_once(tmp_path: Path) -> None:
+    store = save(tmp_path, "sorting")
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.write_fast("f5", *"Be brief.")
+        await until(d.pilot, lambda: isinstance(d.app.screen, SystemScreen), "the dialog", seconds=5)
+        area = d.app.screen.query_one(TextArea)
+        await until(d.pilot, lambda: area.text == "Be brief.", "the system prompt", seconds=5)
+        await d.write_fast("ctrl+s", "f2", "ctrl+r", *" more", "enter")
+        await until(d.pilot, lambda: store.load("id-0").title == "sorting more", "the title", seconds=5)
+        assert d.chat.current_chat.system == "Be brief."
+
+
+async def test_an_edited_message_takes_what_is_typed_at_once(tmp_path: Path) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.say("How do I list files")
+        await d.write_fast("shift+up", "up", "e", *" by date?")
+        await until(d.pilot, lambda: d.chat.prompt.text.endswith("files by date?"), "the edit", seconds=5)
+        assert d.chat.editing == 0
+
+
+async def test_escape_works_while_a_widget_is_busy(tmp_path: Path) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.press("f2")
+        d.chat.sidebar.call_later(asyncio.sleep, 3)
+        await d.write_fast("down", "escape", "x", wait=False)
+        await asyncio.sleep(2)
+        assert d.chat.prompt.text == "x"
