@@ -76,7 +76,6 @@ class DrafterSet:
         v: Cost of a verify pass as a multiple of a single-token pass, as a function of the number of tokens
             in it.
         auto_config: Settings for the controller that decides when to draft. If None, `auto` always drafts.
-        why_no_auto: Why `auto` never drafts. Empty if it can.
     """
 
     def __init__(
@@ -89,10 +88,8 @@ class DrafterSet:
         why_no_draft: str = "",
         v: CostFunction = assumed_cost,
         auto_config: AutoConfig | None = None,
-        why_no_auto: str = "",
     ) -> None:
         self.heads = heads
-        self._why_no_auto = why_no_auto
         self._auto_config = auto_config
         self._model = target
         self._target = target.facts
@@ -181,8 +178,6 @@ class DrafterSet:
         if names and not capabilities.rollback:
             reason = f"{self._target.name} cannot verify drafts: {capabilities.reason}"
             return (), MethodReport(method, "none", reason)
-        if method == "auto" and self._why_no_auto:
-            return (), MethodReport(method, "none", self._why_no_auto)
         if method == "auto":
             names = self._auto_names(constrained)
             has_model = any(not self._drafters[name].is_lookup for name in names)

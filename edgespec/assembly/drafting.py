@@ -30,11 +30,7 @@ from edgespec.method_names import HEADS, SELF_DRAFTS
 from edgespec.methods import DrafterSet, MissingDrafter
 from edgespec.saved_arrays import SavedArrays, models_fingerprint
 
-__all__ = ["WHY_NO_AUTO", "make_drafters"]
-
-# With workers, a pass takes longer if its width differs from that of the pass before, because llama.cpp then
-# sends the whole graph again. The cost curve does not contain this, so `auto` could exceed its loss limit.
-WHY_NO_AUTO = "auto does not draft on workers yet; use --method model, which helps most on slow networks"
+__all__ = ["make_drafters"]
 
 
 def make_drafters(
@@ -138,7 +134,6 @@ class _DrafterFactory:
             why_no_draft=self._pair.why_no_draft,
             v=self._curve.v if self._options.combines_drafters else assumed_cost,
             auto_config=config,
-            why_no_auto=WHY_NO_AUTO if self._arguments["workers"] is not None else "",
         )
         return drafters, (
             corpus_notice,
@@ -162,8 +157,6 @@ class _DrafterFactory:
 
     def _auto_config(self, draft: LoadedDraft | None) -> AutoConfig | None:
         max_loss = self._arguments["max_loss"]
-        if self._arguments["workers"] is not None:
-            return None
         if not self._costs.has_loss_limit or ("auto" not in self._options.methods and max_loss is None):
             return None
         if not self._model.facts.capabilities.rollback:

@@ -19,8 +19,7 @@ __all__ = ["connect_workers", "for_workers"]
 
 # Options that `--workers` refuses, because they have no effect or are not implemented for workers.
 _UNSUPPORTED = (
-    "parallel", "gpu_layers", "exact", "adapter", "learn", "draft_branches", "exit_layer", "max_loss",
-    "mlock",
+    "parallel", "gpu_layers", "exact", "adapter", "learn", "draft_branches", "exit_layer", "mlock",
 )  # fmt: skip
 
 

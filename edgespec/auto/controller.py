@@ -176,6 +176,9 @@ class AutoController(Drafter):
         self._tokens = list(tokens)
         self._is_drafting, self._round = False, None
         self.loss_limit.begin()
+        # The prompt was a wide pass. The step after it takes longer with plain decoding too.
+        self.costs.last_width = 0
+        self.loss_limit.record_target_step(0, -self.costs.return_seconds)
         self.costs.set_context_tokens(len(tokens))
         self._follow_conditions()
         self._run_ahead(self._backoff.is_paused)
@@ -276,7 +279,8 @@ class AutoController(Drafter):
         if tokens and self._round:
             self._record_round(self._round, len(tokens), self._clock() - self._round.started)
         else:
-            self.loss_limit.record_target_step(len(tokens))
+            self.loss_limit.record_target_step(len(tokens), self.costs.return_seconds)
+            self.costs.last_width = 1
         self._round = None
 
     def _record_round(self, this_round: _Round, tokens: int, seconds: float) -> None:
@@ -285,6 +289,8 @@ class AutoController(Drafter):
         width, pass_seconds, other_tokens = this_round.width, this_round.pass_seconds, this_round.other_tokens
         own_pass_seconds = self.costs.comparable_seconds(pass_seconds, width, other_tokens)
         own_seconds = seconds - pass_seconds + own_pass_seconds
+        if width == 1:
+            self.loss_limit.record_target_step(0, self.costs.return_seconds)
         # Ignore the duration of the pass if another reply began or ended meanwhile, or the number of threads
         # changed.
         if self._current_conditions() == self._now:

@@ -32,6 +32,9 @@ _ASSUMED_PASS_RATIO, _ASSUMED_RATIO_OF_THREADS = 2.0, 1.25
 # Factors that lower the worst-case ratio after each single-token pass and after each verify pass, to forget
 # outliers.
 _TARGET_STEP_DECAY, _VERIFY_DECAY = 0.995, 0.97
+# Factor after each single-token pass if the layers are on workers. Passes there are often delayed for reasons
+# that have nothing to do with drafting, and one such pass must not end drafting for a whole reply.
+_LINK_DECAY = 0.97
 # Factor for this number of first verify passes, so that measurements soon replace the assumed ratio.
 _FIRST_DECAY, _FIRST_PASSES = 0.8, 4
 # Saved costs are treated as damaged if they differ from measured costs by a factor of more than 1,000.
@@ -69,10 +72,10 @@ class _Bucket:
     wide_passes: int = _SETTLED_PASSES
     worst_ratio: float = 1.0
 
-    def record_ratio(self, ratio: float, width: int) -> None:
+    def record_ratio(self, ratio: float, width: int, target_step_decay: float) -> None:
         """Record a pass's measured duration divided by its expected duration."""
         if width == 1:
-            self.worst_ratio = max(self.worst_ratio * _TARGET_STEP_DECAY, 1.0)
+            self.worst_ratio = max(self.worst_ratio * target_step_decay, 1.0)
             return
         decay = _FIRST_DECAY if self.wide_passes <= _FIRST_PASSES else _VERIFY_DECAY
         self.worst_ratio = max(self.worst_ratio * decay, ratio, 1.0)
@@ -95,6 +98,9 @@ class LiveCosts:
         curve: The initial cost curve.
         threads: Number of CPU threads used to measure the curve.
         shares_passes: Whether concurrent replies share their passes.
+
+    Attributes:
+        last_width: Number of tokens in the target's last pass, including padding. 0 after a prompt.
     """
 
     # Weight of the newest single-token pass in the estimated duration of a target step.
@@ -111,6 +117,7 @@ class LiveCosts:
 
     def __init__(self, curve: CostCurve, threads: int = 0, *, shares_passes: bool = False) -> None:
         self.curve = curve
+        self.last_width = 0
         self._shares_passes = shares_passes
         self._bucket = _Bucket(curve.target_step_seconds)
         self._measured = Conditions(threads=threads)
@@ -173,12 +180,23 @@ class LiveCosts:
         self._key, self._bucket = key, self._buckets[key]
         self._at_last_target_step, self._deviation = self._bucket.copy(), 0.0
 
+    @property
+    def return_seconds(self) -> float:
+        """How much longer the next target step takes because the last pass had another width."""
+        return self.curve.change_seconds if self.last_width != 1 else 0.0
+
     def v(self, width: int) -> float:
-        """Return the duration of a pass of `width` tokens per reply, relative to a single-token pass."""
+        """Return the duration of a pass of `width` tokens per reply, relative to a single-token pass.
+
+        A pass of another width than the last pass takes `change_seconds` longer.
+        """
         if width <= 1:
             return 1.0
         bucket, replies = self._bucket, self._sharing_replies
+        width = self.curve.padded(width)
         expected = self.curve.v(replies * width) / self.curve.v(replies)
+        if width != self.last_width:
+            expected += self.curve.change_seconds / self.curve.target_step_seconds
         return expected * math.exp(bucket.log_ratios.get(width, bucket.common_log_ratio))
 
     @property
@@ -225,9 +243,13 @@ class LiveCosts:
     def record_pass(self, width: int, seconds: float, other_tokens: int = 0) -> None:
         """Record the duration of a pass. See `comparable_seconds` for the arguments."""
         mean_width = self._mean_width(width, other_tokens)
+        if width == 1:
+            seconds = max(seconds - self.return_seconds, 0.0)
+        mean_width = self.curve.padded(mean_width)
         ratio = seconds / self.pass_seconds(mean_width)
         self._record(mean_width, seconds)
-        self._bucket.record_ratio(ratio, width)
+        self.last_width = self.curve.padded(width)
+        self._bucket.record_ratio(ratio, width, _LINK_DECAY if self.curve.is_padded else _TARGET_STEP_DECAY)
         if width == 1 < mean_width:
             # Other replies drafted in this pass. Count it as a target step all the same, because there may
             # never be a pass without drafts.

@@ -48,8 +48,13 @@ class WorstCaseCosts:
         self.level_seconds *= self._costs.target_step_seconds / previous_step_seconds
 
     def extra_pass_seconds(self, width: int) -> float:
-        """Return how much longer a `width`-token pass takes than a single-token pass, at worst."""
-        return max(self._costs.worst_v(width) - 1.0, 0.0) * self._costs.target_step_seconds
+        """Return how much longer a `width`-token pass takes than a single-token pass, at worst.
+
+        It includes the change of the width back to a single token after it.
+        """
+        costs = self._costs
+        extra_steps = max(costs.worst_v(width) - 1.0, 0.0)
+        return extra_steps * costs.target_step_seconds + costs.curve.change_seconds
 
     def loss_seconds(self, levels: int, level_seconds: float) -> float:
         """Return the time lost in the worst case if `levels` tokens are drafted and all of them are rejected.

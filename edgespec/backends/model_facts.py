@@ -51,6 +51,8 @@ class Capabilities:
         prefix_reuse_exact: Whether the logits after a cached prefix do not depend on how the prefix was
             computed, apart from rounding. With `exact`, they are bit-identical. If False, bit-identical
             logits require computing all tokens again from the start, in the same batches.
+        pass_widths: Widths in ascending order, starting with 1. Verify passes are padded to the next of them.
+            Empty if passes are not padded.
     """
 
     rollback: bool
@@ -65,6 +67,11 @@ class Capabilities:
     partial_truncate: bool = True
     exact: bool = False
     prefix_reuse_exact: bool = True
+    pass_widths: tuple[int, ...] = ()
+
+    def padded_width(self, width: int) -> int:
+        """Return the number of tokens in a verify pass of `width` tokens, including padding."""
+        return next((each for each in self.pass_widths if each >= width), width)
 
 
 @dataclass(frozen=True, slots=True)

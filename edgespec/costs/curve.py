@@ -30,6 +30,7 @@ CostFunction: TypeAlias = Callable[[int], float]
 MEASURED_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
 # Pass widths to measure even if the time budget is spent.
 _REQUIRED_WIDTHS = (1, 2, 4, 8)
+_MAX_REQUIRED_PADDED_WIDTH = 9
 # Minimum time budget for a measurement, as a multiple of the duration of a single-token pass.
 _MIN_BUDGET_STEPS = 12
 # Maximum duration of a pass, as a multiple of a wider pass's duration. Some kernels are slower at a few
@@ -52,6 +53,9 @@ class CostCurve:
     Attributes:
         widths: The measured widths in tokens, in ascending order starting at 1.
         seconds: The duration of a pass at each width, in seconds.
+        is_padded: Whether the model pads its passes to the next measured width.
+        change_seconds: How much longer a pass takes if the pass before it had another width. It is measured
+            only for models that pad their passes, and `seconds` does not include it.
 
     Raises:
         ValueError: The widths do not ascend from 1, or there is not one positive duration for each.
@@ -59,6 +63,8 @@ class CostCurve:
 
     widths: tuple[int, ...]
     seconds: tuple[float, ...]
+    is_padded: bool = False
+    change_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if len(self.widths) != len(self.seconds) or self.widths[:1] != (1,):
@@ -76,6 +82,14 @@ class CostCurve:
     def target_step_seconds(self) -> float:
         return self.seconds[0]
 
+    def padded(self, width: int) -> int:
+        """Return the number of tokens in a pass of `width` tokens, including padding."""
+        return (
+            self.widths[bisect_left(self.widths, width)]
+            if self.is_padded and width <= self.widths[-1]
+            else width
+        )
+
     def v(self, width: int) -> float:
         """Return the duration of a pass of `width` tokens, relative to a single-token pass.
 
@@ -84,6 +98,7 @@ class CostCurve:
         """
         if len(self.widths) == 1:
             return assumed_cost(width)
+        width = self.padded(width)
         at = bisect_left(self.widths, width)
         at = min(max(at, 1), len(self.widths) - 1)
         left, right = self.widths[at - 1], self.widths[at]
@@ -105,6 +120,9 @@ def measure_costs(
     8 are measured first. The others follow in ascending order until half of the time budget is spent. The
     rest of the budget is spent on repeats, which replace the slower first measurements.
 
+    If the model pads its passes, only the widths to which it pads are measured. Those up to 9 are measured
+    even if the budget is spent.
+
     Args:
         model: The target model.
         widths: The widths to measure in addition to 1. Widths that exceed the limits of the model or its
@@ -119,28 +137,44 @@ def measure_costs(
     """
     able = model.facts.capabilities
     max_width = min(able.max_width, model.free_tokens) if able.rollback else 1
+    if widths:
+        widths = able.pass_widths or widths
+    required = [
+        width for width in able.pass_widths if width <= _MAX_REQUIRED_PADDED_WIDTH
+    ] or _REQUIRED_WIDTHS
     chosen = [width for width in sorted(set(widths)) if 1 < width <= max_width]
     # Do not count the very first pass, which can be slow because it loads weights from disk.
     cold = _pass_seconds(model, 1)
     started = now()
     seconds: dict[int, list[float]] = {1: [cold, _pass_seconds(model, 1)]}
     budget = max(budget_seconds, _MIN_BUDGET_STEPS * seconds[1][-1])
-    for width in sorted(chosen, key=lambda width: width not in _REQUIRED_WIDTHS):
-        if width not in _REQUIRED_WIDTHS and now() - started > budget / 2:
+    for width in sorted(chosen, key=lambda width: width not in required):
+        if width not in required and now() - started > budget / 2:
             break
+        if able.pass_widths:
+            # The first pass of a width is slower, because llama.cpp asks the workers for sizes of tensors.
+            _pass_seconds(model, width)
         seconds[width] = [_pass_seconds(model, width)]
     timed = sorted(seconds.items())
+    steady = seconds[1][1:]
     for _ in range(repeats):
         for width, durations in timed:
             if now() - started > budget:
                 break
             durations.append(_pass_seconds(model, width))
+            if able.pass_widths and width == 1:
+                steady.append(_pass_seconds(model, 1))
     medians = [median(durations[1:] or durations) for _, durations in timed]
     # A narrow pass that took much longer than a wider one was disturbed by another program.
     plausible = [
         min(medians[i], *(_MAX_EXCESS * wider for wider in medians[i:])) for i in range(len(medians))
     ]
-    return CostCurve(tuple(width for width, _ in timed), tuple(plausible))
+    measured = tuple(width for width, _ in timed)
+    if not able.pass_widths:
+        return CostCurve(measured, tuple(plausible))
+    step = median(steady)
+    change = max(median(seconds[1][2:] or steady) - step, 0.0)
+    return CostCurve(measured, (step, *(max(each - change, step) for each in plausible[1:])), True, change)
 
 
 def _pass_seconds(model: LanguageModel, width: int) -> float:

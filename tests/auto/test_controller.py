@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from edgespec.auto.loss_limit import LossLimits
 from edgespec.costs.curve import CostCurve
+from edgespec.drafters.base import Drafter
 from scripts.simulation import MACHINES, SimulatedMachine, Text, Trace, World, make_controller
 
 LENGTH = 160
@@ -116,3 +117,46 @@ def test_loss_limit_is_missed_by_one_round_at_most_with_adversarial_costs(
     for text in said:
         world.reply(drafter, text)
         assert beyond(world, limits) <= world.dearest + 1e-6
+
+
+class LinkWorld(World):
+    """A world whose target is on workers: a pass of another width than the last one costs more."""
+
+    _last_width = 0
+
+    def pass_cost(self, rows: int) -> float:
+        width, last = self.machine.curve.padded(rows), self._last_width
+        self._last_width = width
+        return super().pass_cost(rows) + (self.machine.curve.change_seconds if width != last else 0.0)
+
+    def reply(self, drafter: Drafter | None, text: Text, draft_length: int = 16) -> float:
+        # The prompt is a pass of another width.
+        self._last_width = 0
+        return super().reply(drafter, text, draft_length)
+
+
+@settings(max_examples=150)
+@given(
+    st.lists(st.floats(1.0, 3.0), min_size=4, max_size=4).map(sorted),
+    st.floats(0.0, 2.0),
+    st.floats(0.0, 0.3),
+    st.lists(texts(), min_size=1, max_size=3),
+    LIMITS,
+)
+def test_loss_limit_holds_if_changes_of_the_width_cost_time(
+    costs: list[float], change: float, draft_cost: float, said: list[Text], limits: LossLimits
+) -> None:
+    curve = CostCurve((1, 2, 3, 5, 9), (1.0, *costs), True, change)
+    world = LinkWorld(SimulatedMachine("link", curve, draft_cost, "any", 0.01))
+    drafter = make_controller(world, limits=limits, lookup=True)
+    for text in said:
+        world.reply(drafter, text)
+        # The first step of plain decoding changes the width too.
+        assert beyond(world, limits) <= change + 1e-6
+
+
+def test_drafts_keep_the_width_if_changes_cost_much() -> None:
+    curve = CostCurve((1, 2, 3, 5, 9), (1.0, 1.02, 1.04, 1.08, 1.16), True, 1.0)
+    text = Text("right", Trace(np.ones(400, np.bool_), np.full(400, 0.99)), None, 40)
+    world = LinkWorld(SimulatedMachine("link", curve, 0.02, "any", 0.001))
+    assert world.reply(make_controller(world), text) < 400 / 4

@@ -21,6 +21,19 @@ def test_initial_costs_are_those_of_the_curve() -> None:
     assert not costs.needs_target_step
 
 
+def test_a_change_of_the_width_is_part_of_the_cost() -> None:
+    costs = LiveCosts(CostCurve((1, 2, 3, 5), (0.1, 0.11, 0.12, 0.15), True, 0.05))
+    assert [costs.v(width) for width in (2, 3, 4, 5)] == pytest.approx([1.6, 1.7, 2.0, 2.0])
+    costs.record_pass(4, 0.2)
+    assert [costs.v(width) for width in (2, 3, 4, 5)] == pytest.approx([1.6, 1.7, 1.5, 1.5])
+    assert costs.return_seconds == 0.05
+    costs.record_pass(1, 0.15)
+    assert costs.target_step_seconds == pytest.approx(0.1)
+    assert costs.return_seconds == 0.0
+    costs.record_pass(1, 0.1)
+    assert costs.target_step_seconds == pytest.approx(0.1)
+
+
 @given(st.floats(0.3, 3.0))
 def test_step_duration_is_followed_within_a_few_steps(factor: float) -> None:
     costs = LiveCosts(CURVE)

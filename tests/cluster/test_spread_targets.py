@@ -48,7 +48,7 @@ def test_one_worker_gives_the_same_tokens(
     assert tokens(workers[0].address, method=method) == local_tokens
 
 
-@pytest.mark.parametrize("method", ["none", "model"])
+@pytest.mark.parametrize("method", ["none", "model", "auto"])
 def test_several_machines_give_the_same_tokens(
     method: str, workers: tuple[Worker, Worker], local_tokens: list[list[int]]
 ) -> None:
@@ -175,12 +175,40 @@ def test_the_command_line_prints_one_error_and_the_text_so_far(
     assert f"the worker 127.0.0.1:{port} ended" in errors.decode()
 
 
-def test_auto_says_why_it_does_not_draft(workers: tuple[Worker, Worker]) -> None:
-    with edgespec.load("demo", workers=workers[0].address, context=1024) as runtime:
-        reply = runtime.generate(PROMPT, max_tokens=8)
-        assert reply.method.effective == "none"
-        assert reply.method.reason.startswith("auto does not draft on workers yet; use --method model")
-        assert runtime.generate(PROMPT, max_tokens=8, method="model").stats.drafted_tokens
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_auto_drafts_through_a_slow_link_and_keeps_the_tokens(
+    temperature: float, workers: tuple[Worker, Worker], delayed: Callable[[int, float], int]
+) -> None:
+    both = ",".join(f"127.0.0.1:{delayed(worker.port, 0.005)}" for worker in workers)
+    request = {"max_tokens": 40, "seed": 3, "temperature": temperature}
+    with edgespec.load("demo", workers=both, context=1024) as runtime:
+        plain = runtime.generate(PROMPT, method="none", **request)  # type: ignore[arg-type]
+        replies = [runtime.generate(PROMPT, **request) for _ in range(3)]  # type: ignore[arg-type]
+        # Passes are padded, but padding is neither counted nor accepted.
+        fixed = runtime.generate(PROMPT, method="model", draft_length=3, **request)  # type: ignore[arg-type]
+    assert all(reply.tokens == plain.tokens for reply in (*replies, fixed))
+    assert sum(reply.stats.accepted_tokens for reply in replies)
+    assert 0 < fixed.stats.drafted_tokens <= 3 * fixed.stats.target_passes
+
+
+def test_padding_ends_with_the_context(workers: tuple[Worker, Worker]) -> None:
+    replies = []
+    with edgespec.load("demo", workers=workers[0].address, context=256, method="model") as runtime:
+        for method in ("none", "model"):
+            stream = runtime.stream_tokens(
+                list(range(10, 250)), method=method, draft_length=6, temperature=0.0, max_tokens=64
+            )
+            list(stream)
+            replies.append(stream.reply)
+    assert replies[0].tokens == replies[1].tokens
+    assert replies[0].context_full
+    assert replies[1].stats.drafted_tokens
+
+
+def test_max_loss_is_supported(workers: tuple[Worker, Worker]) -> None:
+    with edgespec.load("demo", workers=workers[0].address, context=1024, max_loss=0.1) as runtime:
+        reply = runtime.generate(PROMPT, max_tokens=24, method="model", temperature=0.0)
+        assert reply.method.loss_limits == (0.1, 2.0)
 
 
 def test_a_busy_worker_is_an_error(workers: tuple[Worker, Worker]) -> None:
@@ -204,7 +232,7 @@ def test_too_little_memory_is_an_error(workers: tuple[Worker, Worker]) -> None:
     "options",
     [
         {"method": "mtp"}, {"method": "lookahead"}, {"head": "x"}, {"parallel": 2}, {"exact": True},
-        {"draft_branches": (2,)}, {"max_loss": 0.1}, {"prefix_cache": "disk"}, {"gpu_layers": 1},
+        {"draft_branches": (2,)}, {"prefix_cache": "disk"}, {"gpu_layers": 1},
     ],
 )  # fmt: skip
 def test_options_that_workers_do_not_support_are_refused(options: LoadArguments) -> None:

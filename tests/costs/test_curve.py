@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -203,3 +204,29 @@ class TestTimeBudget:
     def test_target_steps_are_timed_warm(self, monkeypatch: pytest.MonkeyPatch) -> None:
         clock = Clock(monkeypatch, {1: [7.0, 5.0]})
         assert clock.measure(widths=(1,), budget_seconds=0.0) == CostCurve((1,), (5.0,))
+
+
+def test_changes_of_the_width_are_measured_for_models_that_pad_their_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seconds, seen, last, at = {1: 1.0, 2: 1.25, 3: 1.5, 5: 2.0, 9: 3.0, 17: 5.0}, set[int](), 0, 0.0
+
+    def pass_seconds(_model: LanguageModel, width: int) -> float:
+        nonlocal last, at
+        took = seconds[width] + 0.5 * (width != last) + 4.0 * (width not in seen)
+        seen.add(width)
+        last, at = width, at + took
+        return took
+
+    monkeypatch.setattr(module, "_pass_seconds", pass_seconds)
+    monkeypatch.setattr(module, "now", lambda: at)
+    model = table(1)
+    able = replace(model.facts.capabilities, pass_widths=tuple(seconds))
+    model.facts = replace(model.facts, capabilities=able)
+    curve = measure_costs(model, budget_seconds=1e9)
+    assert curve == CostCurve(tuple(seconds), tuple(seconds.values()), True, 0.5)
+    assert [curve.v(width) for width in (1, 3, 4, 6, 9, 10)] == [1.0, 1.5, 2.0, 3.0, 3.0, 5.0]
+    assert curve.v(19) == pytest.approx(5.5)
+    # The widest pass is measured only if there is time.
+    seen.clear()
+    assert measure_costs(model, budget_seconds=0.0).widths == (1, 2, 3, 5, 9)

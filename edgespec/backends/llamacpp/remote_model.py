@@ -33,6 +33,10 @@ _Result = TypeVar("_Result")
 _OUTPUT_TENSORS = rb"^(output|token_embd)\.weight$"
 _UNLIMITED_BYTES = 1 << 62
 _MAX_DEVICES = 16
+# Verify passes are padded to these numbers of tokens, which are the draft lengths 1, 2, 4, 8 and 16 and the
+# token before the draft. The first pass of another width takes eight more round trips with two workers, and
+# each change of the width sends the whole computation graph again.
+_PASS_WIDTHS = (1, 2, 3, 5, 9, 17)
 
 
 def load_on_workers(
@@ -98,6 +102,12 @@ class _Placer:
         params.tensor_buft_overrides = ctypes.cast(self._overrides, ctypes.c_void_p)
 
 
+def _padded(chain: TokenTree, width: int) -> TokenTree:
+    """Return a chain with its last token repeated up to `width` tokens."""
+    more = max(0, width - chain.width)
+    return TokenTree.chain(chain.tokens[0], [*chain.tokens[1:], *chain.tokens[-1:] * more])
+
+
 class RemoteModel(BaseModel):
     """A GGUF model whose layers are on workers.
 
@@ -118,6 +128,7 @@ class RemoteModel(BaseModel):
             capabilities=replace(
                 facts.capabilities,
                 tree=False,
+                pass_widths=_PASS_WIDTHS,
                 reason="drafts without branches only, because its layers are on workers",
                 self_draft_methods=frozenset(),
             ),
@@ -145,7 +156,8 @@ class RemoteModel(BaseModel):
         return self._call(lambda: self._model.embed(tokens, progress))
 
     def verify(self, tree: TokenTree, first: int = 0) -> Logits:
-        return self._call(lambda: self._model.verify(tree, first))
+        padded = _padded(tree, min(self.facts.capabilities.padded_width(tree.width), self.free_tokens))
+        return self._call(lambda: self._model.verify(padded, first))
 
     def commit(self, path: tuple[int, ...]) -> None:
         self._call(lambda: self._model.commit(path))

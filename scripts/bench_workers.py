@@ -1,0 +1,266 @@
+#!/usr/bin/env python3
+"""Compare the speed of each method with that of plain decoding, for a target on two workers.
+
+    scripts/bench_workers.py                                          # the demo pair
+    scripts/bench_workers.py --target big-target.gguf --draft big-draft.gguf --every 17 --max-tokens 64
+
+This script starts two workers on this machine. Proxies delay the connections to them, so that each message
+arrives later by half of the round-trip time. For each round-trip time, the script loads the models again.
+Every prompt is answered with all methods, in an order that changes from prompt to prompt. Nothing is cached
+between replies, and nothing is known about the models at the start. The first token and all work before it
+are not counted.
+
+x none      speed divided by that of plain decoding of the same prompt: geometric mean over the prompts
+worst       lowest of these ratios, over replies with at least 64 tokens if there are any
+equal       replies with the same tokens as plain decoding
+passes      target passes per token
+KiB         KiB sent and received per token, for all workers
+trips       round trips per token, for all workers
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+import edgespec
+from edgespec.losslessness import prompt_tokens, read_prompts
+from scripts.peers.configurations import parse, rotated_order
+
+PLAIN = "none"
+_LONG_TOKENS = 64
+_SENT, _RECEIVED, _TRIPS = range(3)
+
+
+@dataclass(frozen=True)
+class TimedReply:
+    """A reply, and what happened after its first token.
+
+    Attributes:
+        tokens: Tokens of the reply.
+        seconds: Seconds per token.
+        passes: Target passes per token.
+        traffic: Bytes sent, bytes received and round trips, each per token.
+    """
+
+    tokens: tuple[int, ...]
+    seconds: float
+    passes: float
+    traffic: tuple[float, ...]
+
+
+class Proxy:
+    """A process that forwards connections to a port, and delays and counts their data.
+
+    Attributes:
+        port: The port to connect to.
+    """
+
+    def __init__(self, target_port: int, round_trip_seconds: float) -> None:
+        context = multiprocessing.get_context("spawn")
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = listener.getsockname()[1]
+        self._counts = context.Array("q", 3)
+        arguments = (listener, target_port, round_trip_seconds / 2, self._counts)
+        self._process = context.Process(target=_serve, args=arguments, daemon=True)
+        self._process.start()
+        listener.close()
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Bytes sent, bytes received, and round trips so far."""
+        return tuple(self._counts)
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.join()
+
+
+def _serve(listener: socket.socket, target_port: int, seconds: float, counts: Any) -> None:
+    while True:
+        client, _ = listener.accept()
+        target = socket.create_connection(("127.0.0.1", target_port))
+        waits_for_answer = threading.Event()
+        for direction, (source, sink) in enumerate(((client, target), (target, client))):
+            sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            arrived: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
+            reading = (source, arrived, direction, counts, waits_for_answer)
+            threading.Thread(target=_read, args=reading, daemon=True).start()
+            threading.Thread(target=_write, args=(sink, arrived, seconds), daemon=True).start()
+
+
+def _read(
+    source: socket.socket,
+    arrived: queue.SimpleQueue[tuple[float, bytes]],
+    direction: int,
+    counts: Any,
+    waits_for_answer: threading.Event,
+) -> None:
+    data = b"."
+    while data:
+        try:
+            data = source.recv(1 << 20)
+        except OSError:
+            data = b""
+        arrived.put((time.monotonic(), data))
+        counts[direction] += len(data)
+        if direction == _SENT:
+            waits_for_answer.set()
+        elif waits_for_answer.is_set():
+            waits_for_answer.clear()
+            counts[_TRIPS] += 1
+
+
+def _write(sink: socket.socket, arrived: queue.SimpleQueue[tuple[float, bytes]], seconds: float) -> None:
+    data = b"."
+    while data:
+        at, data = arrived.get()
+        time.sleep(max(0.0, at + seconds - time.monotonic()))
+        with suppress(OSError):
+            if data:
+                sink.sendall(data)
+            else:
+                sink.shutdown(socket.SHUT_RDWR)
+
+
+def main() -> None:
+    args = _arguments()
+    methods = {name: parse(name) for name in dict.fromkeys([PLAIN, *args.methods.split(",")])}
+    results = {}
+    for milliseconds in args.round_trips:
+        with _two_workers(milliseconds / 1000) as proxies:
+            replies = _measure(args, methods, proxies)
+        print(f"round trip {milliseconds:g} ms\n{_report(replies)}", flush=True)
+        results[milliseconds] = {
+            name: [(len(each.tokens), each.seconds) for each in of_name] for name, of_name in replies.items()
+        }
+    if args.json:
+        args.json.write_text(json.dumps(results), encoding="utf-8")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--target", default="demo")
+    parser.add_argument("--draft", default="auto")
+    parser.add_argument(
+        "--methods",
+        default="auto,model:2,model:4,model:8",
+        help="methods to compare with none, each with an optional draft length (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--round-trips",
+        type=lambda text: [float(each) for each in text.split(",")],
+        default=[0.0, 5.0, 20.0],
+        help="round-trip times in milliseconds (default: 0,5,20)",
+    )
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--prompts", type=Path, help="JSONL file (default: edgespec's own prompts)")
+    parser.add_argument("--every", type=int, default=1, help="use every nth prompt")
+    parser.add_argument("--json", type=Path, help="write the seconds per token of all replies to this file")
+    return parser.parse_args()
+
+
+@contextmanager
+def _two_workers(round_trip_seconds: float) -> Iterator[list[Proxy]]:
+    """Start two workers and yield a proxy for each."""
+    command = [sys.executable, "-m", "edgespec", "worker", "--listen", "127.0.0.1:0", "--threads", "1"]
+    workers = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    proxies = []
+    try:
+        for worker in workers:
+            assert worker.stdout
+            proxies.append(Proxy(json.loads(worker.stdout.readline())["port"], round_trip_seconds))
+        yield proxies
+    finally:
+        for proxy in proxies:
+            proxy.close()
+        for worker in workers:
+            worker.communicate()
+
+
+def _measure(
+    args: argparse.Namespace, methods: dict[str, tuple[str, int | None]], proxies: Sequence[Proxy]
+) -> dict[str, list[TimedReply]]:
+    """Return the replies of each method, in the order of the prompts."""
+    replies: dict[str, list[TimedReply]] = {name: [] for name in methods}
+    with edgespec.load(
+        args.target,
+        args.draft,
+        workers=",".join(f"127.0.0.1:{proxy.port}" for proxy in proxies),
+        context=1024,
+        methods=[method for method, _ in methods.values()],
+    ) as runtime:
+        for index, prompt in enumerate(read_prompts(args.prompts)[:: args.every]):
+            tokens = prompt_tokens(runtime, prompt)
+            for name in rotated_order(list(methods), index):
+                method, length = methods[name]
+                options = {"method": method, "temperature": args.temperature, "seed": 1}
+                replies[name].append(
+                    _reply(
+                        runtime, proxies, tokens, max_tokens=args.max_tokens, draft_length=length, **options
+                    )
+                )
+    return replies
+
+
+def _reply(
+    runtime: edgespec.Runtime, proxies: Sequence[Proxy], tokens: Sequence[int], **options: Any
+) -> TimedReply:
+    stream = runtime.stream_tokens(
+        tokens, **{name: each for name, each in options.items() if each is not None}
+    )
+    first = next(stream)
+    started, before = time.perf_counter(), _traffic(proxies)
+    for _ in stream:
+        pass
+    seconds = time.perf_counter() - started
+    reply = stream.reply
+    count = max(1, len(reply.tokens) - first.token_count)
+    traffic = tuple((b - a) / count for a, b in zip(before, _traffic(proxies), strict=True))
+    return TimedReply(reply.tokens, seconds / count, reply.stats.target_passes / count, traffic)
+
+
+def _traffic(proxies: Sequence[Proxy]) -> list[int]:
+    return [sum(counts) for counts in zip(*(proxy.counts for proxy in proxies), strict=True)]
+
+
+def _report(replies: dict[str, list[TimedReply]]) -> str:
+    lines = ["method       x none   worst   equal   passes      KiB    trips   ms/token"]
+    for name, of_name in replies.items():
+        ratios = [plain.seconds / each.seconds for plain, each in zip(replies[PLAIN], of_name, strict=True)]
+        long = [
+            ratio for ratio, each in zip(ratios, of_name, strict=True) if len(each.tokens) >= _LONG_TOKENS
+        ]
+        equal = sum(plain.tokens == each.tokens for plain, each in zip(replies[PLAIN], of_name, strict=True))
+        sent, received, trips = (
+            sum(values) / len(of_name) for values in zip(*(each.traffic for each in of_name), strict=True)
+        )
+        passes = sum(each.passes for each in of_name) / len(of_name)
+        seconds = geometric_mean(each.seconds for each in of_name)
+        lines.append(
+            f"{name:12} {geometric_mean(ratios):6.2f} {min(long or ratios):7.2f} {equal:4} / {len(ratios):2}"
+            f" {passes:6.2f} {(sent + received) / 1024:8.1f} {trips:8.2f} {seconds * 1000:10.1f}"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
