@@ -115,7 +115,7 @@ def logits_of(folder: Path) -> Any:
     return net(mx.arange(0, ROWS, 5)[None])
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_training_raises_the_acceptance_on_other_text(
     target: TrainingTarget, draft: Path, tmp_path: Path, lora: bool
 ) -> None:
