@@ -22,9 +22,34 @@ from edgespec.prepare.layerskip import prepare_layerskip
 if TYPE_CHECKING:
     from edgespec.backends.mlx.model import MlxModel
 
+_FOLDER = Path(__file__).parent
+# The files that need the most processor time start first, so that no process runs alone at the end.
+_SLOW_FILES = (
+    "test_parity.py",
+    "train/test_run.py",
+    "backends/test_contract.py",
+    "backends/mlx/test_lora_trainer.py",
+    "train/test_killed.py",
+    "train/test_draft.py",
+    "tui/test_chat.py",
+    "tui/test_tool_use.py",
+    "cli/test_plain_commands.py",
+    "cli/test_train.py",
+    "cli/test_serve_chat.py",
+    "runtime/test_exact.py",
+    "runtime/test_same_tokens.py",
+    "assembly/test_drafting.py",
+)
+
 # A deadline per example fails on a busy machine without anything being wrong.
 hypothesis.settings.register_profile("edgespec", deadline=None)
 hypothesis.settings.load_profile("edgespec")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run slow files first. Needs pytest-xdist's option `--no-loadscope-reorder`."""
+    order = {_FOLDER / name: place for place, name in enumerate(_SLOW_FILES)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -17,7 +17,7 @@ from edgespec.cli.screen import is_terminal
 from edgespec.cli.settings import preset_of
 
 if TYPE_CHECKING:
-    from edgespec import Runtime
+    from edgespec import Preview, Runtime
     from edgespec.catalog import Progress
     from edgespec.tui.worker import Load
 
@@ -102,6 +102,12 @@ def command(
 
         return load
 
+    def plan_other(reference: str, memory_bytes: int | None) -> Preview:
+        import edgespec
+
+        arguments = load_arguments_for_another_model(pick(options, LOAD_NAMES))
+        return edgespec.plan(reference, **{**arguments, "memory": memory_bytes})
+
     settings = {
         name: list(options[name]) if isinstance(options[name], tuple) else options[name]
         for name in _REPLY_NAMES
@@ -118,7 +124,12 @@ def command(
     if is_plain:
         ended = run_plain_chat(load, **asked)
     else:
-        looks = {"light": light, "mouse": not no_mouse, "remember": options["remember"]}
+        looks = {
+            "plan_other": plan_other,
+            "light": light,
+            "mouse": not no_mouse,
+            "remember": options["remember"],
+        }
         ended = run_chat(load, **asked, **looks)
     if ended.signalled:
         return INTERRUPTED

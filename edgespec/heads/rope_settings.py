@@ -40,6 +40,9 @@ def parse_rope(config: Mapping[str, Any]) -> RopeSettings:
     scaling = scaling if isinstance(scaling, dict) else {}
     theta = config.get("rope_theta") or scaling.get("rope_theta") or RopeSettings().theta
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
+    if kind == "mrope":
+        # The positions of text tokens are equal in all sections, so the sections make no difference.
+        kind, scaling = "default", {}
     numbers = {name: positive(name, scaling[name]) for name in _POSITIVE if scaling.get(name) is not None}
     if kind == "llama3" and numbers.get("low_freq_factor") == numbers.get("high_freq_factor"):
         raise ValueError("low_freq_factor and high_freq_factor must both be set, and must differ")

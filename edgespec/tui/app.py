@@ -34,7 +34,7 @@ from edgespec.tui.screens.loading import LoadingScreen
 from edgespec.tui.texts import sentences
 from edgespec.tui.themes import DARK
 from edgespec.tui.user_themes import find_theme
-from edgespec.tui.worker import Load, LoadOther, ModelThread, load_named
+from edgespec.tui.worker import Load, LoadOther, ModelThread, PlanModel, load_named, plan_named
 
 __all__ = ["ChatApp", "ChatEnd", "quick_screen", "run_chat"]
 
@@ -55,6 +55,7 @@ class ChatApp(App[None]):
     Args:
         load: Function that loads the model. Called in the model thread.
         load_other: Returns a function that loads another model, given a reference to it.
+        plan_other: Plans another model, given a reference to it and a memory limit in bytes.
         model_name: The model reference, such as `8b-q4`, which the loading screen and presets show.
         system: System prompt for new chats.
         settings: Settings for new chats.
@@ -85,6 +86,7 @@ class ChatApp(App[None]):
         load: Load,
         *,
         load_other: LoadOther = load_named,
+        plan_other: PlanModel = plan_named,
         model_name: str = "",
         system: str | None = None,
         settings: Mapping[str, Setting] | None = None,
@@ -98,7 +100,7 @@ class ChatApp(App[None]):
         self.load_error: Exception | None = None
         self.model_thread = ModelThread(load)
         self.switched_to = ""
-        self._load_other = load_other
+        self._load_other, self._plan_other = load_other, plan_other
         self.store = store if store is not None else ChatStore()
         self.archive = Archive(self.store)
         self.chat: ChatScreen | None = None
@@ -175,6 +177,7 @@ class ChatApp(App[None]):
             system=self._system,
             settings=self._settings,
             take_typed=self._loading.take_typed,
+            plan_model=self._plan_other,
         )
         self._leaving = False
         await self.switch_screen(chat)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
+from queue import SimpleQueue
 from threading import Thread
 from typing import TypeVar
 
-__all__ = ["in_thread"]
+__all__ = ["CallThread", "in_thread"]
 
 _T = TypeVar("_T")
 
@@ -42,3 +44,36 @@ async def in_thread(function: Callable[[], _T]) -> _T:
 
     Thread(target=run, daemon=True).start()
     return await future
+
+
+class CallThread:
+    """Runs calls one after another in a thread, such as searches for files. The first call starts the thread.
+
+    It is a daemon thread, so that the program can exit even if a network drive, for example, does not
+    respond.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._thread: Thread | None = None
+
+    async def run(self, call: Callable[[], _T]) -> _T:
+        """Run `call` in the thread and return its result. Cancelling skips calls that have not started."""
+        future: Future[_T] = Future()
+
+        def job() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except BaseException as error:
+                    future.set_exception(error)
+
+        self._jobs.put(job)
+        if self._thread is None:
+            self._thread = Thread(target=self._run, name="edgespec-calls", daemon=True)
+            self._thread.start()
+        return await asyncio.wrap_future(future)
+
+    def _run(self) -> None:
+        while True:
+            self._jobs.get()()

@@ -21,9 +21,9 @@ from edgespec.chat.saved_chat import Setting
 from edgespec.errors import ChatFileError
 from edgespec.tui import commands, selection
 from edgespec.tui.archive import Archive
+from edgespec.tui.background import CallThread
 from edgespec.tui.copying import CodeCopier
 from edgespec.tui.downloads import Downloads
-from edgespec.tui.files.file_thread import FileThread
 from edgespec.tui.history import History
 from edgespec.tui.open_chat import OpenChat, version_label
 from edgespec.tui.preferences import Preferences
@@ -37,7 +37,7 @@ from edgespec.tui.widgets.prompt import PromptInput
 from edgespec.tui.widgets.sidebar import Sidebar, chat_list_hint
 from edgespec.tui.widgets.status import StatusFacts, StatusLine
 from edgespec.tui.widgets.transcript import Transcript
-from edgespec.tui.worker import ChatState, ModelThread
+from edgespec.tui.worker import ChatState, ModelThread, PlanModel
 
 if TYPE_CHECKING:
     from edgespec import MethodReport, Runtime, Stats
@@ -74,10 +74,12 @@ class ChatView(Screen[None]):
         system: str | None,
         settings: Mapping[str, Setting],
         take_typed: Callable[[], str],
+        plan_model: PlanModel,
     ) -> None:
         super().__init__()
         self.runtime = runtime
         self.model_name = model_name
+        self.plan_model = plan_model
         self.preferences = preferences
         self.first_system = system
         self.first_settings = dict(settings)
@@ -89,7 +91,7 @@ class ChatView(Screen[None]):
         self.editing: int | None = None
         self.calling_tools = False
         self.transcript = Transcript(self.current_chat, self._welcome(), id="transcript")
-        files = FileThread()
+        files = CallThread()
         self.paths = PathList(files, id="paths", compact=True)
         self.chips = FileChips(files, runtime, id="chips")
         self.prompt = PromptInput(self.history, self.paths, self.chips, id="prompt")

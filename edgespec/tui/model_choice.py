@@ -43,7 +43,7 @@ async def choose_model(screen: ChatScreen, reference: str) -> None:
 async def pick_model(screen: ChatScreen) -> None:
     """Let the user choose a model from the list, then switch to it or download it."""
     model = await screen.app.push_screen_wait(
-        ModelsScreen(screen.runtime, screen.downloads, is_writing=screen.writing)
+        ModelsScreen(screen.runtime, screen.plan_model, screen.downloads, is_writing=screen.writing)
     )
     if model is None:
         return

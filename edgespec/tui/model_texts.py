@@ -10,7 +10,7 @@ from textual.content import Content
 from edgespec.files import format_bytes
 
 if TYPE_CHECKING:
-    from edgespec import AvailableModel
+    from edgespec import AvailableModel, MemoryPlan
     from edgespec.tui.downloads import Download
 
 __all__ = ["details_text", "row_text", "speed_text"]
@@ -33,7 +33,7 @@ def row_text(model: AvailableModel, width: int, *, is_used: bool, download: Down
         "size": f"~{_size(model)}" if not model.is_installed and model.size_bytes else _size(model),
         "fits": "" if not model.size_bytes else "fits" if model.fits else "too large",
         "speed": speed_text(model),
-        "draft": f"+ {model.draft}" if model.draft else "",
+        "draft": f"+ {draft}" if (draft := _offered_draft(model)) else "",
     }
     columns = [(name, size) for name, (size, least) in _COLUMNS.items() if width >= least]
     right = "".join(_cell(values[name], size) for name, size in columns)
@@ -53,6 +53,11 @@ def _cell(text: str, width: int) -> str:
     return f"  {text if len(text) <= width - 2 else f'{text[: width - 3]}…'}".ljust(width)
 
 
+def _offered_draft(model: AvailableModel) -> str:
+    """Return the draft model that is loaded or downloaded with a model. Empty if there is none."""
+    return "" if model.is_installed and model.download_bytes else model.draft
+
+
 def _size(model: AvailableModel) -> str:
     return format_bytes(model.size_bytes) if model.size_bytes else "size ?"
 
@@ -70,8 +75,8 @@ def details_text(
     budget_bytes: int | None,
     *,
     is_used: bool,
-    planned_bytes: int | None,
-    drafters: Sequence[tuple[str, str]],
+    plan: MemoryPlan | None,
+    drafters: Sequence[tuple[str, str]] | None,
     is_downloading: bool,
 ) -> Content:
     """Return the details of the highlighted model, and a description of what Enter does.
@@ -80,27 +85,33 @@ def details_text(
         model: The model.
         budget_bytes: Memory that models may use, or None if unknown.
         is_used: Whether the chat uses this model.
-        planned_bytes: Memory in the plan of the chat's model, or None if it has no plan.
-        drafters: Labels and names of the chat's draft model and heads, shown if the chat uses this model.
+        plan: The memory plan for this model, or None if it is not planned yet.
+        drafters: Labels and names of the draft model and heads that are used with this model, or None if it
+            is not planned yet.
         is_downloading: Whether the model is being downloaded.
     """
     memory = "Its size is unknown."
     budget = f" {format_bytes(budget_bytes)} may be used." if budget_bytes is not None else ""
-    if is_used and planned_bytes is not None:
-        memory = f"It needs {format_bytes(planned_bytes)} of memory.{budget}"
+    if plan is not None:
+        memory = f"It needs {format_bytes(plan.total_bytes)} of memory.{budget}"
     elif model.needed_bytes:
         memory = f"It needs about {format_bytes(model.needed_bytes)} of memory.{budget}"
-    # The chat may use the model with another draft model, with a head or alone.
-    draft = f" with the draft model {model.draft}" if model.draft and not is_used else ""
+    if drafters is None:
+        drafters = [("Draft model", draft)] if (draft := _offered_draft(model)) else []
     names = " and ".join(f"the {label.lower()} {name}" for label, name in drafters)
-    action = _action(model, is_used, is_downloading)
-    if is_used and names:
-        action = f"This chat uses this model with {names}."
+    action = _action(model, is_downloading)
+    if is_used:
+        action = f"This chat uses this model{f' with {names}' if names else ''}."
+        names = ""
     if model.speed is None:
-        speed = f"It works{draft}. Ctrl+S measures its speed." if draft else "Ctrl+S measures its speed."
+        speed = (
+            f"It works with {names}. Ctrl+S measures its speed." if names else "Ctrl+S measures its speed."
+        )
+    elif names:
+        gain = f"{model.speed.speedup:.1f}x as fast as without it"
+        speed = f"Expected speed: {speed_text(model)} with {names}, {gain}."
     else:
-        gain = f", {model.speed.speedup:.1f}x as fast as without it" if draft else ""
-        speed = f"Expected speed: {speed_text(model)}{draft}{gain}."
+        speed = f"Expected speed: {speed_text(model)}."
     return Content.assemble(
         (f"{model.reference}, {_PLACES[model.place]}", "bold"),
         "\n",
@@ -109,9 +120,7 @@ def details_text(
     )
 
 
-def _action(model: AvailableModel, is_used: bool, is_downloading: bool) -> str:
-    if is_used:
-        return "This chat uses this model."
+def _action(model: AvailableModel, is_downloading: bool) -> str:
     if is_downloading:
         return "Enter stops the download. It can be resumed later."
     if not model.is_installed and not model.fits:

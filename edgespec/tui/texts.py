@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ __all__ = [
     "drafter_names",
     "error_text",
     "facts_line",
+    "labelled_drafters",
     "memory_rows",
     "notices",
     "plain_words",
@@ -70,11 +72,14 @@ def facts_line(facts: ModelFacts) -> str:
 
 def drafter_names(runtime: Runtime) -> list[tuple[str, str]]:
     """Return the label and name of the loaded draft model, if there is one, and of each loaded head."""
-    names = [("Draft model", runtime.draft.name)] if runtime.draft is not None else []
     # A path is too long for the screen, so show only the name of the file or folder.
-    return names + [
-        ("Head", Path(head.path).name if head.name == head.path else head.name) for head in runtime.heads
-    ]
+    heads = [Path(head.path).name if head.name == head.path else head.name for head in runtime.heads]
+    return labelled_drafters(runtime.draft.name if runtime.draft is not None else None, heads)
+
+
+def labelled_drafters(draft: str | None, heads: Iterable[str]) -> list[tuple[str, str]]:
+    """Return the label and name of the draft model, if there is one, and of each head."""
+    return ([("Draft model", draft)] if draft else []) + [("Head", head) for head in heads]
 
 
 def sources_text(drafters: str) -> str:

@@ -13,13 +13,24 @@ from edgespec.errors import CancelledError, WorkerLostError
 from edgespec.heap import limit_malloc_arenas
 
 if TYPE_CHECKING:
-    from edgespec import Chat, Message, Reply, ReplyStream, Runtime, TextChunk
+    from edgespec import Chat, Message, Preview, Reply, ReplyStream, Runtime, TextChunk
     from edgespec.catalog import Progress
 
-__all__ = ["Ask", "ChatState", "Load", "LoadOther", "ModelThread", "Switched", "load_named"]
+__all__ = [
+    "Ask",
+    "ChatState",
+    "Load",
+    "LoadOther",
+    "ModelThread",
+    "PlanModel",
+    "Switched",
+    "load_named",
+    "plan_named",
+]
 
 Load = Callable[["Progress"], "Runtime"]
 LoadOther = Callable[[str], Load]
+PlanModel = Callable[[str, "int | None"], "Preview"]
 _T = TypeVar("_T")
 
 
@@ -32,6 +43,13 @@ def load_named(reference: str) -> Load:
         return edgespec.load(reference, progress=progress)
 
     return load
+
+
+def plan_named(reference: str, memory_bytes: int | None) -> Preview:
+    """Plan a model with the default options and at most this much memory."""
+    import edgespec
+
+    return edgespec.plan(reference, memory=memory_bytes)
 
 
 @dataclass(frozen=True, slots=True)

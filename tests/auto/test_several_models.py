@@ -59,7 +59,7 @@ def seconds(machine: SimulatedMachine, texts: list[Text], others: tuple[Simulate
         pytest.param(M4, {"head": 0.5, "model": 0.85, "large": 0.9}, marks=pytest.mark.long),
         (M4, {"head": 0.3, "model": 0.5, "large": 0.95}),
         pytest.param(CPU, {"head": 0.7, "model": 0.7, "large": 0.7}, marks=pytest.mark.long),
-        (M4, {"head": 0.1, "model": 0.1, "large": 0.1}),
+        pytest.param(M4, {"head": 0.1, "model": 0.1, "large": 0.1}, marks=pytest.mark.long),
     ],
     ids=str,
 )

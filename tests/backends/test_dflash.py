@@ -210,7 +210,7 @@ def replies(files: Files) -> Callable[..., tuple[int, ...]]:
     return reply
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.long), 0.8])
 @pytest.mark.parametrize("kind", ["dflash", "dspark", "dflash 2"])
 def test_no_head_changes_a_reply(
     files: Files, replies: Callable[..., Any], kind: str, temperature: float
@@ -403,7 +403,8 @@ def test_random_bytes_in_a_head_give_an_error_or_the_same_reply(
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"rank": 8}, {"rank": 8, "block": 16}, {"drafted": 20_000}, {"window": 8}]
+    "options",
+    [{}, {"rank": 8}, {"rank": 8, "block": 16}, {"drafted": 20_000}, {"window": 8}, {"candidates": 4}],
 )
 def test_the_estimate_covers_what_llama_cpp_allocates(tmp_path: Path, options: dict[str, Any]) -> None:
     # A vocabulary that is large enough to matter.

@@ -95,7 +95,7 @@ def test_a_converted_head_drafts_what_the_published_one_does(
         ({"block_size": 64}, "block_size is 64"),
         ({"block_size": 1}, "block_size is 1, but must be from 2 to 32"),
         ({"states": (0, 1, 4)}, "reads the layers"),
-        ({"rope_scaling": {"rope_type": "mrope"}}, "type 'mrope'"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "type 'longrope'"),
         ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}, "mix causal"),
         ({"layer_types": ["full_attention"]}, "layer_types"),
         ({"num_hidden_layers": 3}, "the tensor layers.2"),

@@ -128,7 +128,7 @@ def test_heads_can_read_the_hidden_state_before_the_last_layers(
 
 
 @pytest.mark.parametrize(("name", "layout"), covering(("target", "recurrent"), (HYDRA, PREFIX)), ids=str)
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(ROUNDS, min_size=1, max_size=8), st.integers(0, 1 << 16))
 def test_a_draft_after_any_history_equals_that_of_a_fresh_head(
     target: Target, name: str, layout: Layout, rounds: list[Round], seed: int

@@ -11,7 +11,7 @@ from edgespec.backends import llamacpp
 from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.drafters.vocabularies import TokenTranslation, TranslatedModel
 from edgespec.drafters.windowed import AttentionWindow, WindowedModel
-from tests.backends import test_contract
+from tests.backends import test_contract, test_contract_interrupt
 from tests.backends.contract import Rows
 from tests.backends.rewindable import StateModel, replayed_table
 from tests.backends.tiny_models import write_llama
@@ -84,9 +84,9 @@ class TestLimits(test_contract.TestLimits):
     pass
 
 
-class TestInterrupt(test_contract.TestInterrupt):
+class TestInterrupt(test_contract_interrupt.TestInterrupt):
     pass
 
 
-class TestClosing(test_contract.TestClosing):
+class TestClosing(test_contract_interrupt.TestClosing):
     pass

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from edgespec.catalog.head_reference import resolve_head
 from edgespec.errors import ModelFileError
 from edgespec.heads.eagle_files import read_eagle
+from edgespec.heads.rope_settings import RopeSettings
 from tests.heads.published import LAYOUTS, Layout, write_head
 
 VOCAB = 200
@@ -48,6 +49,12 @@ def test_settings_are_found_where_each_publisher_writes_them(tmp_path: Path, lay
     assert config.norm_output
     assert (config.target_size, config.rope.theta, config.rope.kind) == (48, 5e5, "default")
     assert config.layers == (2, 4, 6)
+
+
+def test_heads_of_vision_models_rotate_text_without_sections(tmp_path: Path) -> None:
+    scaling = {"rope_type": "mrope", "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+    folder = write_head(tmp_path / "head", vocab=VOCAB, rope_scaling=scaling, rope_theta=5e6)
+    assert read_eagle(folder).config.rope == RopeSettings(5e6)
 
 
 def test_layers_may_be_listed_by_their_inputs_or_outputs(tmp_path: Path) -> None:

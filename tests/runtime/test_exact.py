@@ -91,6 +91,7 @@ def test_generated_tokens_that_round_differently_are_read_again() -> None:
     assert went_on == [0, 0, *(2 * PIECE if turn % 3 else 0 for turn in range(2, TURNS))]
 
 
+@pytest.mark.long
 def test_small_model_without_exact() -> None:
     """With one thread a step and a draft are read by one of those kernels."""
     methods = ("auto", "model", "suffix")

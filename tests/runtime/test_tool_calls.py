@@ -65,19 +65,19 @@ def test_required_calls_are_valid_and_the_same_with_every_method(
         assert [(each.name, each.arguments) for each in reply.tool_calls] == [(call.name, call.arguments)]
 
 
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.long), 0.8])
 @pytest.mark.parametrize(("target", "draft"), [("demo", "demo-draft"), ("demo-mlx", "demo-mlx-draft")])
-def test_trees_give_the_calls_of_plain_decoding(target: str, draft: str) -> None:
+def test_trees_give_the_calls_of_plain_decoding(target: str, draft: str, temperature: float) -> None:
     if target == "demo-mlx":
         pytest.importorskip("mlx.core")
     with edgespec.load(target, draft, draft_branches=(3, 2), method="model", context=1024) as trees:
-        for temperature in (0.0, 0.8):
-            options: dict[str, Any] = {"tools": TOOLS, "tool_choice": NAMED}
-            options |= {"seed": 5, "temperature": temperature}
-            plain = trees.reply(MESSAGES, method="none", **options)
-            reply = trees.reply(MESSAGES, **options)
-            assert reply.stats.drafted_tokens
-            assert reply.tokens == plain.tokens
-            assert [c.arguments for c in reply.tool_calls] == [c.arguments for c in plain.tool_calls]
+        options: dict[str, Any] = {"tools": TOOLS, "tool_choice": NAMED}
+        options |= {"seed": 5, "temperature": temperature}
+        plain = trees.reply(MESSAGES, method="none", **options)
+        reply = trees.reply(MESSAGES, **options)
+        assert reply.stats.drafted_tokens
+        assert reply.tokens == plain.tokens
+        assert [c.arguments for c in reply.tool_calls] == [c.arguments for c in plain.tool_calls]
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED])

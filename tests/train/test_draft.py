@@ -28,6 +28,7 @@ from edgespec.train import (
 )
 from tests.backends.mlx.tiny_checkpoints import ROWS, TOKENS, write_checkpoint
 from tests.backends.tiny_models import write_llama
+from tests.cases import covering
 from tests.train.conftest import PROMPTS, Stops, arrays_of
 
 QUANTISED = ("affine", 8, 32)
@@ -115,7 +116,7 @@ def logits_of(folder: Path) -> Any:
     return net(mx.arange(0, ROWS, 5)[None])
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_training_raises_the_acceptance_on_other_text(
     target: TrainingTarget, draft: Path, tmp_path: Path, lora: bool
 ) -> None:
@@ -197,8 +198,7 @@ def test_the_published_model_has_the_form_of_the_original(
     }
 
 
-@pytest.mark.parametrize("settings", [{}, {"draft_branches": 3}], ids=["chain", "tree"])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(("settings", "temperature"), covering([{}, {"draft_branches": 3}], [0.0, 0.8]))
 def test_replies_are_those_of_plain_decoding(
     target: TrainingTarget,
     model: Path,

@@ -37,7 +37,7 @@ def unfinished(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_interrupted_training_gives_the_same_head(
     finished: TrainingResult, train: Train, tmp_path: Path
 ) -> None:
-    for after in (0, 2, 3):
+    for after in (2, 3):
         stopped(train, tmp_path, after)
     announced: list[str] = []
     result = train(tmp_path, announced=announced)

@@ -36,6 +36,7 @@ def always(_description: str, _fraction: float) -> bool:
 
 def test_the_target_writes_its_own_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edgespec.train.writing._MAX_REPLY_TOKENS", 40)
+    monkeypatch.setattr("edgespec.train.writing.BATCH_CONVERSATIONS", 12)
     folder = write_checkpoint(tmp_path / "chatty", "llama", config={"num_hidden_layers": LAYERS})
     arrays = mx.load(str(folder / "model.safetensors"))
     assert isinstance(arrays, dict)

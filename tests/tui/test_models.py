@@ -13,6 +13,7 @@ from textual.widgets import OptionList
 import edgespec
 from edgespec.catalog import Progress, download
 from edgespec.catalog.catalogue import models_folder
+from edgespec.files import format_bytes
 from edgespec.tui.screens.models import ModelsScreen
 from edgespec.tui.worker import Load
 from tests.catalog.conftest import use_endpoint
@@ -187,6 +188,18 @@ async def test_without_a_network_the_list_says_so_in_one_line(tmp_path: Path) ->
         await d.sees("Hugging Face cannot be searched: http://127.0.0.1:9 cannot be reached.")
 
 
+async def test_the_memory_and_the_draft_model_come_from_the_plan(tmp_path: Path) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path, size=(100, 40)) as d:
+        budget = d.chat.runtime.plan.budget.total_bytes if d.chat.runtime.plan else None
+        planned = edgespec.plan("demo", memory=budget)
+        await open_list(d)
+        await d.write("demo")
+        await until(d.pilot, lambda: highlighted(d) == "demo", "the demo")
+        await d.sees("It needs about")
+        await d.sees(f"It needs {format_bytes(planned.plan.total_bytes)} of memory.")
+        await d.sees(f"the draft model {planned.draft}")
+
+
 async def test_measuring_waits_for_the_end_of_the_reply(tmp_path: Path) -> None:
     runtime = ScriptedRuntime([Script(text="word " * 2000, pause_seconds=0.005)])
     async with driving(loading(runtime), tmp_path) as d:
@@ -198,7 +211,11 @@ async def test_measuring_waits_for_the_end_of_the_reply(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [(40, 20), (80, 24), (200, 60)], ids=lambda s: f"{s[0]}x{s[1]}")
-async def test_the_list_on_the_screen(tmp_path: Path, size: tuple[int, int]) -> None:
+async def test_the_list_on_the_screen(
+    tmp_path: Path, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The plan depends on the memory of this process, so the picture shows the estimate.
+    monkeypatch.setattr("edgespec.tui.screens.models._PLAN_DELAY_SECONDS", 3600)
     async with driving(loading(ScriptedRuntime()), tmp_path, size=size) as d:
         await open_list(d)
         await check_screen(d, "models")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from threading import Event
 from typing import TYPE_CHECKING, ClassVar
 
@@ -18,19 +20,22 @@ from textual.widgets.option_list import Option
 
 import edgespec
 from edgespec.errors import EdgespecError
-from edgespec.tui.background import in_thread
+from edgespec.tui.background import CallThread, in_thread
 from edgespec.tui.downloads import Downloads
 from edgespec.tui.model_texts import details_text, row_text
-from edgespec.tui.texts import drafter_names, sentences
+from edgespec.tui.texts import drafter_names, labelled_drafters, sentences
 
 if TYPE_CHECKING:
-    from edgespec import AvailableModel, Runtime
+    from edgespec import AvailableModel, Preview, Runtime
+    from edgespec.tui.worker import PlanModel
 
 __all__ = ["ModelsScreen"]
 
 _SEARCH_DELAY_SECONDS = 0.5
 _MIN_SEARCHED_CHARACTERS = 2
 _TICK_SECONDS = 0.5
+# A row is planned after it has been highlighted for this time, so that moving through the list stays quick.
+_PLAN_DELAY_SECONDS = 0.3
 # Maximum memory in bytes for measuring the speed of this machine.
 _MEASURING_BYTES = 1 << 30
 
@@ -40,6 +45,7 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
 
     Args:
         runtime: The loaded model, whose memory budget also applies to the other models.
+        plan_model: Plans a model on this machine, given its reference and a memory limit in bytes.
         downloads: The downloads whose progress the list shows. Enter on a running download stops it.
         is_writing: Whether a reply is being generated. The machine cannot be measured at the same time.
     """
@@ -53,8 +59,13 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
         Binding("ctrl+s", "measure", show=False, priority=True),
     ]
 
-    def __init__(self, runtime: Runtime, downloads: Downloads, *, is_writing: bool) -> None:
+    def __init__(
+        self, runtime: Runtime, plan_model: PlanModel, downloads: Downloads, *, is_writing: bool
+    ) -> None:
         super().__init__()
+        self._plan_model = plan_model
+        self._planning = CallThread()
+        self._plans: dict[str, Preview] = {}
         self._runtime, self._downloads, self._is_writing = runtime, downloads, is_writing
         plan = runtime.plan
         self._budget_bytes = plan.budget.total_bytes if plan else None
@@ -95,6 +106,7 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
         except EdgespecError as error:
             self._message = sentences(error.what, error.next_step)
             self._models = ()
+        self._plans.clear()
         self._show()
 
     @on(Input.Changed)
@@ -171,8 +183,18 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
     def _row(self, model: AvailableModel) -> Content:
         width = max(20, self._list.scrollable_content_region.width or self.size.width - 8)
         return row_text(
-            model, width, is_used=self._is_used(model), download=self._downloads.find(model.reference)
+            self._with_plan(model),
+            width,
+            is_used=self._is_used(model),
+            download=self._downloads.find(model.reference),
         )
+
+    def _with_plan(self, model: AvailableModel) -> AvailableModel:
+        """Return the model with the draft model of its plan, and whether the plan fits in memory."""
+        preview = self._plans.get(model.reference)
+        if preview is None:
+            return model
+        return replace(model, draft=preview.draft or "", download_bytes=0, fits=preview.plan.fits)
 
     def _is_used(self, model: AvailableModel) -> bool:
         return str(model.path) == self._runtime.target.path
@@ -195,19 +217,46 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
         return self._shown.get(option.id or "") if option else None
 
     @on(OptionList.OptionHighlighted)
+    def _model_highlighted(self) -> None:
+        self._show_details()
+        self._plan_highlighted()
+
+    @work(exclusive=True, group="plan")
+    async def _plan_highlighted(self) -> None:
+        """Plan the highlighted model if it is on this machine, and show the plan instead of an estimate."""
+        model = self._highlighted
+        if model is None or not model.is_installed or self._is_used(model) or model.reference in self._plans:
+            return
+        await asyncio.sleep(_PLAN_DELAY_SECONDS)
+        # A model without a plan, for example because its file is damaged, keeps its estimate.
+        with suppress(EdgespecError):
+            preview = await self._planning.run(lambda: self._plan_model(model.reference, self._budget_bytes))
+            self._plans[model.reference] = preview
+            if model.reference in self._shown:
+                self._list.replace_option_prompt_at_index(
+                    self._list.get_option_index(model.reference), self._row(model)
+                )
+            self._show_details()
+
     def _show_details(self) -> None:
         model = self._highlighted
         if self._message or model is None:
             self._details.update(Content(self._message))
             return
         is_downloading = self._downloads.is_running(model.reference)
+        is_used = self._is_used(model)
+        plan, drafters = None, None
+        if is_used:
+            plan, drafters = self._runtime.plan, drafter_names(self._runtime)
+        elif (preview := self._plans.get(model.reference)) is not None:
+            plan, drafters = preview.plan, labelled_drafters(preview.draft, preview.heads)
         self._details.update(
             details_text(
-                model,
+                self._with_plan(model),
                 self._budget_bytes,
-                is_used=self._is_used(model),
-                planned_bytes=plan.total_bytes if (plan := self._runtime.plan) else None,
-                drafters=drafter_names(self._runtime),
+                is_used=is_used,
+                plan=plan,
+                drafters=drafters,
                 is_downloading=is_downloading,
             )
         )

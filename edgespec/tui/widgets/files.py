@@ -16,9 +16,9 @@ from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
 from edgespec.errors import AttachmentError
+from edgespec.tui.background import CallThread
 from edgespec.tui.files.attachments import Attachment, AttachmentReader
 from edgespec.tui.files.chips import attachment_chips
-from edgespec.tui.files.file_thread import FileThread
 from edgespec.tui.files.path_search import PathSearch
 from edgespec.tui.files.references import dropped_paths, find_references
 
@@ -38,7 +38,7 @@ _MAX_READ_SECONDS = 120.0
 class PathList(OptionList, can_focus=False):
     """List of paths that complete the reference at the cursor. The input handles the keys for this list."""
 
-    def __init__(self, thread: FileThread, **options: Any) -> None:
+    def __init__(self, thread: CallThread, **options: Any) -> None:
         super().__init__(**options)
         self._thread = thread
         self._search = PathSearch()
@@ -100,7 +100,7 @@ class FileChips(Static):
 
     reading = False
 
-    def __init__(self, thread: FileThread, runtime: Runtime, **options: Any) -> None:
+    def __init__(self, thread: CallThread, runtime: Runtime, **options: Any) -> None:
         super().__init__(**options)
         self._thread = thread
         self._reader = AttachmentReader(runtime)

@@ -1,0 +1,89 @@
+"""Chats that cannot be saved say so during a reply and on leaving."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import cast
+
+import pytest
+from textual.pilot import Pilot
+
+from edgespec.chat.store import ChatStore
+from edgespec.errors import ChatFileError
+from edgespec.tui.app import ChatApp, run_chat
+from edgespec.tui.widgets.messages import Panel
+from tests.tui.driving import Driver, driving
+from tests.tui.scripted import Script, ScriptedRuntime, loading
+
+SLOW = Script(text="word " * 2000, pause_seconds=0.005)
+
+
+class TestUnsaved:
+    @pytest.fixture
+    def full_disk(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(handle: int) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(os, "fsync", fail)
+
+    @pytest.mark.usefixtures("full_disk")
+    async def test_error_is_shown_once_during_a_reply(self, tmp_path: Path) -> None:
+        async with driving(loading(ScriptedRuntime(scripts=[SLOW])), tmp_path) as d:
+            await d.send("a question")
+            await d.said("The chat 'a question' was not saved")
+            await d.pilot.pause(2.5)
+            assert len(d.chat.transcript.query(Panel)) == 1
+            assert "the disk is full" in d.transcript()
+            assert "Free some space" in d.transcript()
+
+    @pytest.mark.usefixtures("full_disk")
+    def test_leaving_says_what_was_not_saved(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(ChatFileError) as caught:
+            _ask_and_quit(tmp_path, monkeypatch)
+        assert caught.value.what.startswith(
+            f"the chat 'a question' was not saved: cannot save the chat to {tmp_path / 'chats'}"
+        )
+        assert "the disk is full" in caught.value.what
+
+    def test_leaving_with_a_folder_that_cannot_be_written(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # A file in place of the folder also stops root, who may write to read-only folders.
+        (tmp_path / "chats").write_text("")
+        with pytest.raises(ChatFileError, match="was not saved") as caught:
+            _ask_and_quit(tmp_path, monkeypatch)
+        assert caught.value.next_step.endswith("or set EDGESPEC_DATA_DIR to a folder on another disk")
+
+    def test_leaving_after_saving_again_is_no_error(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        fails = iter([OSError(errno.ENOSPC, ""), OSError(errno.ENOSPC, "")])
+        real = os.fsync
+
+        def sync(handle: int) -> None:
+            if (error := next(fails, None)) is not None:
+                raise error
+            real(handle)
+
+        monkeypatch.setattr(os, "fsync", sync)
+        assert not _ask_and_quit(tmp_path, monkeypatch)
+        assert len(ChatStore(tmp_path / "chats").list()) == 1
+
+
+def _ask_and_quit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Ask one question in a chat without a terminal, and quit after the reply."""
+
+    async def use(pilot: Pilot[object]) -> None:
+        assert isinstance(pilot.app, ChatApp)
+        d = Driver(pilot.app, cast("Pilot[None]", pilot))
+        await d.settled()
+        await d.say("a question")
+        await d.press("ctrl+q")
+
+    real_run = ChatApp.run
+    monkeypatch.setattr(ChatApp, "run", lambda app, **_: real_run(app, headless=True, auto_pilot=use))
+    ended = run_chat(loading(ScriptedRuntime()), store=ChatStore(folder / "chats"))
+    assert ended.resume == "last"
+    return ended.signalled
