@@ -274,6 +274,11 @@ def _lose_workers(args: argparse.Namespace) -> dict[str, Any]:
                 each.recover()
             target.begin(_list(used), method)
             again = target.result()
+            if again and again["error"] and "is busy with another model" in again["error"][1]:
+                # The garbage reserved the worker, which has not noticed the end of its connection yet.
+                time.sleep(1.0)
+                target.begin(_list(used), method)
+                again = target.result()
             if again is None:
                 errors.append(f"{what}: the process {target.end()} when it loaded the model again")
                 target = Target(args.target)

@@ -1,4 +1,4 @@
-"""Check the workers that are named with `edgespec doctor --workers`."""
+"""Check the workers that are named in the option `--workers` of `edgespec doctor`."""
 
 from __future__ import annotations
 

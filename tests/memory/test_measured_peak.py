@@ -50,7 +50,8 @@ def _check_near(planned: int, measured: int) -> None:
     assert abs(planned - measured) <= max(0.03 * measured, 64 * 2**20)
 
 
-@pytest.mark.parametrize("quantisation", [pytest.param("F16", marks=pytest.mark.long), "Q4_0"])
+@pytest.mark.long
+@pytest.mark.parametrize("quantisation", ["F16", "Q4_0"])
 def test_the_measured_peak_is_near_the_plan(quantisation: str, tmp_path: Path) -> None:
     """Wide feed-forward layers need large conversion buffers. The model has 200 MiB."""
     sizes = Sizes(vocab=4000, embedding=512, feed_forward=2**15, layers=2, heads=4, heads_kv=1)

@@ -13,6 +13,7 @@ import edgespec
 from edgespec import Reply, Runtime
 from edgespec.engine.tree import TokenTree
 from tests.backends.contract import ROUNDING
+from tests.cases import covering
 from tests.runtime.questions import HOWTO, REPEATS
 
 METHODS = ("model", "suffix", "model+suffix", "grammar")
@@ -34,8 +35,9 @@ def flat(reply: Reply) -> tuple[list[int], list[float]]:
     return [part.token for part in each], [part.logprob for part in each]
 
 
-@pytest.mark.parametrize("options", [{}, {"regex": "(one|two) [a-z]{4,9} [0-9]{2}"}], ids=["free", "regex"])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(
+    ("options", "temperature"), covering([{}, {"regex": "(one|two) [a-z]{4,9} [0-9]{2}"}], [0.8, 0.0])
+)
 def test_every_method_reports_those_of_plain_decoding(
     runtime: Runtime, temperature: float, options: dict[str, Any]
 ) -> None:

@@ -54,7 +54,11 @@ class TestTheSameTokens:
             )
 
     @pytest.mark.parametrize("draft_lengths", TREE_LENGTHS, ids=["some", "rest"])
-    @pytest.mark.parametrize("branches", [(2,), (4,), (3, 2), (2, 2, 2), (1, 4)], ids=str)
+    @pytest.mark.parametrize(
+        "branches",
+        [(2,), (3, 2), (1, 4), *(pytest.param(each, marks=pytest.mark.long) for each in ((4,), (2, 2, 2)))],
+        ids=str,
+    )
     def test_every_tree(
         self, plain: Callable[..., Reply], branches: tuple[int, ...], draft_lengths: tuple[int, ...]
     ) -> None:

@@ -28,6 +28,7 @@ from edgespec.train import (
 )
 from tests.backends.mlx.tiny_checkpoints import ROWS, TOKENS, write_checkpoint
 from tests.backends.tiny_models import write_llama
+from tests.cases import covering
 from tests.train.conftest import PROMPTS, Stops, arrays_of
 
 QUANTISED = ("affine", 8, 32)
@@ -197,8 +198,7 @@ def test_the_published_model_has_the_form_of_the_original(
     }
 
 
-@pytest.mark.parametrize("settings", [{}, {"draft_branches": 3}], ids=["chain", "tree"])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(("settings", "temperature"), covering([{}, {"draft_branches": 3}], [0.0, 0.8]))
 def test_replies_are_those_of_plain_decoding(
     target: TrainingTarget,
     model: Path,

@@ -110,7 +110,7 @@ def test_a_training_killed_while_it_deleted_its_files(
     assert not (tmp_path / "training").exists()
 
 
-@pytest.mark.parametrize("limit_bytes", [100, 20_000])
+@pytest.mark.parametrize("limit_bytes", [100, pytest.param(20_000, marks=pytest.mark.long)])
 def test_files_that_cannot_be_written(
     finished: TrainingResult, train: Train, tmp_path: Path, limit_bytes: int
 ) -> None:
