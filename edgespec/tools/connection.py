@@ -56,6 +56,11 @@ class ServerConnection:
         """Whether the server has been started and is still connected."""
         return self._client is not None
 
+    @property
+    def starting(self) -> bool:
+        """Whether the server is being started."""
+        return self._task is not None and not self._task.done() and not self._started.is_set()
+
     async def start(self) -> None:
         """Start the server unless it is running. If it cannot be started, `problem` says why."""
         if self._task is not None and self._ended.is_set():

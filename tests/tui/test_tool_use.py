@@ -318,6 +318,15 @@ async def test_tools_are_off_until_the_user_turns_them_on(tmp_path: Path) -> Non
     assert ["tools" in options for _, _, options in runtime.asked] == [False, True, False]
 
 
+async def test_the_list_shows_how_a_start_ends(tmp_path: Path, config: Path) -> None:
+    config.write_text('[slow]\ncommand = "sh"\nargs = ["-c", "sleep 3; exit 4"]\n')
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.say("/tools on")
+        await d.say("/tools")
+        await d.sees("slow  starting…")
+        await d.sees("slow  not running: the program ended with status 4")
+
+
 async def test_without_servers_it_says_how_to_add_one(tmp_path: Path, config: Path) -> None:
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         await d.say("/tools")

@@ -22,6 +22,8 @@ from edgespec.tui.numbers import count
 __all__ = ["ToolsScreen"]
 
 _MAX_DESCRIPTION = 100
+# Time in seconds between two looks at the servers that are starting.
+_TICK_SECONDS = 0.5
 
 
 class ToolsScreen(ModalScreen[None]):
@@ -42,6 +44,7 @@ class ToolsScreen(ModalScreen[None]):
         self._toolbox = toolbox
         self._disabled = disabled
         self._busy: set[str] = set()
+        self._shown_states: list[tuple[bool, bool]] = []
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog -large") as dialog:
@@ -52,8 +55,19 @@ class ToolsScreen(ModalScreen[None]):
     def on_mount(self) -> None:
         self._refresh()
         self.query_one(OptionList).focus()
+        self.set_interval(_TICK_SECONDS, self._follow_servers)
+
+    def _follow_servers(self) -> None:
+        """Show the servers again if one has started or ended."""
+        if self._states != self._shown_states:
+            self._refresh()
+
+    @property
+    def _states(self) -> list[tuple[bool, bool]]:
+        return [(server.starting, server.running) for server in self._toolbox.servers.values()]
 
     def _refresh(self) -> None:
+        self._shown_states = self._states
         options = self.query_one(OptionList)
         place = options.highlighted or 0
         rows: list[Option] = []
@@ -64,7 +78,7 @@ class ToolsScreen(ModalScreen[None]):
         options.highlighted = min(place, len(rows) - 1)
 
     def _server_row(self, name: str, server: ServerConnection) -> Content:
-        if name in self._busy:
+        if name in self._busy or server.starting:
             state = ("starting…" if not server.running else "stopping…", "$muted")
         elif server.running:
             left_out = f", {server.left_out:,} more left out" if server.left_out else ""
