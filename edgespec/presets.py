@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from edgespec.errors import ConfigurationError, OptionError
+from edgespec.errors import ConfigurationError, OptionError, shorten
 from edgespec.files import config_folder, error_reason, write_advice, write_private_file
 from edgespec.options import SETTINGS, setting_value
 from edgespec.settings_file import encoded, error_at, quoted, read_text
@@ -37,7 +37,7 @@ def preset_path(name: str) -> Path:
     """Return the path of a preset's file, which may not exist. Raises OptionError if the name is invalid."""
     if not _NAME.fullmatch(name):
         raise OptionError(
-            f"{name[:60]!r} is not a valid preset name",
+            f"{shorten(name, 60)!r} is not a valid preset name",
             "use at most 40 letters, digits, hyphens and underscores",
         )
     return _folder() / f"{name}.toml"
@@ -68,7 +68,11 @@ def read_preset(name: str) -> Preset:
     if text is None:
         names = preset_names()
         near = nearest(name, names)
-        existing = f"choose one of {', '.join(names)}" if names else f"create the file {path}"
+        existing = (
+            f"choose one of {', '.join(names)}"
+            if names
+            else f"type /preset save {name} in the chat, or create the file {path}"
+        )
         raise OptionError(
             f"there is no preset {name!r}", f"did you mean {' or '.join(near)}?" if near else existing
         )

@@ -58,7 +58,7 @@ def nearest(typed: str, names: Iterable[str]) -> list[str]:
         )
         scores[name] = min(_score(letters, each) for each in (words, *foreign))
     best = min(scores.values(), default=0.0)
-    if best >= len(letters) // 3 + 1:
+    if best > max(_END_MISSING, len(letters) / 3):
         return []
     return [name for name, score in scores.items() if score == best][:_MAX_NAMES]
 

@@ -83,8 +83,10 @@ class ChatStore:
                 delete_stale_temporaries(self.folder)
             write_private_file(path, data)
         except OSError as error:
+            is_blocked = self.folder.exists() and not self.folder.is_dir()
+            reason = f"{self.folder} is not a folder" if is_blocked else error_reason(error)
             raise ChatFileError(
-                f"cannot save the chat to {path}: {error_reason(error)}",
+                f"cannot save the chat to {path}: {reason}",
                 write_advice(error, self.folder, "EDGESPEC_DATA_DIR"),
             ) from error
         return path

@@ -69,6 +69,8 @@ class ChatScreen(TurnScreen):
     ]
 
     _interrupted_at = -_TWICE_SECONDS
+    # The last slash command that could not be run.
+    _refused = ""
 
     @on(PromptInput.Sent)
     async def _prompt_sent(self, event: PromptInput.Sent) -> None:
@@ -116,7 +118,12 @@ class ChatScreen(TurnScreen):
         try:
             await commands.run(self, typed)
         except OptionError as error:
-            await self.transcript.note(sentences(error.what, error.next_step))
+            refusal = sentences(error.what, error.next_step)
+            await self.transcript.note(refusal)
+            if text == self._refused:
+                # A second note with the same text is easily overlooked.
+                self.say(refusal)
+            self._refused = text
             if self.give_back(text) and typed.command is None:
                 self.prompt.select_all()
             return

@@ -216,7 +216,7 @@ COMMANDS = (
     Command("copy", "[code [n]|chat]", "copy the last reply, a code block from it, or the whole chat", _copy),
     Command("editor", "", "open the last reply in your text editor", _editor, ("view",)),
     Command("export", "[file]", "write this chat to a file: .md, .json or .html", export_chat),
-    Command("import", "file", "add chats exported by ChatGPT, Claude or Open WebUI", import_chats),
+    Command("import", "file", "add chats exported by ChatGPT, Claude, Open WebUI or edgespec", import_chats),
     Command("quit", "", "quit; the chat is saved", "app.quit", ("exit", "bye", "q")),
     Command("clear", "", "start a new chat with the same system prompt and settings", "clear", ("reset",)),
     Command("save", "[title]", "rename this chat, or save it now", _save, ("rename",)),
@@ -267,16 +267,18 @@ async def run(screen: ChatScreen, typed: Typed) -> None:
 
 def unknown(typed: Typed) -> OptionError:
     """Return the error for a command with an unknown name."""
+    near = nearest(typed.name)
+    suggestion = f"Did you mean /{near}?" if near else "Type /help for all commands."
     return OptionError(
         f"Unknown command /{typed.name}",
-        f"Did you mean /{nearest(typed.name)}? To send this as a message, type a space first",
+        f"{suggestion} To send this as a message, type a space first",
     )
 
 
 def nearest(name: str) -> str:
-    """Return the command name most similar to `name`, or `help` if none is similar."""
+    """Return the command name most similar to `name`. Empty if none is similar."""
     close = spelling.nearest(name, _BY_NAME)
-    return _BY_NAME[close[0]].name if close else "help"
+    return _BY_NAME[close[0]].name if close else ""
 
 
 def completion(text: str) -> str:

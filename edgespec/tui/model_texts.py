@@ -132,4 +132,5 @@ def _action(model: AvailableModel, is_downloading: bool) -> str:
     terms = (
         f" First, {model.notice.removesuffix(' first')}." if model.place == "search" and model.notice else ""
     )
-    return f"Enter downloads{size} in the background.{terms}"
+    draft = ", with its draft model," if size and _offered_draft(model) else ""
+    return f"Enter downloads{size}{draft} in the background.{terms}"

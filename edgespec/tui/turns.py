@@ -86,9 +86,9 @@ class TurnScreen(ChatView):
         await self.refresh_sidebar()
         self.refresh_facts()
         self.prompt.focus()
-        self.call_after_refresh(self._open_in_model, chat)
+        self.call_after_refresh(self.open_in_model, chat)
 
-    def _open_in_model(self, chat: OpenChat) -> None:
+    def open_in_model(self, chat: OpenChat) -> None:
         """Count the chat's tokens in the model thread. This would delay the first drawing of a long chat."""
         if chat is self.current_chat and not self.writing:
             self._start(self._thread.open_chat(chat.system, chat.messages))

@@ -349,3 +349,9 @@ def test_stale_temporary_files_are_deleted(tmp_path: Path) -> None:
     assert not old.exists()
     assert new.exists()
     assert [chat.id for chat in store.list()] == ["a"]
+
+
+def test_a_file_in_place_of_the_folder_is_named(store: ChatStore) -> None:
+    store.folder.write_text("a file")
+    with pytest.raises(ChatFileError, match="chats is not a folder"):
+        store.save(chat())

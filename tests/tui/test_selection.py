@@ -12,6 +12,7 @@ from edgespec.chat.message_tree import MessageTree
 from edgespec.chat.saved_chat import SavedChat
 from edgespec.chat.store import ChatStore
 from edgespec.tui import selection
+from edgespec.tui.widgets.status import StatusLine
 from edgespec.tui.worker import Load
 from tests.tui.driving import Driver, driving, until
 from tests.tui.scripted import Script, ScriptedRuntime, loading
@@ -238,3 +239,19 @@ async def test_an_edited_message_that_is_deleted_meanwhile_is_sent_as_a_new_one(
         await act(d, "enter")
         assert conversation(d) == ["second", "Three."]
         assert [message.content for message in saved(d).messages] == ["second", "Three."]
+
+
+def used_tokens(d: Driver) -> int:
+    return d.chat.query_one(StatusLine).facts.context_used_tokens
+
+
+async def test_deleting_the_only_message_removes_the_outdated_note(tmp_path: Path) -> None:
+    async with driving(loading(replies("One.")), tmp_path) as d:
+        await d.say("first")
+        await act(d, "shift+up", "up", "f")
+        assert "This is a new chat with 1 message" in d.transcript()
+        await until(d.pilot, lambda: used_tokens(d) > 0, "the number of tokens")
+        await act(d, "shift+up", "d")
+        await d.sees("Type /undo to undo.")
+        assert "This is a new chat" not in d.transcript()
+        await until(d.pilot, lambda: used_tokens(d) == 0, "the number of tokens")

@@ -33,7 +33,7 @@ class ApprovalScreen(ModalScreen[Decision]):
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "choose('stop')", "Stop", show=False, priority=True),
+        Binding("escape,ctrl+c", "choose('stop')", "Stop", show=False, priority=True),
         Binding("up", "app.focus_previous", "Previous", show=False),
         Binding("down", "app.focus_next", "Next", show=False),
     ]

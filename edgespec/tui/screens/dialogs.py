@@ -22,7 +22,7 @@ class ConfirmScreen(ModalScreen[bool]):
     """Dialog that asks for confirmation before deleting something. Esc means no."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,n", "dismiss(False)", "No", show=False),
+        Binding("escape,n,ctrl+c", "dismiss(False)", "No", show=False),
         Binding("y", "dismiss(True)", "Yes", show=False),
         Binding("left,right", "app.focus_next", "Other", show=False),
     ]
@@ -48,7 +48,7 @@ class FormScreen(ModalScreen[T | None]):
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "dismiss", "Cancel", show=False),
+        Binding("escape,ctrl+c", "dismiss", "Cancel", show=False),
         Binding("ctrl+s", "save", "Save", show=False, priority=True),
     ]
     heading: str

@@ -51,7 +51,7 @@ class HelpScreen(ModalScreen[None]):
     """Help screen with the most used keys, the slash commands and all other keys. Esc closes it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,f1,q,question_mark,enter", "dismiss", "Close", show=False),
+        Binding("escape,ctrl+c,f1,q,question_mark,enter", "dismiss", "Close", show=False),
     ]
 
     def __init__(self, bindings: Sequence[BindingType]) -> None:

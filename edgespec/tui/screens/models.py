@@ -51,7 +51,7 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,f9", "dismiss", "Close", show=False),
+        Binding("escape,f9,ctrl+c", "dismiss", "Close", show=False),
         Binding("down", "move('cursor_down')", show=False, priority=True),
         Binding("up", "move('cursor_up')", show=False, priority=True),
         Binding("pagedown", "move('page_down')", show=False, priority=True),

@@ -29,7 +29,7 @@ class PresetScreen(ModalScreen[str | None]):
         presets: The presets. An invalid one is given as its name and a description of the problem.
     """
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss", "Cancel", show=False)]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,ctrl+c", "dismiss", "Cancel", show=False)]
 
     def __init__(self, presets: Sequence[Preset | tuple[str, str]]) -> None:
         super().__init__()

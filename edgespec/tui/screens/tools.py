@@ -35,7 +35,7 @@ class ToolsScreen(ModalScreen[None]):
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "dismiss", "Close", show=False),
+        Binding("escape,ctrl+c", "dismiss", "Close", show=False),
         Binding("space", "switch", "Switch", show=False),
     ]
 

@@ -193,5 +193,4 @@ class Sidebar(ScrollView, can_focus=True):
 
 def chat_list_hint(*, narrow: bool) -> str:
     """Return the hint line while the list has the focus. The frame of the list names the other keys."""
-    hint = "Ctrl+R renames · Ctrl+P pins"
-    return hint if narrow else f"Enter opens · {hint} · Esc back"
+    return "Enter opens · Esc back" if narrow else "Enter opens · Ctrl+R renames · Ctrl+P pins · Esc back"
