@@ -84,10 +84,12 @@ class SelfDrafters:
             is_loaded: Whether the drafter was requested when the model was loaded.
         """
         # These methods cannot be used with this file at all. Omitting --parallel would not help.
-        if name == "swift" and not self._format.skips_layers:
-            return self._make_swift()
-        if name == "layerskip" and "layerskip" in self._format.preparations:
-            return self._make_layerskip()
+        unusable = {
+            "swift": not self._format.skips_layers,
+            "layerskip": "layerskip" in self._format.preparations,
+        }
+        if unusable.get(name, False):
+            return self.make(name)
         alone = "omit --parallel" if is_loaded else f"load the model with --method {name} and no --parallel"
         if name in HEADS:
             alone += f", with a head for it (see `edgespec models show {self._reference}`)"

@@ -150,12 +150,32 @@ class Race:
             )
         if self.is_faster:
             return f"{name} was {self.speed_up:.2f}x as fast as plain decoding: {speeds}."
-        reason = f"Reason: {self.other.reply.method.reason}."
         if self.speed_up < 1 - _EQUAL_SPEEDS:
-            return f"{name} was slower ({self.speed_up:.2f}x) here: {speeds}. {reason}"
-        if not self.has_accepted:
-            return f"{name} brought nothing here: no drafted tokens were accepted ({speeds}). {reason}"
-        return f"{name} was no faster here: {speeds}. {reason}"
+            result = f"{name} was slower here ({self.speed_up:.2f}x)"
+        else:
+            result = f"{name} was no faster here"
+        return f"{result}: {speeds}. {self._explanation()}"
+
+    def _explanation(self) -> str:
+        """Return sentences that say why the other method was not faster than plain decoding."""
+        reply = self.other.reply
+        stats, limits = reply.stats, reply.method.loss_limits
+        if not stats.drafted_tokens:
+            return (
+                "It drafted nothing, so the difference comes from the machine. It did not draft for this"
+                f" reason: {reply.method.reason}."
+            )
+        text = (
+            f"The model accepted {stats.accepted_tokens:,} of {stats.drafted_tokens:,} drafted tokens, which"
+            " was not enough to save time."
+        )
+        if self.speed_up >= 1 - _EQUAL_SPEEDS or limits is None:
+            return text
+        rate, steps = limits
+        text += f" To try drafts, a reply may take {rate:.0%} plus the time of {steps:g} tokens longer."
+        if self.speed_up * (1 + rate + steps / max(1, len(reply.tokens))) < 1 - _EQUAL_SPEEDS:
+            text += " The difference is larger, so the machine probably caused the rest."
+        return text
 
     def remarks(self) -> list[str]:
         """Return sentences that say whether the texts are the same, and how the race was run."""

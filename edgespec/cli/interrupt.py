@@ -23,6 +23,7 @@ __all__ = ["Stop", "interruptible"]
 
 _Result = TypeVar("_Result")
 _SIGNAL_SECONDS = 0.1
+_STDERR = 2
 
 
 class Stop:
@@ -111,13 +112,12 @@ def interruptible(
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:
         if stop.requested:
-            # Do not wait for the running command, because a native call may hang.
-            _say(second_message)
+            # Do not wait for the running command, because a native call may hang. Write to stderr directly,
+            # because the signal may have interrupted this thread while it was printing the first message.
+            os.write(_STDERR, f"{_line(second_message)}\n".encode())
             sys.stdout.flush()
             os._exit(INTERRUPTED)
         stop.request()
-        if first_message:
-            _say(first_message)
 
     # Keep ignoring signals that the parent process, such as nohup, ignores.
     handled = [s for s in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(s) is not signal.SIG_IGN]
@@ -125,15 +125,19 @@ def interruptible(
     limit_malloc_arenas()
     try:
         _WORKER.submit(run)
+        has_answered = not first_message
         # Check regularly, because a signal delivered to another thread does not wake this one.
         while not outcome.done():
             wait([outcome], timeout=_SIGNAL_SECONDS)
+            if stop.requested and not has_answered:
+                click.echo(_line(first_message), err=True)
+                has_answered = True
         return outcome.result()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _say(message: str) -> None:
-    """Print to stderr. On a terminal, replace the progress line and the `^C` that the terminal shows."""
-    click.echo(f"\r\x1b[K{message}" if sys.stderr.isatty() else message, err=True)
+def _line(message: str) -> str:
+    """Return the message for stderr. On a terminal, it replaces the progress line and the terminal's `^C`."""
+    return f"\r\x1b[K{message}" if sys.stderr.isatty() else message

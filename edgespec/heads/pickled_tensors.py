@@ -118,8 +118,10 @@ def _read_entry(archive: ZipFile, entry: ZipInfo) -> bytes:
 
 
 def _damaged(path: Path, error: Exception) -> ModelFileError:
+    # Other exceptions come from instructions without the values that they need.
+    reason = shorten(error) if isinstance(error, ValueError | BadZipFile) else "its pickle is malformed"
     return ModelFileError(
-        f"{path} is damaged, or was not written by PyTorch 1.6 or later: {shorten(error)}",
+        f"{path} is damaged, or was not written by PyTorch 1.6 or later: {reason}",
         "download it again, or use a version in safetensors format",
     )
 
@@ -200,8 +202,9 @@ class _Interpreter:
                     self._stack.pop()
                 case _:
                     raise self._refused(f"the pickle uses the instruction {opcode.name}")
-        (value,) = self._stack
-        return value
+        if len(self._stack) != 1:
+            raise ValueError("the pickle contains more or less than one object")
+        return self._stack[0]
 
     def _pop_many(self, count: int) -> list[Any]:
         values = self._stack[len(self._stack) - count :]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from edgespec.errors import CapabilityError, ModelFileError, shorten
-from edgespec.files import error_reason
+from edgespec.files import error_reason, read_regular_file
 from edgespec.heads.stored_tensor import StoredTensor
 from edgespec.heads.tensor_files import read_tensor_files
 
@@ -164,9 +164,7 @@ def read_residual_heads(path: Path) -> ResidualHeads:
 def _read_config(path: Path) -> Mapping[str, Any]:
     """Return the settings in `config.json`. The file is optional, because the weights determine all sizes."""
     try:
-        if path.stat().st_size > _MAX_CONFIG_BYTES:
-            raise ValueError(f"the file is larger than {_MAX_CONFIG_BYTES:,} bytes")
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(read_regular_file(path, _MAX_CONFIG_BYTES).decode("utf-8"))
         if not isinstance(config, dict):
             raise ValueError("the file contains no JSON object")
         offset = config.get("hidden_state_offset")

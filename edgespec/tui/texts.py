@@ -104,7 +104,7 @@ def speed_up_text(method: MethodReport) -> str:
         slower = f"; trying it made this reply {method.loss_text} slower" if method.loss_text else ""
         return "off" if method.requested == "none" else f"off for now: {reason_text(method)}{slower}"
     mode = "automatic" if method.requested == "auto" else "on"
-    factor = "" if method.gain is None else f"{1 + method.gain:.1f}× as fast, "
+    factor = "" if method.gain is None else f"{1 + method.gain:.1f}x as fast, "
     return f"{factor}{mode} ({sources_text(method.effective)})"
 
 
@@ -114,9 +114,9 @@ def speed_up_short(method: MethodReport, stats: Stats | None) -> str:
         return "speed-up off"
     if method.gain is not None:
         about = "about " if (method.gain_uncertainty or 0.0) > _ROUGH_GAIN else ""
-        return f"speed-up {about}{1 + method.gain:.1f}×"
+        return f"speed-up {about}{1 + method.gain:.1f}x"
     estimate = None if stats is None else stats.speedup_estimate
-    return "speed-up on" if estimate is None else f"speed-up about {estimate:.1f}×"
+    return "speed-up on" if estimate is None else f"speed-up about {estimate:.1f}x"
 
 
 def welcome_rows(runtime: Runtime) -> list[tuple[str, str]]:

@@ -22,6 +22,8 @@ __all__ = ["show_why", "why", "why_text"]
 
 # Below this acceptance rate, guesses are rejected too often for a large speed-up.
 _LOW_ACCEPTANCE = 0.5
+# Shorter replies have too few passes to tell from them whether guessing saved time.
+_MIN_TOKENS = 20
 # From this gain on (0.3 is 1.3 times as fast), `/why` suggests no changes.
 _GOOD_GAIN = 0.3
 
@@ -37,7 +39,10 @@ def why_text(
 ) -> str:
     """Return the three sentences about the last reply in a chat with these settings."""
     if stats is None:
-        return "No reply was generated since this chat was opened. Send a message first."
+        return (
+            "No reply was generated since this chat was opened or its model was changed. Send a message, then"
+            " type /why."
+        )
     temperature = settings.get("temperature", REPLY_OPTIONS["temperature"].default)
     return "\n".join(
         why(
@@ -78,14 +83,21 @@ def _result(method: MethodReport, stats: Stats) -> str:
     used = f"edgespec guessed tokens with: {sources_text(method.effective)}"
     if method.gain is not None:
         factor, error = 1 + method.gain, max(0.01, method.gain_uncertainty or 0.0)
-        if abs(method.gain) <= 2 * error:
-            return f"{used}. That changed the speed too little to measure ({factor:.2f}× ± {error:.2f})."
-        return f"{used}. That made this reply {factor:.2f}× as fast (± {error:.2f})."
-    if stats.speedup_estimate is not None and stats.speedup_estimate < 1:
-        return f"{used}. That made this reply slower, about {stats.speedup_estimate:.1f}× as fast."
-    if stats.speedup_estimate is not None:
-        return f"{used}. That made this reply about {stats.speedup_estimate:.1f}× as fast."
-    return f"{used}. How much faster that was is unknown, because the reply is too short to measure."
+        measured = f"{factor:.2f}x ± {error:.2f}"
+        if _is_same_speed(method):
+            return f"{used}. That changed the speed too little to measure ({measured})."
+        if method.gain < 0:
+            return f"{used}. That made this reply slower ({measured})."
+        return f"{used}. That made this reply faster ({measured})."
+    if stats.generated_tokens < _MIN_TOKENS or stats.speedup_estimate is None:
+        return f"{used}. This reply is too short to tell whether that made it faster."
+    how = "slower" if stats.speedup_estimate < 1 else "faster"
+    return f"{used}. That made this reply {how} (about {stats.speedup_estimate:.1f}x)."
+
+
+def _is_same_speed(method: MethodReport) -> bool:
+    """Return whether the measured gain is within two standard errors of zero."""
+    return method.gain is not None and abs(method.gain) <= 2 * max(0.01, method.gain_uncertainty or 0.0)
 
 
 def _reason(method: MethodReport, stats: Stats) -> str:
@@ -100,8 +112,10 @@ def _reason(method: MethodReport, stats: Stats) -> str:
         f" ({percent(stats.acceptance_rate)})"
     )
     if stats.acceptance_rate < _LOW_ACCEPTANCE:
-        return f"It is not more because only {accepted}, and rejected guesses cost time."
-    return f"It is not more because guessing and checking take time too: {accepted}."
+        return f"Only {accepted}, and rejected guesses cost time."
+    if _is_same_speed(method) or (method.gain or (stats.speedup_estimate or 1.0) - 1) < 0:
+        return f"Guessing and checking took as long as they saved, or longer: {accepted}."
+    return f"Guessing and checking take time too, which limits the speed-up: {accepted}."
 
 
 def _advice(method: MethodReport, stats: Stats, has_drafter: bool, is_demo: bool, is_random: bool) -> str:

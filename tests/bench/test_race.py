@@ -104,21 +104,47 @@ def finished(demo: edgespec.Runtime) -> Race:
 def test_the_headline_is_honest(finished: Race) -> None:
     assert race_of(finished, 0.02, 0.01).headline().startswith("model was 2.00x as fast as plain decoding")
     slower = race_of(finished, 0.01, 0.02)
-    assert slower.headline().startswith("model was slower (0.50x) here: ")
-    assert finished.other.reply.method.reason in slower.headline()
+    stats = finished.other.reply.stats
+    accepted = f"accepted {stats.accepted_tokens} of {stats.drafted_tokens} drafted tokens"
+    assert slower.headline().startswith("model was slower here (0.50x): ")
+    assert slower.headline().endswith(f"{accepted}, which was not enough to save time.")
     assert race_of(finished, 0.0100, 0.0099).headline().startswith("model was no faster here")
     assert not slower.is_faster
 
 
 def test_without_accepted_tokens_a_race_claims_nothing(finished: Race) -> None:
-    stats = replace(finished.other.reply.stats, accepted_tokens=0)
-    reply = replace(finished.other.reply, stats=stats)
-    race = replace(finished, other=replace(finished.other, reply=reply))
+    race = with_drafts(finished, drafted=12)
     for seconds in (0.009, 0.01):
         same = race_of(race, 0.01, seconds)
-        assert same.headline().startswith("model brought nothing here: no drafted tokens were accepted")
+        assert same.headline().startswith("model was no faster here: ")
+        assert same.headline().endswith("accepted 0 of 12 drafted tokens, which was not enough to save time.")
         assert not same.is_faster
-    assert race_of(race, 0.01, 0.02).headline().startswith("model was slower")
+    assert race_of(race, 0.01, 0.02).headline().startswith("model was slower here (0.50x): ")
+
+
+def test_without_drafts_only_the_machine_explains_a_difference(finished: Race) -> None:
+    race = with_drafts(finished, drafted=0)
+    for seconds, result in ((0.009, "was no faster here"), (0.02, "was slower here")):
+        headline = race_of(race, 0.01, seconds).headline()
+        assert result in headline
+        assert "It drafted nothing, so the difference comes from the machine." in headline
+        assert headline.endswith(f"for this reason: {finished.other.reply.method.reason}.")
+
+
+@pytest.mark.parametrize(("seconds", "exceeds"), [(0.0106, False), (0.02, True)])
+def test_a_slower_race_states_the_loss_limit(finished: Race, seconds: float, *, exceeds: bool) -> None:
+    race = with_drafts(finished, drafted=2, loss_limits=(0.05, 2.0))
+    headline = race_of(race, 0.01, seconds).headline()
+    assert "not enough to save time. To try drafts, a reply may take 5% plus the time of 2 tokens" in headline
+    assert headline.endswith("so the machine probably caused the rest.") == exceeds
+
+
+def with_drafts(race: Race, *, drafted: int, loss_limits: tuple[float, float] | None = None) -> Race:
+    """Return the race as if the other method had drafted this many tokens, all of them rejected."""
+    reply = race.other.reply
+    stats = replace(reply.stats, drafted_tokens=drafted, accepted_tokens=0)
+    method = replace(reply.method, loss_limits=loss_limits)
+    return replace(race, other=replace(race.other, reply=replace(reply, stats=stats, method=method)))
 
 
 def test_the_remarks_say_how_the_race_was_run(finished: Race) -> None:

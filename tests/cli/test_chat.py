@@ -93,7 +93,7 @@ def test_model_options_go_to_load(run: Run, opened: Opened, monkeypatch: pytest.
 
 def test_only_the_settings_that_were_written_are_set(run: Run, opened: Opened) -> None:
     run("chat")
-    del opened.options["load_other"]
+    del opened.options["load_other"], opened.options["plan_other"]
     assert opened.options == {
         "model_name": "demo",
         "system": None,

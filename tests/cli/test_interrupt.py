@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -221,3 +222,22 @@ def test_a_stop_that_came_before_there_was_anything_to_do_is_not_lost() -> None:
     stop.on_request(lambda: done.append(1))
     assert stop.requested
     assert done == [1]
+
+
+def test_second_interrupt_while_the_first_message_is_printed() -> None:
+    """Printing in the signal handler would fail if the signal interrupted the printing of another message."""
+    code = (
+        "import os, signal, sys, threading, time\n"
+        "from edgespec.cli.interrupt import interruptible\n"
+        "class Slow:\n"
+        "    isatty = lambda self: False\n"
+        "    flush = lambda self: None\n"
+        "    def write(self, text):\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "        time.sleep(5)\n"
+        "sys.stderr = Slow()\n"
+        "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+        "interruptible(lambda _: time.sleep(20), first_message='wait', second_message='stopped')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=30, check=False)
+    assert (done.returncode, done.stderr) == (130, b"stopped\n")

@@ -119,6 +119,15 @@ def test_compressed_and_foreign_files_are_refused(tmp_path: Path) -> None:
             read_pickled_tensors(path)
 
 
+@pytest.mark.parametrize(
+    "instructions", [b"h\x05.", b"s.", b"NN.", b"e."], ids=["memo", "setitem", "two", "mark"]
+)
+def test_malformed_pickles_are_described_in_words(instructions: bytes, tmp_path: Path) -> None:
+    path = write_archive(tmp_path / "head.bin", b"\x80\x02" + instructions)
+    with pytest.raises(ModelFileError, match=r"malformed|lacks operands|more or less than one object"):
+        read_pickled_tensors(path)
+
+
 def rewritten(path: Path, extra: bytes = b"", claimed_bytes: int | None = None) -> Path:
     """Copy a head whose first tensor gets a second, compressed entry or claims another size."""
     changed = path.with_name(f"changed-{path.name}")

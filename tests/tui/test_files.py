@@ -135,7 +135,8 @@ async def test_a_completed_path_is_sent_as_a_file(tmp_path: Path, demo: Load) ->
     async with driving(demo, tmp_path, resume="last") as d:
         await d.sees("explain @src/main.py")
         assert d.chat.current_chat.messages[0] == message
-        assert f"src/main.py {size}" in d.transcript().replace("\N{NO-BREAK SPACE}", " ")
+        chip = f"src/main.py {size}"
+        await until(d.pilot, lambda: chip in d.transcript().replace("\N{NO-BREAK SPACE}", " "), chip)
 
 
 async def test_keys_of_the_list_of_paths(tmp_path: Path, demo: Load) -> None:

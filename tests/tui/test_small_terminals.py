@@ -25,7 +25,7 @@ async def test_show_begins_with_the_model_and_the_speed_up(tmp_path: Path, size:
         await d.sees("In use")
         assert "In use" in d.screen_text()[1]
         assert "model demo · 11.5 M parameters" in visible(d)
-        assert "speed-up 1.6× as fast" in visible(d)
+        assert "speed-up 1.6x as fast" in visible(d)
         if size[1] >= 20:
             assert "context 1,024 tokens" in visible(d)
         # The next message is at the end again, and so is the view.

@@ -68,7 +68,7 @@ NONE = MethodReport("none", "none", "asked for")
 @pytest.mark.parametrize(
     ("method", "stats", "said"),
     [
-        (LIVE, made_up_stats(30), ("1.62× as fast (± 0.08)", "29 of 40 guesses", "/race")),
+        (LIVE, made_up_stats(30), ("faster (1.62x ± 0.08)", "29 of 40 guesses", "/race")),
         (
             replace(LIVE, gain=0.01),
             made_up_stats(30),
@@ -77,7 +77,7 @@ NONE = MethodReport("none", "none", "asked for")
         (
             replace(LIVE, gain=None),
             Stats(),
-            ("too short to measure", "No text to guess from", "temperature 0"),
+            ("too short to tell", "No text to guess from", "temperature 0"),
         ),
         (OFF, made_up_stats(30), ("off for now", "lost 0.3 tokens' time", "")),
         (replace(OFF, gain=-0.2), made_up_stats(30), ("20% ± 1% slower", "lost 0.3", "")),
@@ -105,16 +105,29 @@ def test_why_suggests_auto_if_a_named_method_is_slow() -> None:
     stats = replace(made_up_stats(30), verify_seconds=10.0)
     named = MethodReport("eagle", "eagle", "as requested")
     told = why(named, stats, has_drafter=True, is_demo=True, is_random=False)
-    assert "That made this reply slower, about 0.0× as fast." in told[0]
+    assert "That made this reply slower (about 0.0x)." in told[0]
     assert told[2].startswith("Type /set method auto")
 
 
 def test_the_status_line_names_only_measured_speed_ups() -> None:
-    assert speed_up_short(LIVE, None) == "speed-up 1.6×"
-    assert speed_up_short(replace(LIVE, gain_uncertainty=0.3), None) == "speed-up about 1.6×"
+    assert speed_up_short(LIVE, None) == "speed-up 1.6x"
+    assert speed_up_short(replace(LIVE, gain_uncertainty=0.3), None) == "speed-up about 1.6x"
     assert speed_up_short(replace(LIVE, gain=None), Stats()) == "speed-up on"
     assert speed_up_short(replace(LIVE, gain=None), made_up_stats(30)).startswith("speed-up about ")
     assert speed_up_short(OFF, made_up_stats(30)) == "speed-up off"
+
+
+def test_why_fits_a_slower_reply_and_a_short_one() -> None:
+    stats = replace(made_up_stats(30), accepted_tokens=3)
+    told = why(replace(LIVE, gain=-0.4), stats, has_drafter=True, is_demo=False, is_random=True)
+    assert "That made this reply slower (0.60x ± 0.08)." in told[0]
+    assert told[1].startswith("Only 3 of 40 guesses were accepted")
+    told = why(replace(LIVE, gain=-0.4), made_up_stats(30), has_drafter=True, is_demo=False, is_random=True)
+    assert told[1].startswith("Guessing and checking took as long as they saved, or longer: 29 of 40")
+    short = replace(made_up_stats(14), verify_seconds=10.0)
+    told = why(replace(LIVE, gain=None), short, has_drafter=True, is_demo=False, is_random=True)
+    assert "This reply is too short to tell" in told[0]
+    assert "slower" not in told[0]
 
 
 async def test_the_legend_names_the_drafters(tmp_path: Path) -> None:

@@ -193,7 +193,7 @@ def test_ages_read_well() -> None:
 @pytest.mark.parametrize("width", [20, 32, 40, 60, 78, 120])
 def test_the_status_is_never_cut(width: int) -> None:
     facts = StatusFacts(
-        speed_up="speed-up 1.6×",
+        speed_up="speed-up 1.6x",
         writing=True,
         tokens_per_second=312.5,
         acceptance_rate=0.71,
