@@ -95,10 +95,10 @@ def check_load_arguments(given: Mapping[str, Any]) -> LoadArguments:
     for name in ignored:
         option = LOAD_OPTIONS[name]
         if values[name] != option.default:
+            automatic = () if name in unread_options(("auto",)) else ("auto",)
             raise OptionError(
-                f"{name} applies only to {' and '.join(option.read_by)},"
-                f" but method {', '.join(dict.fromkeys(methods))} uses none of them",
-                f"remove it, or add {' or '.join(option.read_by)} to the method",
+                f"{name} has no effect with method {', '.join(dict.fromkeys(methods))}",
+                f"remove it, or choose a method that uses it: {', '.join((*automatic, *option.read_by))}",
             )
     return arguments
 

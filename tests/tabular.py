@@ -106,7 +106,7 @@ class TabularModel(BaseModel):
         self._check(len(tokens))
         self._round = []
         self._tokens.extend(tokens)
-        if progress and not progress("prefill", 1.0):
+        if progress and not progress("reading the prompt", 1.0):
             raise CancelledError("cancelled")
 
     def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:

@@ -106,7 +106,7 @@ def test_one_number_of_branches_is_a_tree_of_depth_one() -> None:
         ({"max_loss": 2}, "max_loss must be a fraction from 0 to 1, not 2; "),
         (
             {"method": "suffix", "draft_window": 9},
-            "draft_window applies only to model and lowbit, but method suffix",
+            "draft_window has no effect with method suffix; remove it, or choose a method that uses it",
         ),
     ],
 )

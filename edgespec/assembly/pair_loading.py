@@ -128,7 +128,10 @@ def _adapted_to_target(
     if window:
         ratio = 1 if compared.translation is None else _TOKEN_RATIO
         model = WindowedModel(model, window, target.facts.max_context_tokens * ratio)
-        notices.append(f"{name} sees {window.description}")
+        notices.append(
+            f"{name} reads only {window.description} of a longer text, because its context is smaller than"
+            " that of the model, so its guesses can be worse there"
+        )
     notice = " · ".join(filter(None, notices))
     if compared.translation is None:
         return LoadedDraft(model, notice)

@@ -87,6 +87,7 @@ class LoadPlan:
         draft_window: The draft model's attention window, or None if it sees the whole context.
         why_in_turns: The reason why replies run one at a time although the user asked for several at once.
             Empty if there is none.
+        context_is_fixed: Whether the user chose the context length.
     """
 
     pair: ModelPair
@@ -99,6 +100,7 @@ class LoadPlan:
     longrope_switch_tokens: int = 0
     draft_window: AttentionWindow | None = None
     why_in_turns: str = ""
+    context_is_fixed: bool = False
 
     @property
     def target_options(self) -> LoadOptions:
@@ -230,6 +232,7 @@ def plan_pair(
         target.longrope_switch_tokens,
         window,
         why_in_turns,
+        "context" in fixed,
     )
 
 
@@ -299,8 +302,11 @@ def check_fits(planned: LoadPlan) -> None:
     where = " on the graphics cards" if pool == "gpu" else ""
     largest = sorted((i for i in plan.items if i.pool == pool), key=lambda item: -item.bytes)[:3]
     named = ", ".join(f"{item.name} {format_bytes(item.bytes)}" for item in largest)
+    context = f"a context of {planned.options.context_tokens:,} tokens"
+    if not planned.context_is_fixed:
+        context += ", the smallest that edgespec chooses,"
     raise MemoryBudgetError(
-        f"{planned.pair.target.name} with a context of {planned.options.context_tokens:,} tokens needs"
+        f"{planned.pair.target.name} with {context} needs"
         f" {format_bytes(plan.planned_bytes(pool))}{where}, but the budget is"
         f" {format_bytes(plan.budget_bytes(pool))} ({plan.budget.source}); the largest parts are {named}",
         planned.advice,

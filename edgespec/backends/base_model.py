@@ -43,7 +43,7 @@ def in_batches(
     for start in range(0, len(tokens), batch_tokens):
         batch = tokens[start : start + batch_tokens]
         yield batch
-        if progress and not progress("prefill", (start + len(batch)) / len(tokens)):
+        if progress and not progress("reading the prompt", (start + len(batch)) / len(tokens)):
             raise CancelledError("processing the prompt was cancelled")
 
 
@@ -61,7 +61,7 @@ def split_last_batch(
 
 def check_progress(progress: Progress | None) -> None:
     """Report the end of a prefill. Raises CancelledError."""
-    if progress and not progress("prefill", 1.0):
+    if progress and not progress("reading the prompt", 1.0):
         raise CancelledError("processing the prompt was cancelled")
 
 

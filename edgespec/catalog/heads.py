@@ -164,10 +164,18 @@ def named_head(
         made_for = "was made for another target" if mismatch else f"cannot draft for {target.name}"
         raise CapabilityError(
             f"the head {found.name} {made_for}: {problem}",
-            f"choose another head (`edgespec models show {target.name}` lists them), or use --head none",
+            f"{_other_head(found, target)}, or use --head none",
         )
     head = Head(method_of(kind), path, converted_from)
     return HeadOption(found.name, kind, head, "named", info.size_bytes if path else 0)
+
+
+def _other_head(refused: Resolved, target: Resolved) -> str:
+    """Return advice that names a head of the catalogue for the target, or says how to list heads."""
+    for entry in load_catalogue().heads_for(target.entry):
+        if entry.name != refused.name and not _why_not_yet(entry.kind, target.file_format):
+            return f"use --head {entry.name}, which was made for {target.name}"
+    return f"choose another head (`edgespec models show {target.name}` lists them)"
 
 
 def _sidecars(target: Path) -> Iterator[Path]:

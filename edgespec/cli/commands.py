@@ -44,7 +44,7 @@ OLLAMA_COMMANDS = {
 }
 # Ollama's commands that edgespec does not have, and why not.
 MISSING_COMMANDS = dict.fromkeys(
-    ("ps", "stop"), "the server unloads unused models; to see the loaded ones, open /health of the server"
+    ("ps", "stop"), "the server unloads unused models, and lists the loaded ones at /api/ps"
 )
 
 

@@ -109,7 +109,7 @@ def _with_files(prompt: str, paths: tuple[str, ...]) -> str:
 def _answer(stop: Stop, prompt: str, raw: bool, as_json: bool, options: dict[str, Any]) -> Reply:
     """Load the models, stream the reply to stdout, and return it."""
     with loaded(stop, **pick(options, (*LOAD_NAMES, *WORKER_NAMES))) as runtime:
-        progress = ProgressLine(stop)
+        progress = ProgressLine(stop, in_pipe=False)
         with progress:
             settings = pick(options, ("system", *REPLY_NAMES))
             stream = runtime.stream(prompt, raw=raw, progress=progress, **settings)

@@ -59,11 +59,11 @@ def head_lines(reference: str, entry: HeadEntry | None, info: ModelInfo | None) 
 
     kind = entry.kind if entry else info.heads[0] if info and info.heads else "unknown"
     method = method_of(kind)
-    targets = ", ".join(entry.targets) if entry else "the model that it was trained for"
     lines = [
         ("what it is", f"a head: it drafts for one model and cannot run alone ({kind}, method {method})"),
-        ("drafts for", targets),
     ]
+    if entry:
+        lines.append(("drafts for", ", ".join(entry.targets)))
     if entry and not entry.embedded_file:
         lines.append(("source", entry.repository))
     if info is None:
@@ -77,7 +77,11 @@ def head_lines(reference: str, entry: HeadEntry | None, info: ModelInfo | None) 
         lines.append(("speed-up", measured))
     target = entry.targets[0] if entry else "MODEL"
     use = f"--target {target} --head {shlex.quote(reference)}"
-    return [*lines, ("use it with", f"{use} (add --method {method} to draft even when that is slower)")]
+    where = "" if entry else ", where MODEL is the model that it was trained for"
+    return [
+        *lines,
+        ("use it with", f"{use}{where} (add --method {method} to draft even when that is slower)"),
+    ]
 
 
 def _file_lines(kind: str, info: ModelInfo) -> list[tuple[str, str]]:

@@ -36,7 +36,7 @@ def loaded(stop: Stop, **options: Any) -> Iterator[Runtime]:
             note(_file_line("draft model", reference, runtime.draft.path))
         for head in runtime.heads:
             note(_file_line("head", head.name, head.path or head.name))
-        note(runtime.target.notice)
+        note(runtime.target.notice.replace(" · ", "\n"))
         stop.on_request(runtime.cancel)
         yield runtime
 

@@ -65,8 +65,10 @@ def counted(number: int, noun: str) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """Format a duration, such as `2 h 5 min`, `2 min 5 s` or `5 s`."""
+    """Format a duration, such as `2 h 5 min`, `12 min`, `2 min 5 s` or `5 s`."""
     minutes, rest = divmod(round(seconds), 60)
+    if 10 <= minutes < 60:
+        return f"{round(seconds / 60)} min"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 

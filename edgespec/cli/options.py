@@ -29,6 +29,7 @@ __all__ = [
     "OutputPath",
     "declared_options",
     "every_setting",
+    "head_reference",
     "json_option",
     "model_reference",
     "pick",
@@ -93,7 +94,20 @@ class OutputPath(click.Path):
 
     Empty text, for example from an unset shell variable, is rejected, because it would mean the current
     folder.
+
+    Args:
+        example: Path to suggest if a required option is missing.
+        settings: The arguments of `click.Path`.
     """
+
+    def __init__(self, *, example: str = "", **settings: Any) -> None:
+        super().__init__(**settings)
+        self._example = example
+
+    def get_missing_message(self, param: click.Parameter, ctx: click.Context | None) -> str | None:  # noqa: ARG002
+        """Return what to type if the option is missing."""
+        kind = "file" if self.file_okay else "folder"
+        return f"Add a new {kind}, such as `{param.opts[-1]} {self._example}`" if self._example else None
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value == "":
@@ -146,6 +160,11 @@ _COMPLETERS = {ModelName: _complete_model, HeadName: _complete_head, MethodName:
 def model_reference(name: str) -> Decorator:
     """Return a decorator for the REF argument of a command, a model reference with shell completion."""
     return click.argument(name, metavar="REF", shell_complete=_complete_model)
+
+
+def head_reference(name: str) -> Decorator:
+    """Return a decorator for the HEAD argument of a command, a reference to a head with shell completion."""
+    return click.argument(name, metavar="HEAD", shell_complete=_complete_head)
 
 
 def _option(name: str, option: Option, default: Any, *, per_run: bool) -> click.Option:

@@ -10,7 +10,7 @@ import click
 
 from edgespec.cli.help import HelpfulGroup
 from edgespec.cli.interrupt import Stop, interruptible
-from edgespec.cli.options import Decorator, OutputPath, json_option, model_reference
+from edgespec.cli.options import Decorator, OutputPath, head_reference, json_option, model_reference
 from edgespec.cli.screen import ProgressLine, note, print_json, print_table, printable
 from edgespec.errors import OptionError
 from edgespec.files import format_bytes
@@ -136,20 +136,28 @@ def _output_option(thing: str) -> Decorator:
 @command.command(
     "head",
     short_help="Convert an EAGLE-3, DFlash or DSpark head to GGUF.",
-    examples=("edgespec prepare head ./Qwen3-8B_eagle3 ./qwen3-8b-q4.gguf --to eagle3-qwen3-8b.gguf",),
+    examples=(
+        "edgespec prepare head demo-mlx-head demo --to eagle3-demo.gguf",
+        "edgespec prepare head ./Qwen3-8B_eagle3 ./qwen3-8b-q4.gguf --to eagle3-qwen3-8b.gguf",
+    ),
 )
-@click.argument("head", type=click.Path(path_type=Path, file_okay=False))
+@head_reference("head")
 @model_reference("reference")
 @_output_option("head")
 @json_option
-def head(head: Path, reference: str, to: Path, as_json: bool) -> None:
-    """Convert an EAGLE-3, DFlash or DSpark head to GGUF. HEAD is its folder, as published on Hugging Face.
+def head(head: str, reference: str, to: Path, as_json: bool) -> None:
+    """Convert an EAGLE-3, DFlash or DSpark head to GGUF.
 
-    REF is the GGUF model that the head was trained for.
+    HEAD is the head's folder, as published on Hugging Face, its name in edgespec's catalogue, or its Hugging
+    Face repository. REF is the GGUF model that the head was trained for.
     """
+    from edgespec.catalog.head_reference import resolve_head
     from edgespec.prepare.head import prepare_head
 
-    _convert("head", prepare_head, head, reference, to, as_json)
+    def find(progress: ProgressLine) -> Path:
+        return resolve_head(head, progress=progress).path
+
+    _convert("head", prepare_head, find, reference, to, as_json)
 
 
 @command.command(
@@ -169,23 +177,32 @@ def draft(draft: Path, reference: str, to: Path, as_json: bool) -> None:
     """
     from edgespec.prepare.draft import prepare_draft
 
-    _convert("draft", prepare_draft, draft, reference, to, as_json)
+    _convert("draft", prepare_draft, lambda _progress: draft, reference, to, as_json)
 
 
 def _convert(
     kind: str,
     convert: Callable[[Path, Path, Path], int],
-    folder: Path,
+    find: Callable[[ProgressLine], Path],
     reference: str,
     to: Path,
     as_json: bool,
 ) -> None:
-    """Convert a head or a draft model for a target, and print how to use it."""
+    """Convert a head or a draft model for a target, and print how to use it.
+
+    Args:
+        kind: `head` or `draft`.
+        convert: Converts a folder for a target, writes a file, and returns the size of the file in bytes.
+        find: Returns the folder to convert.
+        reference: The target.
+        to: The file to write.
+        as_json: Whether to print the result as JSON.
+    """
     from edgespec.catalog import resolve
 
     def work(stop: Stop) -> int:
         with ProgressLine(stop) as progress:
-            return convert(folder, resolve(reference, progress=progress).path, to)
+            return convert(find(progress), resolve(reference, progress=progress).path, to)
 
     size_bytes = interruptible(work)
     if as_json:

@@ -140,10 +140,14 @@ class ProgressLine:
 
     On a terminal, updates one line in place and erases it at the end of the `with` block. In a pipe, prints
     one line per slow step.
+
+    Args:
+        stop: Stop requests to forward.
+        in_pipe: Whether to print lines if stderr is not a terminal.
     """
 
-    def __init__(self, stop: Stop) -> None:
-        self._stop = stop
+    def __init__(self, stop: Stop, *, in_pipe: bool = True) -> None:
+        self._stop, self._in_pipe = stop, in_pipe
         self._description = ""
         self._reported = False
         self._began: float | None = None
@@ -165,7 +169,7 @@ class ProgressLine:
                 line = printable(f"{description}: {fraction:.0%}")[: shutil.get_terminal_size().columns - 1]
                 sys.stderr.write(_CLEAR_LINE + line)
                 sys.stderr.flush()
-        elif now - self._since > _PIPE_DELAY_SECONDS and not self._reported:
+        elif self._in_pipe and now - self._since > _PIPE_DELAY_SECONDS and not self._reported:
             self._reported = True
             sys.stderr.write(f"{description}\n")
             sys.stderr.flush()

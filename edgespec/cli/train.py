@@ -13,7 +13,7 @@ import click
 from edgespec.cli.help import HelpfulGroup
 from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.measuring import duration_text, prompts_option
-from edgespec.cli.options import KindType, OutputPath, json_option, model_reference
+from edgespec.cli.options import Decorator, KindType, OutputPath, json_option, model_reference
 from edgespec.cli.screen import ProgressLine, note, print_json, print_table, printable
 from edgespec.errors import CancelledError
 from edgespec.option_kinds import Integer
@@ -21,9 +21,11 @@ from edgespec.option_kinds import Integer
 if TYPE_CHECKING:
     from edgespec.train import DrafterFigures, TrainingPrompt, TrainingResult
 
-__all__ = ["command"]
+__all__ = ["command", "print_result"]
 
 _MIN_TOKENS = 1_000
+# Chosen. With fewer tokens per pass, drafting and wider passes cost most of the time that a drafter saves.
+_USEFUL_TOKENS_PER_PASS = 2.0
 _SAME_FOLDER = "The heads need no conversion to GGUF."
 _CONTINUE = "run the same command again to continue"
 
@@ -68,7 +70,7 @@ class _Request(NamedTuple):
         draft: Reference to the draft model to train. None for heads.
         lora: Whether to train a LoRA adapter instead of the draft model's weights.
 
-    The others are the options that `_with_training_options` adds.
+    The others are the options that `_training_options` adds.
     """
 
     kind: str
@@ -83,8 +85,12 @@ class _Request(NamedTuple):
     lora: bool = False
 
 
-def _with_training_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that all kinds of training share to a command."""
+def _training_options(example: str) -> Decorator:
+    """Return a decorator that adds the options that all kinds of training share to a command.
+
+    Args:
+        example: Example of the folder to create.
+    """
     options = (
         model_reference("reference"),
         click.option(
@@ -92,7 +98,7 @@ def _with_training_options(function: Callable[..., None]) -> Callable[..., None]
             "folder",
             metavar="DIR",
             required=True,
-            type=OutputPath(path_type=Path, file_okay=False),
+            type=OutputPath(example=example, path_type=Path, file_okay=False),
             help="Folder in which to save the result. The result of an earlier training is replaced only by a"
             " better one.",
         ),
@@ -120,9 +126,13 @@ def _with_training_options(function: Callable[..., None]) -> Callable[..., None]
         ),
         json_option,
     )
-    for option in reversed(options):
-        function = option(function)
-    return function
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
 
 
 def _add_head_command(kind: _Kind) -> None:
@@ -145,14 +155,14 @@ def _add_head_command(kind: _Kind) -> None:
             f"edgespec train {kind.name} ./Qwen3-4B-MLX-4bit --prompts my-prompts.jsonl --to qwen3-4b-head",
         ),
     )
-    @_with_training_options
+    @_training_options("my-head")
     def train(**options: Any) -> None:
         request = _Request(kind.name, **options)
         result = _run(request)
         if request.as_json:
             print_json({"kind": "head", "method": kind.name, **result.to_json()})
             return
-        _print(result, "head")
+        print_result(result, "head")
         if result.kept:
             used = result.gguf or request.folder
             note(printable(f"Use it with: edgespec chat --target {request.reference} --head {used}"))
@@ -198,14 +208,14 @@ for _kind in (
     help="Train a LoRA adapter instead of all weights. This needs less memory, but usually improves the draft"
     " model less.",
 )
-@_with_training_options
+@_training_options("my-draft")
 def _train_draft(draft: str, lora: bool, **options: Any) -> None:
     request = _Request("draft", draft=draft, lora=lora, **options)
     result = _run(request)
     if request.as_json:
         print_json({"kind": "draft", "method": "model", **result.to_json()})
         return
-    _print(result, "draft model")
+    print_result(result, "draft model")
     if result.kept:
         note(printable(f"Use it with: edgespec chat --target {request.reference} --draft {request.folder}"))
 
@@ -234,7 +244,9 @@ def _train(stop: Stop, request: _Request, prompts: Sequence[TrainingPrompt]) -> 
             path = printable(str(folder / "training"))
             click.echo(f"continuing the training in {path}: {continued}", err=True)
         if seconds:
-            click.echo(f"about {duration_text(seconds)} left", err=True)
+            part = "the rest of the training takes" if continued else "the training takes"
+            total = "" if continued else " in all"
+            click.echo(f"{part} about {duration_text(seconds)}{total}", err=True)
 
     reference, folder = request.reference, request.folder
     with _hint_to_continue(), ProgressLine(stop) as progress:
@@ -266,7 +278,7 @@ def _hint_to_continue() -> Iterator[None]:
         raise CancelledError(error.what, _CONTINUE) from error
 
 
-def _print(result: TrainingResult, title: str) -> None:
+def print_result(result: TrainingResult, title: str) -> None:
     drafters = {"new": result.figures, "earlier": result.earlier}
     measured = {name: figures for name, figures in drafters.items() if figures}
     kinds = sorted({kind for each in measured.values() for kind in each.tokens_per_pass_by_kind})
@@ -280,6 +292,7 @@ def _print(result: TrainingResult, title: str) -> None:
     print_table(headings, [_row(name, figures, kinds) for name, figures in measured.items()])
     best, last = result.best, result.curve[-1]
     if result.kept:
+        click.echo(f"\n{_verdict(result.figures.tokens_per_pass, title)}")
         click.echo(
             f"\nThe new {title} has the weights after training step {best.steps:,} of {last.steps:,}, the"
             " best of all evaluations during training."
@@ -288,6 +301,17 @@ def _print(result: TrainingResult, title: str) -> None:
         click.echo(f"\nThe earlier {title} is at least as accurate, so the new one was not saved.")
     if result.plot:
         click.echo(printable(f"\nThe training curve is in {result.plot}"))
+
+
+def _verdict(tokens_per_pass: float, title: str) -> str:
+    """Return whether a new drafter with these tokens per pass can make replies faster."""
+    measured = f"With the new {title}, the model writes {tokens_per_pass:.2f} tokens per pass instead of 1"
+    if tokens_per_pass >= _USEFUL_TOKENS_PER_PASS:
+        return f"{measured}, so it can make replies faster."
+    return (
+        f"{measured}. This is too little to make replies much faster, and a better {title} needs more text"
+        " (a larger --tokens)."
+    )
 
 
 def _row(name: str, figures: DrafterFigures, kinds: Sequence[str]) -> list[str]:

@@ -220,7 +220,8 @@ def _continued(
     if conversations:
         tokens = sum(len(each.tokens) for each in conversations)
         return (
-            f"{len(conversations):,} conversations with {tokens:,} of {settings.tokens:,} tokens are written"
+            f"{len(conversations):,} conversations with {tokens:,} tokens are written"
+            f" ({settings.tokens:,} tokens are needed)"
         )
     return ""
 

@@ -269,7 +269,7 @@ class TestOptions:
 
     def test_draft_window(self) -> None:
         with edgespec.load("demo", context=512, draft_window=24, draft_sinks=2) as runtime:
-            assert "sees the first 2 and the last 24 tokens" in runtime.target.notice
+            assert "reads only the first 2 and the last 24 tokens of a longer text" in runtime.target.notice
             same_as_plain(runtime, ["model"], max_tokens=60)
 
     @pytest.mark.parametrize("window", [24, None])
@@ -281,5 +281,5 @@ class TestOptions:
             assert runtime.plan is not None
             needed = runtime.plan.total_bytes
         with edgespec.load("demo", **options, memory=needed) as runtime:
-            assert "sees the first 4 and the last" in runtime.target.notice
+            assert "reads only the first 4 and the last" in runtime.target.notice
             same_as_plain(runtime, ["model"])

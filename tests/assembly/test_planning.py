@@ -66,8 +66,10 @@ def test_a_draft_that_the_user_named_is_not_dropped() -> None:
     fixed = PlanRequest(frozenset({"context", "kv_type", "draft"}))
     planned = _planned(_total(draft=None), fixed=fixed)
     assert not planned.plan.fits
-    with pytest.raises(MemoryBudgetError, match="use --draft none"):
+    with pytest.raises(MemoryBudgetError, match=r"tokens needs .*use --draft none"):
         check_fits(planned)
+    with pytest.raises(MemoryBudgetError, match="512 tokens, the smallest that edgespec chooses, needs"):
+        check_fits(_planned(2**20))
     by_method = _planned(
         _total(draft=None), DraftingOptions.of(method="model"), fixed=PlanRequest(frozenset({"kv_type"}))
     )

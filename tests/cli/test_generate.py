@@ -221,6 +221,18 @@ def test_a_terminal_gets_notes_and_a_summary(run: Run, monkeypatch: pytest.Monke
     assert "\x1b[2m" in notes
 
 
+def test_each_notice_is_on_its_own_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(screen, "is_terminal", lambda stream: True)
+    notes = run("generate", "-n", "4", "--draft-window", "24", "--context", "512", QUESTION).stderr
+    (line,) = (line for line in notes.splitlines() if "reads only the first 4 and the last 24" in line)
+    assert " · " not in line
+
+
+def test_the_error_names_the_head_that_fits(run: Run) -> None:
+    error = one_line_error(run("generate", "--target", "demo-mlx", "--head", "demo-head", QUESTION), 1)
+    assert "; use --head demo-mlx-head, which was made for demo-mlx, or use --head none" in error
+
+
 @pytest.mark.parametrize("head", ["demo-head", "demo-mlx-head"])
 def test_the_head_is_shown_and_reported(
     run: Run, plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch, head: str

@@ -154,7 +154,7 @@ def test_ollama_commands_get_suggestions(run: Run) -> None:
             assert run(*suggested.split()[: 1 if "--" in suggested else 2], "--help").exit_code == 0
     assert "did you mean 'chat --target llama3.2'?" in one_line_error(run("run", "llama3.2", "hello"), 2)
     assert "did you mean 'remove llama3.2'?" in one_line_error(run("models", "rm", "llama3.2"), 2)
-    assert "the server unloads unused models" in one_line_error(run("ps"), 2)
+    assert "lists the loaded ones at /api/ps" in one_line_error(run("ps"), 2)
     assert "did you mean --target?" in one_line_error(run("generate", "--model", "demo", "hi"), 2)
     assert "available commands: chat, generate" in one_line_error(run("zzz"), 2)
 

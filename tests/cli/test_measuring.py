@@ -63,7 +63,8 @@ def test_a_time_limit_bounds_the_time_left(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "0 s"), (59.6, "1 min 0 s"), (125.0, "2 min 5 s"), (7325.0, "2 h 2 min")]
+    ("seconds", "text"),
+    [(0.4, "0 s"), (59.6, "1 min 0 s"), (125.0, "2 min 5 s"), (661.0, "11 min"), (7325.0, "2 h 2 min")],
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration_text(seconds) == text

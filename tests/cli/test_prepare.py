@@ -215,8 +215,19 @@ def test_a_head_that_is_converted_when_it_is_used_on_a_full_disk(
     assert run(*command).exit_code == 0
 
 
-@pytest.mark.parametrize("kind", ["head", "draft"])
-def test_a_missing_folder(run: Run, model: Path, tmp_path: Path, kind: str) -> None:
+def test_a_head_of_the_catalogue_is_converted(run: Run, tmp_path: Path) -> None:
+    to = tmp_path / "head.gguf"
+    told = json.loads(run("prepare", "head", "demo-mlx-head", "demo", "--to", str(to), "--json").stdout)
+    assert told == {"kind": "head", "file": str(to), "file_bytes": to.stat().st_size}
+    failed = run("prepare", "head", "demo-mlx-haed", "demo", "--to", str(to))
+    assert "did you mean demo-mlx-head" in one_line_error(failed, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [("head", "there is no file {}; check the path"), ("draft", "there is no folder {}; check the path")],
+)
+def test_a_missing_folder(run: Run, model: Path, tmp_path: Path, kind: str, error: str) -> None:
     missing = tmp_path / "nope"
     result = run("prepare", kind, str(missing), str(model), "--to", str(tmp_path / "new.gguf"))
-    assert one_line_error(result, 1) == f"there is no folder {missing}; check the path"
+    assert one_line_error(result, 1).startswith(error.format(missing))

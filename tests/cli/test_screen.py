@@ -61,6 +61,11 @@ def test_progress_in_a_pipe_is_one_line_for_what_takes_long(
         progress("downloading big (37.3 GiB)", fraction / 100)
         clock[0] += 1
     assert pipe.getvalue() == "downloading big (37.3 GiB)\n"
+    silent = screen.ProgressLine(Stop(), in_pipe=False)
+    for fraction in range(100):
+        silent("reading the prompt", fraction / 100)
+        clock[0] += 1
+    assert pipe.getvalue() == "downloading big (37.3 GiB)\n"
 
 
 def test_progress_passes_a_stop_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,7 +121,7 @@ def test_settings_that_the_method_does_not_read_are_left_out(run: Run, file: Pat
     file.write_text("draft_window = 100\ndraft_confidence = 0.3\n")
     assert reply(run, "--method", "suffix", "-n", "2")["method"]["requested"] == "suffix"
     error = one_line_error(run("generate", "--method", "suffix", "--draft-window", "100", "hi"), 2)
-    assert error.startswith("draft_window applies only to model")
+    assert error.startswith("draft_window has no effect with method suffix")
 
 
 # What is wrong

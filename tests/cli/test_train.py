@@ -6,10 +6,15 @@ import json
 import re
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from edgespec.cli.train import print_result
+from edgespec.train.evaluation import DrafterFigures
+from edgespec.train.run import TrainingResult
+from edgespec.train.state import CurvePoint
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 from tests.backends.tiny_models import write_llama
 from tests.cli.conftest import Run, Start, json_of, one_line_error
@@ -78,7 +83,9 @@ def test_an_interrupt_and_its_continuation(
     continued = run(*arguments, "--to", str(folder), "--json")
     facts = json_of(continued)
     place = re.escape(f"continuing the training in {folder / 'training'}: ")
-    assert re.match(rf"{place}\d+ of \d+ training steps are finished\n", continued.stderr)
+    finished = r"\d+ of \d+ training steps are finished\n"
+    time_left = r"the rest of the training takes about \d.*\n"
+    assert re.match(f"{place}{finished}{time_left}", continued.stderr)
     assert facts["kept"]
     assert facts["tokens"] >= 1_000
     assert facts["tokens_per_pass_by_kind"].keys() == {"talk"}
@@ -188,6 +195,28 @@ def test_weights_of_another_model_are_refused(run: Run, model: Path, tmp_path: P
 def test_wrong_usage(run: Run, model: Path, tmp_path: Path, more: tuple[str, ...], expected: str) -> None:
     result = run("train", "eagle3", str(model), "--to", str(tmp_path / "head"), *more)
     assert expected in one_line_error(result, 2)
+
+
+@pytest.mark.parametrize(("kind", "example"), [("medusa", "my-head"), ("draft", "my-draft")])
+def test_a_missing_folder_is_explained(run: Run, kind: str, example: str) -> None:
+    error = run("train", kind, "demo-mlx").stderr
+    assert error.startswith(f"error: missing option '--to'. Add a new folder, such as `--to {example}`\n")
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_pass", "expected"),
+    [(1.94, "1.94 tokens per pass instead of 1. This is too little"), (2.0, "can make replies faster.")],
+)
+def test_the_result_is_judged(
+    capsys: pytest.CaptureFixture[str], tokens_per_pass: float, expected: str
+) -> None:
+    point = CurvePoint(3, 900, 1.0, tokens_per_pass)
+    figures = DrafterFigures(tokens_per_pass, (0.5,), {})
+    result = TrainingResult(Path("my-head"), True, figures, None, [point], point, 9, 900, None, None)
+    print_result(result, "head")
+    assert expected in capsys.readouterr().out
+    print_result(replace(result, kept=False), "head")
+    assert expected not in capsys.readouterr().out
 
 
 def test_the_folder_is_no_file(run: Run, model: Path) -> None:

@@ -305,7 +305,7 @@ def compared(tiny: Tiny, row: Row, runtime: Runtime) -> Cell:
 def check_draft(runtime: Runtime, row: Row) -> None:
     """The draft was of the kind that the row is about."""
     notice = runtime.target.notice
-    assert (f"sees the first {_SINKS} and the last {row.window} tokens" in notice) == bool(row.window)
+    assert (f"reads only the first {_SINKS} and the last {row.window} tokens" in notice) == bool(row.window)
     assert ("under other ids" in notice) == (row.draft == "renamed" and not row.text)
     assert ("Its text is tokenized again" in notice) == row.text
 

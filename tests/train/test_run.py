@@ -77,7 +77,8 @@ def test_written_conversations_are_counted(train: Train, tmp_path: Path) -> None
     (file,) = (tmp_path / "training").glob("conversations-*.npz")
     with np.load(file) as saved:
         tokens = len(saved["tokens"])
-    assert announced == ["", f"12 conversations with {tokens} of 5,000 tokens are written"]
+    expected = f"12 conversations with {tokens} tokens are written (5,000 tokens are needed)"
+    assert announced == ["", expected]
     assert [each for each in fractions if each] == [tokens / 5_000] * 2
 
 

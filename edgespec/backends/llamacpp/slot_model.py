@@ -158,7 +158,7 @@ class SlotModel(BaseModel):
                 raise
             self._cells.length += len(batch)
             done += len(batch)
-            if progress and not progress("prefill", done / len(tokens)):
+            if progress and not progress("reading the prompt", done / len(tokens)):
                 raise CancelledError("processing the prompt was cancelled")
 
     def prefill_prompt(self, tokens: Sequence[int], progress: Progress | None = None) -> HostLogits:
