@@ -150,6 +150,11 @@ class Race:
             )
         if self.is_faster:
             return f"{name} was {self.speed_up:.2f}x as fast as plain decoding: {speeds}."
+        if self.speed_up > 1 + _EQUAL_SPEEDS and self.other.reply.stats.drafted_tokens:
+            return (
+                f"No drafted tokens of {name} were accepted, so its higher speed comes from the machine:"
+                f" {speeds}."
+            )
         if self.speed_up < 1 - _EQUAL_SPEEDS:
             result = f"{name} was slower here ({self.speed_up:.2f}x)"
         else:

@@ -92,7 +92,7 @@ class ExportedChats:
             ) from error
         except (ValueError, RecursionError) as error:
             raise ChatFileError(
-                f"{path.name} is not a file of exported chats: it is not valid JSON",
+                f"{path.name} is not a chat export: it is not valid JSON",
                 "choose the JSON or ZIP file that ChatGPT, Claude, Open WebUI or edgespec exported",
             ) from error
 
@@ -220,7 +220,7 @@ def _chatgpt_message(message: Any, left_out: Counter[str]) -> Message | None:
     parts = listed if isinstance(listed, list) else [content.get("text")]
     role, text = _ROLES.get(str(author.get("role"))), _joined(parts, left_out)
     if role is None or message.get("recipient", "all") != "all" or "parts" not in content:
-        left_out["tool calls, their results and reasoning"] += bool(text or role is None)
+        left_out["reasoning, tool calls and their results"] += bool(text or role is None)
         return None
     left_out["attached files"] += len(_objects(metadata.get("attachments")))
     return Message(role, text) if text else None
@@ -230,7 +230,7 @@ def _claude_message(message: dict[str, Any], left_out: Counter[str]) -> Message 
     blocks = _objects(message.get("content"))
     texts = [block.get("text") for block in blocks if block.get("type") == "text"]
     thoughts = [block.get("thinking") for block in blocks if block.get("type") == "thinking"]
-    left_out["tool calls, their results and reasoning"] += sum(
+    left_out["reasoning, tool calls and their results"] += sum(
         block.get("type") not in ("text", "thinking") for block in blocks
     )
     pasted = [each.get("extracted_content") for each in _objects(message.get("attachments"))]

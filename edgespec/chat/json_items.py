@@ -41,7 +41,7 @@ def json_items(stream: TextIO, max_characters: int) -> Iterator[Any]:
         if not reader.skip("]"):
             raise ValueError("the list is not complete")
     if not reader.is_at_end():
-        raise ValueError("text follows the JSON value")
+        raise ValueError("there is more text after the JSON value")
 
 
 class _Reader:

@@ -156,7 +156,7 @@ def read_chat(path: Path, chat_id: str) -> SavedChat:
     except UnicodeDecodeError as error:
         reason = f"the file is not UTF-8 text (byte {error.start})"
     except json.JSONDecodeError as error:
-        reason = f"the file is not complete JSON ({error.msg} at line {error.lineno}, column {error.colno})"
+        reason = f"the file is not valid JSON ({error.msg} at line {error.lineno}, column {error.colno})"
     except RecursionError:
         reason = "its JSON is nested too deeply"
     except OptionError as error:

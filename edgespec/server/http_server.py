@@ -200,6 +200,6 @@ def _bind(host: str, port: int) -> socket.socket:
         bound.close()
         raise EdgespecError(
             f"cannot listen on {host} port {port}: {error_reason(error)}",
-            "another server may be using the port; choose another one with --port",
+            "another server may be using this port; choose a different port with --port",
         ) from error
     return bound

@@ -207,6 +207,6 @@ def _bind(port: int) -> socket.socket:
         bound.close()
         raise EdgespecError(
             f"cannot listen on 127.0.0.1 port {port}: {error_reason(error)}",
-            "another server may be using the port; choose another one with --port",
+            "another server may be using this port; choose a different port with --port",
         ) from error
     return bound

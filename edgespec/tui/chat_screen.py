@@ -39,7 +39,7 @@ class ChatScreen(TurnScreen):
     """The complete chat screen, with key bindings and actions. The help page lists the bindings."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        _key("escape", "back", "stop the reply, cancel editing", MOST_USED),
+        _key("escape", "back", "stop the reply or cancel editing", MOST_USED),
         _key("ctrl+r", "regenerate", "regenerate the last reply", MOST_USED),
         _key("f3", "details", "speed and memory of a reply", MOST_USED),
         _key("ctrl+q", "app.quit", "quit; the chat is saved", MOST_USED),
@@ -48,7 +48,7 @@ class ChatScreen(TurnScreen):
         _key("f6,ctrl+s", "settings", "settings", MOST_USED),
         _key("f9", "models", "choose or download a model", MOST_USED),
         _key("f1", "help", "show this page", OTHER_KEYS),
-        _key("f4,ctrl+t", "origin", "colour words that came from accepted guesses", OTHER_KEYS),
+        _key("f4,ctrl+t", "origin", "colour the words that were guessed correctly", OTHER_KEYS),
         _key("f5", "system", "system prompt", OTHER_KEYS),
         _key("f7", "thoughts", "show or hide the model's reasoning", OTHER_KEYS),
         _key("f8", "theme", "switch between light and dark", OTHER_KEYS),
@@ -57,7 +57,7 @@ class ChatScreen(TurnScreen):
         _key(
             "ctrl+o",
             "copy_code",
-            "copy the last code block of the last reply; again: the one before",
+            "copy the last code block of the last reply; press again for the one before",
             OTHER_KEYS,
         ),
         _key("ctrl+g", "editor", "write your message in your text editor", OTHER_KEYS),
@@ -130,7 +130,7 @@ class ChatScreen(TurnScreen):
         self.history.add(text)
 
     async def action_back(self) -> None:
-        """Handle Esc: hide the list of paths, stop the reply, cancel editing, or close a side column."""
+        """Handle Esc: hide the list of paths, stop the reply or cancel editing, or close a side column."""
         if self.paths.display:
             self.paths.hide()
         elif self.prompt.leave_insert_mode():

@@ -225,7 +225,7 @@ COMMANDS = (
     Command("why", "", "explain the speed of the last reply", show_why),
     Command("race", "[message]", "compare a reply with and without the speed-up", _race),
     Command("memory", "", "show memory use", _memory),
-    Command("colours", "", "colour words that came from accepted guesses", "origin", ("colors", "origin")),
+    Command("colours", "", "colour the words that were guessed correctly", "origin", ("colors", "origin")),
     Command("vi", "[on|off]", "turn vi keys in the input on or off", _vi),
     Command("theme", "[name]", "list the colour themes, or choose one", choose_theme),
 )  # fmt: skip

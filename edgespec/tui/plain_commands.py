@@ -61,7 +61,9 @@ def _help(chat: PlainChat, _argument: str) -> None:
         if each.name in _COMMANDS:
             chat.answer(f"/{each.name} {each.arguments}".rstrip() + f": {_HELP.get(each.name, each.help)}")
     chat.answer("To attach a file, a folder or a pattern, write @ and its path in your message.")
-    chat.answer('Ctrl-C stops a reply; pressed twice, it quits. To write several lines, enclose them in """.')
+    chat.answer(
+        'Press Ctrl-C to stop a reply, or twice to quit. To write several lines, enclose them in """.'
+    )
 
 
 def _show(chat: PlainChat, _argument: str) -> None:
@@ -347,7 +349,7 @@ _HELP = {
 }
 # The commands that only the full-screen chat has, and what to do instead.
 _INSTEAD = {
-    "edit": "Type /delete, then send the changed message",
+    "edit": "Type /delete, then send the edited message",
     "editor": "Type /copy, which prints the last reply",
     "details": "Type /why for the speed of the last reply, or /memory",
     "colours": "Type /why, which says how many guesses were accepted",

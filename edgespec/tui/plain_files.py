@@ -37,7 +37,7 @@ def with_files(text: str, reader: AttachmentReader, note: Callable[[str], None])
     found = {attachment.path for attachment in attachments}
     if missing := [path for path in missing_files(references) if path not in found]:
         names = ", ".join(f"@{path}" for path in missing[:_MAX_NAMED])
-        note(f"There is no file for {names}, so this is sent as text.")
+        note(f"No file matches {names}, so this is sent as text.")
     files = tuple(file for attachment in attachments for file in attachment.files)
     return Message("user", text, files=files)
 

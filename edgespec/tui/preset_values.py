@@ -81,5 +81,7 @@ def preset_from_chat(name: str, chat: OpenChat, model_name: str) -> Preset:
 
 def saved_text(name: str, path: Path, chat: OpenChat) -> str:
     """Return the confirmation that a preset was saved."""
-    omitted = " Without the schema, which presets do not contain." if SCHEMA in chat.settings else ""
+    omitted = (
+        " The schema is not included, because presets do not store one." if SCHEMA in chat.settings else ""
+    )
     return f"Saved the preset {name} in {path}.{omitted} To use it, type /preset {name}."

@@ -51,7 +51,7 @@ def changed_schema(argument: str, current: Mapping[str, Setting]) -> SettingsCha
     settings = dict(current)
     if not argument:
         return SettingsChange(
-            None, f"schema: {settings[SCHEMA]}" if SCHEMA in settings else "There is no schema."
+            None, f"schema: {settings[SCHEMA]}" if SCHEMA in settings else "No schema is set."
         )
     if argument.lower() in ("none", "off"):
         settings.pop(SCHEMA, None)

@@ -48,10 +48,12 @@ def thinking_change(argument: str, current: Mapping[str, Setting], runtime: Runt
     if value != "auto":
         _check_thinking_switch(runtime)
     settings.pop("thinking", None)
-    note = "From your next message on, the model decides whether it reasons before it answers."
+    note = "From your next message on, the model decides whether to reason before it answers."
     if value != "auto":
         settings["thinking"] = value
-        note = f"From your next message on, the model is asked {'' if value == 'on' else 'not '}to reason."
+        note = (
+            f"From your next message on, the model will be asked {'' if value == 'on' else 'not '}to reason."
+        )
     return SettingsChange(settings, note)
 
 

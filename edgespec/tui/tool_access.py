@@ -49,7 +49,7 @@ _MAX_ARGUMENT_CHARACTERS = 100_000
 REFUSED = ToolResult.failure("The user does not allow this call.")
 STOPPED = ToolResult.failure("The user stopped the reply before this call was made.")
 INTERRUPTED = ToolResult.failure("The user stopped this call.")
-TOO_MANY = ToolResult.failure(f"Not called: only {MAX_ROUNDS} rounds of calls are allowed for a message.")
+TOO_MANY = ToolResult.failure(f"Not called: only {MAX_ROUNDS} rounds of calls are allowed per message.")
 """The results of calls that are not made, or not to their end."""
 
 
@@ -113,7 +113,7 @@ class ToolAccess:
         if not self.tools:
             return ""
         return (
-            f"The model can now call {count(len(self.tools), 'tool')}. You are asked before each call."
+            f"The model can now call {count(len(self.tools), 'tool')}. You will be asked before each call."
             f" {next_step}"
         )
 

@@ -79,13 +79,13 @@ def _result(method: MethodReport, stats: Stats) -> str:
         if method.requested == "none":
             return "The speed-up is switched off, so the model wrote this reply one token at a time."
         cost = f", and trying them made this reply {method.loss_text} slower" if method.loss_text else ""
-        return f"Guesses are off for now{cost}."
+        return f"Guessing is off for now{cost}."
     used = f"edgespec guessed tokens with: {sources_text(method.effective)}"
     if method.gain is not None:
         factor, error = 1 + method.gain, max(0.01, method.gain_uncertainty or 0.0)
         measured = f"{factor:.2f}x ± {error:.2f}"
         if _is_same_speed(method):
-            return f"{used}. That changed the speed too little to measure ({measured})."
+            return f"{used}. The effect on the speed was too small to measure ({measured})."
         if method.gain < 0:
             return f"{used}. That made this reply slower ({measured})."
         return f"{used}. That made this reply faster ({measured})."

@@ -114,11 +114,12 @@ def test_the_headline_is_honest(finished: Race) -> None:
 
 def test_without_accepted_tokens_a_race_claims_nothing(finished: Race) -> None:
     race = with_drafts(finished, drafted=12)
-    for seconds in (0.009, 0.01):
-        same = race_of(race, 0.01, seconds)
-        assert same.headline().startswith("model was no faster here: ")
-        assert same.headline().endswith("accepted 0 of 12 drafted tokens, which was not enough to save time.")
-        assert not same.is_faster
+    same = race_of(race, 0.01, 0.01)
+    assert same.headline().startswith("model was no faster here: ")
+    assert same.headline().endswith("accepted 0 of 12 drafted tokens, which was not enough to save time.")
+    faster = race_of(race, 0.01, 0.009)
+    assert "so its higher speed comes from the machine" in faster.headline()
+    assert not faster.is_faster
     assert race_of(race, 0.01, 0.02).headline().startswith("model was slower here (0.50x): ")
 
 

@@ -68,7 +68,7 @@ def test_chats_of_chatgpt_keep_their_versions(tmp_path: Path) -> None:
     assert len(chat.tree.versions(chat.tree.path[1])) == 2
     assert chat.title == "Sorting files"
     assert chat.created == datetime.fromtimestamp(1740830400.5, UTC)
-    assert +result.left_out == {"images, audio and video": 1, "tool calls, their results and reasoning": 1}
+    assert +result.left_out == {"images, audio and video": 1, "reasoning, tool calls and their results": 1}
 
 
 CLAUDE = {
@@ -104,7 +104,7 @@ def test_chats_of_claude_keep_reasoning_and_pasted_texts(tmp_path: Path) -> None
     (chat,) = result
     assert contents(chat) == ["How tall?\n\nA tree.", "115 m."]
     assert chat.messages[1].reasoning == "Trees are tall."
-    assert +result.left_out == {"tool calls, their results and reasoning": 1, "attached files": 1}
+    assert +result.left_out == {"reasoning, tool calls and their results": 1, "attached files": 1}
 
 
 def test_versions_in_chats_of_claude_are_kept(tmp_path: Path) -> None:

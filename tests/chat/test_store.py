@@ -216,8 +216,8 @@ def _with(**changes: object) -> str:
 
 
 BROKEN = {
-    "truncated": (_with()[:-40], "not complete JSON"),
-    "empty": ("", "not complete JSON"),
+    "truncated": (_with()[:-40], "not valid JSON"),
+    "empty": ("", "not valid JSON"),
     "a list": ("[]", "the file must be an object, not a list"),
     "no version": (_with(version=None), "`version` must be an integer, not missing"),
     "a newer version": (_with(version=7), "format version 7"),

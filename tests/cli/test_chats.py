@@ -37,7 +37,7 @@ def test_the_list_begins_with_pinned_chats_and_shows_damaged_files(run: Run) -> 
     chats = json_of(run("chats", "list", "--json"))["chats"]
     assert [chat["id"] for chat in chats] == ["files", "broken", "trees"]
     assert [chat["pinned"] for chat in chats] == [True, False, False]
-    assert "not complete JSON" in chats[1]["problem"]
+    assert "not valid JSON" in chats[1]["problem"]
     assert (chats[2]["messages"], chats[2]["unfinished"]) == (2, True)
     assert chats[2]["updated"] == "2026-03-02T12:00:00+00:00"
     heads, *rows = run("chats", "list").stdout.splitlines()

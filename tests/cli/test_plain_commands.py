@@ -158,7 +158,7 @@ def test_reasoning_is_turned_off_only_if_the_model_can(start: Start, tmp_path: P
         1,
     )
     out, _ = typed(start, tmp_path, ["/think off", "/think"], code=code + "\nruntime.template.close()")
-    assert "From your next message on, the model is asked not to reason.\nReasoning: off." in out
+    assert "From your next message on, the model will be asked not to reason.\nReasoning: off." in out
 
 
 def test_files_are_attached(start: Start, tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_files_are_attached(start: Start, tmp_path: Path) -> None:
     _, err = typed(start, tmp_path, lines, code=code)
     assert "Attached notes.txt (" in err
     assert "The message was not sent: data.bin" in err
-    assert "There is no file for @missing.txt, so this is sent as text." in err
+    assert "No file matches @missing.txt, so this is sent as text." in err
     (chat,) = saved(tmp_path)
     assert [message["role"] for message in chat["messages"]] == ["user", "assistant"] * 2
     assert chat["messages"][0]["files"][0]["text"] == "Pines are tall."

@@ -291,7 +291,7 @@ async def test_list_of_chats_opens_deletes_and_explains_broken_files(demo: Load,
         await d.sees("unreadable")
         d.chat.sidebar.highlight("broken")
         await d.press("enter")
-        await d.said("not complete JSON")
+        await d.said("not valid JSON")
         assert broken.exists()
         assert len(d.chat.current_chat.entries) == 2
         d.chat.sidebar.highlight(good.stem)

@@ -252,7 +252,7 @@ async def test_files_are_found_after_the_working_folder_was_deleted(
 async def test_a_missing_file_is_sent_as_text(tmp_path: Path, demo: Load) -> None:
     async with driving(demo, tmp_path) as d:
         await d.send("ask @alice about @src/mian.py")
-        await d.said("There is no file for @src/mian.py, so this was sent as text.")
+        await d.said("No file matches @src/mian.py, so this was sent as text.")
         await d.settled()
         assert d.chat.current_chat.messages[0].files == ()
 
@@ -276,7 +276,7 @@ async def test_a_file_that_changes_before_it_is_sent(tmp_path: Path, demo: Load)
         await d.said("The message was not sent: notes.txt no longer exists")
         assert d.chat.prompt.text == "Read @notes.txt again"
         await d.press("enter")
-        await d.said("There is no file for @notes.txt, so this was sent as text.")
+        await d.said("No file matches @notes.txt, so this was sent as text.")
 
 
 async def test_a_slow_disk_does_not_block_typing(

@@ -55,7 +55,7 @@ async def _send_with_files(screen: ChatScreen, text: str, place: int | None, ref
     found = {attachment.path for attachment in attachments}
     if missing := [path for path in missing_files(references) if path not in found]:
         names = ", ".join(f"@{path}" for path in missing[:5])
-        await screen.transcript.note(f"There is no file for {names}, so this was sent as text.")
+        await screen.transcript.note(f"No file matches {names}, so this was sent as text.")
 
 
 def _is_gone(screen: ChatScreen, place: int | None) -> bool:

@@ -286,10 +286,13 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
         """Measure this machine, so that the list shows the expected speeds."""
         plan = self._runtime.plan
         if self._is_writing:
-            self._message = "Wait until the reply ends, then press F9 and Ctrl+S to measure this machine."
+            self._message = (
+                "Wait until the reply ends, then press F9 and Ctrl+S to measure this machine's speed."
+            )
         elif plan is not None and plan.free_bytes("memory") < _MEASURING_BYTES:
             self._message = (
-                "Measuring needs 1 GiB of memory. Quit and run `edgespec recommend`, or use the demo."
+                "Measuring this machine's speed needs 1 GiB of memory. Quit and run `edgespec recommend`, or"
+                " use the demo."
             )
         else:
             await self._measure()

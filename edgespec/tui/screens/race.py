@@ -27,7 +27,9 @@ _TICK_SECONDS = 1 / 20
 _BAR_CELLS = 24
 # Minimum width of a column, in cells, for the long heading. In a narrower one, the reply needs the lines.
 _MIN_LONG_HEADING = 34
-_REMEMBERED = "auto can also guess from your earlier replies, so racing the same message again is faster."
+_REMEMBERED = (
+    "auto can also guess from your earlier replies, so a race with the same message again is faster."
+)
 
 
 @dataclass(slots=True)

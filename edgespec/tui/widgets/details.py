@@ -95,7 +95,7 @@ def _speed(
         lines.append(_row("CPU threads", str(stats.threads), width))
     if was_cpu_busy(stats):
         lines.append(
-            Content("fewer than usual, because other programs use the processor\n").stylize("$muted")
+            Content("fewer than usual, because other programs are using the processor\n").stylize("$muted")
         )
     if reply is not None:
         lines.append(_row("Seed", str(reply.seed), width))
