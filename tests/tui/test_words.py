@@ -62,7 +62,7 @@ def test_other_text_is_a_message(text: str) -> None:
         ("sho", "show"),
         ("exti", "quit"),
         ("color", "colours"),
-        ("xyzzy", "help"),
+        ("xyzzy", ""),
     ],
 )
 def test_the_nearest_command(typed: str, name: str) -> None:
