@@ -93,7 +93,7 @@ def test_an_import_that_fails_in_the_middle_keeps_the_chats_before(run: Run, tmp
     chat = {"name": "T", "chat_messages": [{"uuid": "1", "sender": "human", "text": "Q"}]}
     path.write_text(f"[{json.dumps(chat)}, {{")
     message = one_line_error(run("chats", "import", str(path)), 1)
-    assert message.startswith("only the first 1 chats were imported: chats.json is not a file")
+    assert message.startswith("only the first 1 chats were imported: chats.json is not a chat export")
     assert "T" in [each["title"] for each in json_of(run("chats", "list", "--json"))["chats"]]
 
 

@@ -45,7 +45,7 @@ def test_a_port_in_use(run: Run) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert "choose another one with --port" in one_line_error(run("serve", "--port", str(port)), 1)
+        assert "choose a different port with --port" in one_line_error(run("serve", "--port", str(port)), 1)
 
 
 def test_other_machines_need_a_key(run: Run) -> None:

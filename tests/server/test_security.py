@@ -92,7 +92,7 @@ def test_other_machines_need_a_key(host: str) -> None:
 
 def test_a_port_in_use_is_reported(server: HttpServer) -> None:
     port = int(server.url.rpartition(":")[2])
-    with pytest.raises(EdgespecError, match="choose another one with --port"):
+    with pytest.raises(EdgespecError, match="choose a different port with --port"):
         HttpServer(ServerSettings(port=port))
 
 

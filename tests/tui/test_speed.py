@@ -72,7 +72,7 @@ NONE = MethodReport("none", "none", "asked for")
         (
             replace(LIVE, gain=0.01),
             made_up_stats(30),
-            ("too little to measure", "29 of 40", "/set temperature"),
+            ("too small to measure", "29 of 40", "/set temperature"),
         ),
         (
             replace(LIVE, gain=None),

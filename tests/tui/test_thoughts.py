@@ -216,10 +216,10 @@ async def test_think_switches_the_reasoning_of_a_model_that_has_a_switch(tmp_pat
     runtime = ScriptedRuntime(template=template)
     async with driving(loading(runtime), tmp_path) as driver:
         await driver.say("/think off")
-        await driver.said("the model is asked not to reason.")
+        await driver.said("the model will be asked not to reason.")
         await driver.say("Hello")
         await driver.say("/think on")
-        await driver.said("the model is asked to reason.")
+        await driver.said("the model will be asked to reason.")
         await driver.say("/think")
         await driver.said("Reasoning: on.")
         await driver.say("Hello")

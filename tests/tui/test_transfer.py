@@ -59,4 +59,4 @@ async def test_impossible_paths_are_reported(tmp_path: Path, name: str) -> None:
         await d.said("Cannot write ")
         d.chat.prompt.clear()
         await d.say(f"/import {name}")
-        await d.sees("not a file of exported chats" if "~" not in name else "annot read ")
+        await d.sees("not a chat export" if "~" not in name else "annot read ")
