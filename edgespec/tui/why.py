@@ -78,7 +78,7 @@ def _result(method: MethodReport, stats: Stats) -> str:
     if method.effective == "none":
         if method.requested == "none":
             return "The speed-up is switched off, so the model wrote this reply one token at a time."
-        cost = f", and trying them made this reply {method.loss_text} slower" if method.loss_text else ""
+        cost = f", and trying it made this reply {method.loss_text} slower" if method.loss_text else ""
         return f"Guessing is off for now{cost}."
     used = f"edgespec guessed tokens with: {sources_text(method.effective)}"
     if method.gain is not None:
