@@ -96,7 +96,7 @@ def unconnected() -> Iterator[Callable[[int], int]]:
                     if client.recv(1, socket.MSG_PEEK) == bytes([HELLO]):
                         client.close()
                     else:
-                        threading.Thread(target=_forward, args=(client, port, 0.0), daemon=True).start()
+                        threading.Thread(target=forward, args=(client, port, 0.0), daemon=True).start()
 
         threading.Thread(target=serve, args=(servers[-1],), daemon=True).start()
         return int(servers[-1].getsockname()[1])
@@ -128,10 +128,10 @@ def _proxy(server: socket.socket, port: int, seconds: float) -> None:
     with suppress(OSError):
         while True:
             client, _ = server.accept()
-            threading.Thread(target=_forward, args=(client, port, seconds), daemon=True).start()
+            threading.Thread(target=forward, args=(client, port, seconds), daemon=True).start()
 
 
-def _forward(client: socket.socket, port: int, seconds: float) -> None:
+def forward(client: socket.socket, port: int, seconds: float) -> None:
     with suppress(OSError), client, socket.create_connection(("127.0.0.1", port)) as target:
         threads = []
         for source, sink in ((client, target), (target, client)):
