@@ -148,8 +148,8 @@ class ToolAccess:
         """Remember the user's decision about a tool if it also applies to later calls.
 
         Raises:
-            ConfigurationError, OptionError: The decision `always` could not be saved, so it applies only until
-                the chat is closed.
+            ConfigurationError, OptionError: The decision `always` could not be saved, so it applies only
+                until the chat is closed.
         """
         if decision == "chat":
             self._approved.add(tool.call_name)

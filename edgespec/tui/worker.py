@@ -115,7 +115,7 @@ class ModelThread:
 
     @property
     def runtime(self) -> Runtime | None:
-        """The loaded model, or None before it is loaded. Changes if the model is reloaded after losing a worker."""
+        """The loaded model. None before it is loaded. Replaced if it is reloaded after losing a worker."""
         return self._runtime
 
     def start(self) -> Future[Runtime]:

@@ -103,7 +103,7 @@ class Transcript(VerticalScroll):
             self.scroll_to_widget(each, animate=False, immediate=True)
 
     async def show_earlier(self, most: int = _PAGE_MESSAGES) -> None:
-        """Show up to `most` older messages, at most a page. If there are too many widgets, remove newer ones."""
+        """Show up to `most` older messages, at most a page. Remove newer widgets if there are too many."""
         start = self._page(self._first, -1, most)
         if start == self._first:
             return
@@ -122,7 +122,7 @@ class Transcript(VerticalScroll):
         self._hold(held, row)
 
     async def show_later(self, most: int = _PAGE_MESSAGES) -> None:
-        """Show up to `most` newer messages, at most a page. If there are too many widgets, remove older ones."""
+        """Show up to `most` newer messages, at most a page. Remove older widgets if there are too many."""
         held = self.message_at(self._end - 1)
         row = 0 if held is None else held.region.y
         end = self._page(self._end, 1, most)
