@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 
-from tests.cluster.conftest import forward
+from scripts.delayed_connection import forward
 
 
 def serve(server: socket.socket, port: int) -> None:
