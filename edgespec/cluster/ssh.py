@@ -107,7 +107,7 @@ class _Ssh:
 
     def __init__(self, machine: SshAddress) -> None:
         self._machine = machine
-        self._worker_port = random.choice(_WORKER_PORTS)
+        self._worker_port = _random_port()
         self.local_port = _free_port()
         tunnel = f"{LOOPBACK}:{self.local_port}:{LOOPBACK}:{self._worker_port}"
         command = _COMMAND.format(address=f"{LOOPBACK}:{self._worker_port}")
@@ -212,6 +212,10 @@ def _connection_error(machine: SshAddress, text: str, last: str) -> Exception:
     if "Host key verification failed" in text:
         return WorkerError(f"the host key of {machine} is not known or has changed: {last}", by_hand)
     return WorkerError(f"{machine} is unreachable by SSH: {last}", by_hand)
+
+
+def _random_port() -> int:
+    return random.choice(_WORKER_PORTS)
 
 
 def _free_port() -> int:

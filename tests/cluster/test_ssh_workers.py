@@ -238,7 +238,7 @@ def test_taken_ports_are_replaced(
     taken = workers[0].port
     local, remote = [taken, free_port(), free_port()], [free_port(), taken, free_port()]
     monkeypatch.setattr(ssh, "_free_port", lambda: local.pop(0))
-    monkeypatch.setattr(ssh.random, "choice", lambda _: remote.pop(0))
+    monkeypatch.setattr(ssh, "_random_port", lambda: remote.pop(0))
     with reach_worker(MAC) as address:
         socket.create_connection((address.host, address.port)).close()
     assert not local
