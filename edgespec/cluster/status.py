@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["LEAD", "MAX_STATUS_BYTES", "MEASURE", "PROBE", "Device", "WorkerStatus"]
+__all__ = [
+    "LEAD",
+    "MAX_STATUS_BYTES",
+    "MEASURE",
+    "PROBE",
+    "STDIN_SILENCE_SECONDS",
+    "Device",
+    "WorkerStatus",
+]
 
 # The first line of a connection. `PROBE` asks for the status only. `LEAD` also reserves the worker: after the
 # status, the worker sends a byte every second, until either side closes the connection. After `MEASURE`, the
@@ -15,6 +23,9 @@ __all__ = ["LEAD", "MAX_STATUS_BYTES", "MEASURE", "PROBE", "Device", "WorkerStat
 PROBE, LEAD = b"edgespec worker probe\n", b"edgespec worker lead\n"
 MEASURE = b"edgespec worker measure\n"
 MAX_STATUS_BYTES = 65536
+# If the program that started a worker writes to the worker's stdin, it must write again within this time. A
+# connection can break without a notice, as when a laptop goes to sleep.
+STDIN_SILENCE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)

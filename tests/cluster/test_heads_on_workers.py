@@ -143,8 +143,8 @@ def test_multi_token_prediction_layers_are_refused(workers: tuple[Worker, Worker
     """They would read weights and the KV cache of the target, which are on the workers."""
     target = write_mtp_model(tmp_path / "target.gguf", "glm4moe")
     head = write_mtp_sidecar(tmp_path / "mtp.gguf", target)
-    options: LoadArguments = {"workers": workers[0].address, "context": 256}
-    with edgespec.load(str(target), "none", head=str(head), **options) as runtime:
+    options: LoadArguments = {"workers": workers[0].address, "head": str(head), "context": 256}
+    with edgespec.load(str(target), "none", **options) as runtime:
         assert not runtime.heads
         assert "cannot use a head for the method mtp" in runtime.target.notice
         assert runtime.generate("the file", max_tokens=8).tokens
