@@ -183,7 +183,7 @@ class Catalogue:
         """Return up to three names similar to `name`, most similar first.
 
         Args:
-            name: What the user typed.
+            name: The name that the user typed.
             also: Additional names to suggest.
         """
         known = [*also, *self.names]

@@ -104,7 +104,7 @@ def resolve(reference: str, *, allow_download: bool = True, progress: Progress |
     and Ollama.
 
     Args:
-        reference: What the user typed.
+        reference: The reference that the user typed.
         allow_download: Whether to download the model if it is not on this machine.
         progress: Called during a download. Returning False cancels it.
 

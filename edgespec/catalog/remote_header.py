@@ -43,7 +43,7 @@ def resolve_metadata(reference: str, folder: Path, progress: Progress | None = N
     """Return the model that a reference names. If it is not on this machine, download its metadata only.
 
     Args:
-        reference: What the user typed.
+        reference: The reference that the user typed.
         folder: Folder for the downloaded metadata.
         progress: Called during the download. Returning False cancels it.
 

@@ -126,7 +126,7 @@ def _unpack(path: Path, unpacked: BinaryIO) -> None:
     except OSError:
         raise
     except Exception as error:
-        # Each compression method raises errors of its own.
+        # The errors of a damaged file depend on its compression method, so catch all of them.
         raise OSError("the ZIP file is damaged or encrypted") from error
 
 

@@ -68,7 +68,7 @@ class TypeSpeed:
 
 @dataclass(frozen=True, slots=True)
 class MachineSpeed:
-    """How fast this machine runs models of one file format.
+    """The speed of this machine with models of one file format.
 
     Attributes:
         types: The measured speed of each quantisation type.

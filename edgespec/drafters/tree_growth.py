@@ -16,7 +16,7 @@ DraftProbs: TypeAlias = Callable[[int], NDArray[np.float64]]
 
 
 class Children(NamedTuple):
-    """How many children to draft for one node of a tree, and how many of them get children themselves.
+    """The number of children to draft for a node of a tree, and how many of them get children themselves.
 
     Both numbers are chosen before any token is drawn, because dropping a drawn token would bias rejection
     sampling.

@@ -161,7 +161,7 @@ def was_cpu_busy(stats: Stats) -> bool:
 
 
 def notices(runtime: Runtime, open_list: str = "Press F9") -> list[str]:
-    """Return notices about the loaded models. For the demo, suggest real models that fit instead.
+    """Return notices about the loaded models or, for the demo, a suggestion of real models that fit.
 
     Args:
         runtime: The loaded models.
