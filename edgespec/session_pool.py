@@ -37,7 +37,8 @@ class SessionPool:
 
     def __init__(self, sessions: Sequence[Session]) -> None:
         self.sessions = sessions
-        # Reentrant, because starting a reply can end an abandoned one, whose callback may start another.
+        # Reentrant, because starting a reply can end an abandoned reply, whose callback may start another
+        # one.
         self._starting = threading.RLock()
         self._closed = False
 

@@ -50,7 +50,7 @@ class CheckedWorker:
         return "; ".join(filter(None, (self.error.what if self.error else "", *facts)))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the findings as values for JSON."""
+        """Return the findings as JSON-compatible values."""
         return {
             "address": str(self.address),
             "reachable": self.status is not None,

@@ -213,7 +213,7 @@ class ModelDrafter(BudgetedDrafter):
         """See `Drafter.commit`. Tokens missing from the KV cache are run when the next draft is made."""
         if (tree := self._tree) and tree.model_tree_run:
             nodes = tree.drafted.build().walk(tokens)
-            # The last emitted token is not part of the KV cache.
+            # Exclude the last emitted token, which is not part of the KV cache.
             self._model.commit(tree.model_path(nodes[1 : len(tokens)]))
             for node, token in zip(nodes, tokens, strict=False):
                 if node in tree.draws:

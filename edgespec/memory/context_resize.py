@@ -50,7 +50,7 @@ class ResizableContext:
         self._target = target
         self._draft = draft
         self._draft_follows = draft is not None
-        # Sizes below which the contexts never shrink.
+        # Initial size of each context, below which it never shrinks.
         self._first_tokens = {
             id(model): model.facts.context_tokens for model in (target, draft) if model is not None
         }

@@ -264,7 +264,7 @@ class ChatApp(App[None]):
     def stop_model(self) -> bool:
         """Stop the reply and close the model. Return False if this takes longer than five seconds."""
         if self.chat is not None:
-            # A reply that stops after `begin_leaving` is saved as unfinished.
+            # Call `begin_leaving` before the reply stops, so that it is saved as unfinished.
             self.chat.begin_leaving()
             self.chat.tool_use.close()
         self.model_thread.close()

@@ -174,7 +174,7 @@ class Archive:
     def add_now(self, chats: Iterable[SavedChat]) -> None:
         """Do the same as `add`, but block until all chats are saved."""
         for chat in chats:
-            # Let replies be saved between the chats of a large import.
+            # Lock for each chat separately, so that replies can be saved during a large import.
             with self._lock:
                 self._store.add(chat)
 

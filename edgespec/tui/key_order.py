@@ -37,7 +37,7 @@ class KeyOrder:
         self._handled_now: object | None = None
 
     async def add(self, event: events.Event) -> None:
-        """Pass on a key or a pasted text, after the keys before it."""
+        """Pass on a key or a pasted text once the keys before it have been handled."""
         if self._handled_now is None:
             await self._pass_on(event)
         else:

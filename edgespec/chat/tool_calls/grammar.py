@@ -90,8 +90,8 @@ class _Grammar:
     """Collects the rules of a grammar."""
 
     def __init__(self, form: CallForm, control_token: ControlToken, *, lenient: bool) -> None:
-        # A lenient grammar ignores parts of a schema that llguidance cannot enforce. Otherwise, they are an
-        # error.
+        # A lenient grammar ignores parts of a schema that llguidance cannot enforce. Other grammars reject
+        # them.
         self._json_options = {**_SPACING, "lenient": lenient}
         tokens = {marker: control_token(marker) for marker in form.markers if marker}
         self._tokens = {marker: token for marker, token in tokens.items() if token is not None}

@@ -13,7 +13,7 @@ from edgespec.server.fields import Ignored, ReplyFields, combined_options, reply
 
 __all__ = ["OllamaFields", "OllamaOptions", "ignored_fields", "options_of", "refuse_images"]
 
-# Maps Ollama's options to edgespec's options with other names.
+# Maps Ollama's names of options to edgespec's names, where they differ.
 _RENAMED = {
     "num_predict": "max_tokens",
     "repeat_penalty": "repetition_penalty",

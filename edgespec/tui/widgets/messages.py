@@ -212,7 +212,7 @@ class ReplyMessage(MessageWidget):
         self._calls_tools = reply is not None and bool(reply.tool_calls)
         await self._mount_thoughts()
         self.writing = False
-        # Read the whole text again, because the end of a text can define links for its start.
+        # Parse the whole text again, because the end of a text can define links for its start.
         self.text, self._drawn = text, limited_markdown(text)
         self._markdown.replace(self._drawn)
         self._refresh_views()
