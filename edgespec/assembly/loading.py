@@ -79,7 +79,7 @@ def load(
     check_room_to_plan()
     pair = find_pair(request.target, request.draft, request.drafting, progress, request.options)
     with ExitStack() as undo:
-        connected = connect_workers(request.machines, pair, request.options, undo)
+        connected = connect_workers(request.machines, pair, request.options, undo, progress)
         load_options = with_own_adapters(connected, pair.target)
         trial_notice = ""
         if not request.trust:
