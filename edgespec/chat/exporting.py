@@ -30,7 +30,7 @@ _STYLE = (
 
 
 def messages_as_markdown(messages: tuple[Message, ...], *, reasoning: bool = False) -> str:
-    """Return messages as Markdown. Each one is preceded by the name of its author.
+    """Return messages as Markdown, each preceded by the name of its author.
 
     Args:
         messages: The messages. Attached files are included only by name.

@@ -266,7 +266,7 @@ def _objects(value: Any) -> list[dict[str, Any]]:
 
 
 def _time(value: Any) -> datetime:
-    """Convert a time in seconds since 1970 or in ISO 8601. Return 1970 if it is neither."""
+    """Convert a time in seconds since 1970 or in ISO 8601. Return 1970 if the format is unknown."""
     try:
         if isinstance(value, str):
             time = datetime.fromisoformat(value)

@@ -35,7 +35,7 @@ class CheckedWorker:
 
     @property
     def finding(self) -> str:
-        """The worker's status in words, after the error if there is one."""
+        """The error, if there is one, and the worker's status in words."""
         facts = []
         if self.status is not None:
             devices = (

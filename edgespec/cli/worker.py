@@ -123,7 +123,7 @@ def _serve(stop: Stop, host: str, port: int, options: dict[str, Any]) -> None:
 
 
 def _close_with_stdin(close: Callable[[], None]) -> None:
-    """Call `close` when stdin ends, if it is a pipe, which the program that started the worker holds."""
+    """If stdin is a pipe from the program that started the worker, call `close` when the pipe is closed."""
     if sys.stdin is None:
         return
     number = sys.stdin.fileno()

@@ -280,7 +280,7 @@ class _DraftTree:
         return self.drafted.add(parent, token, probs)
 
     def add_forced(self, parent: int, token: int) -> int:
-        """Add a token that a constraint determines. The draft model runs it if it runs the parent."""
+        """Add a token that a constraint determines. The draft model runs the token if it runs the parent."""
         node = self.add(parent, token, None, self.path_probs[parent], self.model_nodes[parent] >= 0)
         self.forced.add(node)
         return node

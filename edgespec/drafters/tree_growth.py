@@ -64,7 +64,7 @@ class TreeGrowth(ABC):
         """
 
     def force_draft(self) -> None:  # noqa: B027
-        """Make the next draft short but not empty, even if it is not expected to save time."""
+        """Make the next draft short but not empty, even if drafting is not expected to save time."""
 
     def finish_draft(self) -> None:  # noqa: B027
         """Record the time at which the draft is complete and the verify pass begins."""

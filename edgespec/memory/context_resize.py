@@ -22,7 +22,7 @@ _MIN_DRAFT_TOKENS = 256
 
 
 def has_room_to_resize(plan: MemoryPlan) -> bool:
-    """Return whether a memory plan leaves enough memory to resize the KV cache, which makes a copy of it.
+    """Return whether a memory plan leaves enough memory for a copy of the KV cache, as resizing needs.
 
     If not, the full context is allocated when the models are loaded.
     """

@@ -205,7 +205,7 @@ class ChatApp(App[None]):
             self.run_worker(self._switch_model(event.reference))
 
     async def _switch_model(self, reference: str) -> None:
-        """Continue the chat with another model. If loading it fails, show the error and keep the old one."""
+        """Continue the chat with another model. If loading fails, show the error and keep the old model."""
         chat = self.chat
         assert chat is not None
         self._loading = LoadingScreen(reference)

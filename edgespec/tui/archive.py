@@ -144,7 +144,7 @@ class Archive:
             return self._store.list()
 
     async def find(self, wanted: str) -> StoredChat | None:
-        """Return the chat with this ID, or the newest one whose title contains this text.
+        """Return the chat with the ID `wanted`, or else the newest chat whose title contains `wanted`.
 
         `last` means the newest chat. Returns None if there is no such chat.
         """
@@ -179,7 +179,7 @@ class Archive:
                 self._store.add(chat)
 
     async def change(self, chat_id: str, *, title: str | None = None, pinned: bool | None = None) -> None:
-        """Rename, pin or unpin a saved chat. It keeps its place in the list of chats.
+        """Rename, pin or unpin a saved chat. The chat keeps its place in the list of chats.
 
         Args:
             chat_id: The chat, which must not be the open one.

@@ -176,7 +176,7 @@ class ReplyMessage(MessageWidget):
         return self._origin and bool(self.chunks)
 
     def begin(self) -> None:
-        """Prepare to receive text chunks. Show an ellipsis until the first one arrives."""
+        """Prepare to receive text chunks. Show an ellipsis until the first chunk arrives."""
         self.writing = True
         self._show_end(Content("…"))
 

@@ -330,7 +330,7 @@ class Transcript(VerticalScroll):
         return [child for child in self._column.children if isinstance(child, MessageWidget)]
 
     async def _remove(self, messages: Sequence[MessageWidget]) -> None:
-        """Remove widgets, and the rows that they have drawn, which Textual would keep in a global cache."""
+        """Remove widgets, and clear their drawn rows, which Textual would keep in a global cache."""
         for message in messages:
             for widget in message.walk_children(with_self=True):
                 widget.refresh()
