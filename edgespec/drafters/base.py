@@ -181,7 +181,8 @@ class BudgetedDrafter(Drafter):
     def prefill(self, max_tokens: int) -> None:
         """Prefill the draft model with the tokens it lacks, or with the most recent of them.
 
-        Args: max_tokens: Maximum number of tokens to prefill.
+        Args:
+            max_tokens: Maximum number of tokens to prefill.
         """
 
     def force_draft(self) -> None:
