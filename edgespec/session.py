@@ -149,7 +149,7 @@ class Session:
         )
 
     def next_step(self, steps: Iterator[Step]) -> Step | None:
-        """Return the next step, or None after the last one, which contains the finish reason.
+        """Return the next step, or None when the reply has ended. The last step contains the finish reason.
 
         Raises:
             BackendError: The model failed.

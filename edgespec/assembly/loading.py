@@ -90,7 +90,7 @@ def load(
         planned = plan_pair(pair, request.drafting, load_options, budget, request.plan)
         check_fits(planned)
         runtime = _load_planned(planned, trial_notice, progress)
-        # The target releases the workers from now on.
+        # From now on, closing the target releases the workers.
         undo.pop_all()
     return runtime
 

@@ -80,8 +80,8 @@ def plan(
 ) -> Preview:
     """Return what `load` would decide and how much memory it would use, without loading anything.
 
-    Downloads only the metadata of models that are not on this machine. With workers, it reserves them while
-    it plans, and measures the connections to them.
+    Downloads only the metadata of models that are not on this machine. With workers, `plan` reserves the
+    workers while it runs, and measures the connections to them.
 
     Args:
         target: The model to run, as for `load`.

@@ -21,7 +21,7 @@ _WARM_UP_TOKENS = 8
 # Number of tokens that plain decoding generates again after the race, to check whether the machine's speed
 # has changed.
 _CHECK_TOKENS = 32
-# Maximum change of the machine's speed during a fair race, as a fraction of the time for these tokens.
+# Maximum value of `Race.drift` in a fair race, as a fraction. A larger change makes the result unreliable.
 _MAX_DRIFT = 0.2
 # Speeds that differ by less than this fraction count as equal, because a single race cannot distinguish them.
 _EQUAL_SPEEDS = 0.03
@@ -36,7 +36,7 @@ class RaceChunk:
     """A piece of a raced reply.
 
     Attributes:
-        seconds: Time at which it was generated, in seconds since the start of the reply.
+        seconds: Time at which the piece was generated, in seconds since the start of the reply.
         text: The text to show.
         token_count: Number of tokens.
         accepted: Whether the tokens are accepted draft tokens.

@@ -1,7 +1,7 @@
 """Find heads for a target in its own files, beside them, and in the catalogue.
 
-This only reads metadata. It downloads nothing and loads no weights. A head is assumed to fit the target if
-the sizes in their metadata match.
+This module only reads metadata. It downloads nothing and loads no weights. A head is assumed to fit the
+target if the sizes in their metadata match.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def named_head(
 
 
 def _other_head(refused: Resolved, target: Resolved) -> str:
-    """Return advice that names a head of the catalogue for the target, or says how to list heads."""
+    """Return advice that names a head in the catalogue for the target, or says how to list heads."""
     for entry in load_catalogue().heads_for(target.entry):
         if entry.name != refused.name and not _why_not_yet(entry.kind, target.file_format):
             return f"use --head {entry.name}, which was made for {target.name}"

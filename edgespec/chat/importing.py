@@ -106,7 +106,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         with path.open("rb") as file:
             yield file
         return
-    # A temporary file, because errors in a compressed file appear only when it is read.
+    # Decompress the whole file first, because errors in a compressed file appear only when it is read.
     with tempfile.TemporaryFile() as unpacked:
         _unpack(path, unpacked)
         unpacked.seek(0)

@@ -27,8 +27,8 @@ _MAX_TITLE = 60
 MAX_CHAT_BYTES = 64 << 20
 """Size of a chat's file from which on the chat takes no further messages."""
 
-# Files above this size are neither written nor read. The distance from `MAX_CHAT_BYTES` is far more than a
-# message and its reply can have, so that no reply is lost.
+# Files above this size are neither written nor read. The room above `MAX_CHAT_BYTES` is far more than a
+# message and its reply need, so that no reply is lost.
 _MAX_FILE_BYTES = 2 * MAX_CHAT_BYTES
 _TEXTS = ("id", "created", "updated", "title", "target")
 _KINDS: dict[type, str] = {
@@ -131,7 +131,7 @@ def _message_json(message: Message) -> dict[str, object]:
 
 
 def _tree_json(tree: MessageTree[Message]) -> list[dict[str, object]]:
-    """Return all messages. `parent` is the index of a message's parent, omitted if it is the previous one."""
+    """Return all messages as JSON. `parent` is a message's parent, omitted if it is the previous message."""
     previous: int | None = None
     items = []
     for place, (message, parent) in enumerate(zip(tree.messages, tree.parents, strict=True)):

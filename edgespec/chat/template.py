@@ -42,7 +42,7 @@ class TemplateSettings:
             enabled = self.thinking == "on"
             variables |= {"enable_thinking": enabled, "thinking": enabled}
         if self.thinking == "off":
-            # gpt-oss always reasons. `low` is its shortest reasoning.
+            # gpt-oss cannot be prevented from reasoning. With `low`, it reasons as little as possible.
             variables["reasoning_effort"] = "low"
         return variables
 
@@ -73,7 +73,7 @@ class ChatTemplate:
         self._tool_support = ToolSupport(source, self.call_form)
         # Mistral's templates accept only tool call ids of nine characters.
         self._has_short_ids = bool(re.search(r"length\s*!=\s*9", source))
-        # DeepSeek R1's templates take a message for a tool call if its content is missing.
+        # DeepSeek R1's templates treat a message without content as a tool call.
         self._empty_content = None if re.search(r"content['\"]\]\s+is none", source) else ""
         self._tokens = {"bos_token": bos_text, "eos_token": eos_text}
         self._lock = threading.Lock()

@@ -18,7 +18,7 @@ __all__ = ["CheckedWorker", "check_workers"]
 
 @dataclass(frozen=True, slots=True)
 class CheckedWorker:
-    """A worker, as far as it could be checked.
+    """The results of checking a worker.
 
     Attributes:
         address: The worker's address.

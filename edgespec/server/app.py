@@ -40,7 +40,7 @@ def create_app(service: Service) -> ASGIApp:
     router = Router(routes, redirect_slashes=False, default=_unknown_path)
     app: ASGIApp = Guard(router, service.settings, _protocol_of, frozenset(public))
     if service.settings.allowed_origins:
-        # Answers CORS preflight requests: browsers ask whether a web page may use the server.
+        # Answers CORS preflight requests, in which browsers ask whether a web page may use the server.
         app = CORSMiddleware(
             app, service.settings.allowed_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
         )

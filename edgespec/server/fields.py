@@ -54,7 +54,7 @@ class RequestFields(BaseModel):
 
 # Maximum number of entries in a list or object. Bounds the validation time.
 _MAX_ENTRIES = 10_000
-# Options that interpret -1 as the default, as in llama.cpp and LM Studio.
+# Options for which -1 means the default, as in llama.cpp and LM Studio.
 _MINUS_ONE_IS_DEFAULT = ("max_tokens", "seed")
 
 
@@ -103,7 +103,7 @@ def _reply_fields() -> dict[str, Any]:
 
 
 def _attribute(name: str) -> str:
-    """Return the attribute name for an option. It differs if pydantic has a method of that name."""
+    """Return the attribute name for an option, with `_` appended if pydantic has a method of that name."""
     return f"{name}_" if name in dir(BaseModel) else name
 
 

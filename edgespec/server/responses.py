@@ -77,7 +77,7 @@ class EventStream(Response):
             await self._parts.aclose()
 
     def _take(self) -> bytes | None:
-        """Return the part that is ready and start generating the next one. None at the end."""
+        """Return the next part, or None at the end, and start generating the part after it."""
         try:
             part = self._next.result()
         except StopAsyncIteration:

@@ -90,7 +90,7 @@ def _editor() -> list[str]:
 def _run(app: App[None], command: list[str]) -> int:
     """Run the editor in the terminal and return its exit status."""
     with app.suspend():
-        # The terminal sends Ctrl+C to edgespec as well as to the editor. It must not end the chat.
+        # Ignore Ctrl+C, which the terminal sends to both the editor and edgespec, so that the chat continues.
         before = signal.signal(signal.SIGINT, lambda *_: None)
         try:
             return subprocess.run(command, check=False).returncode

@@ -64,7 +64,7 @@ class KeyOrder:
         if is_last:
             await self._end(key)
         else:
-            # The key may have opened a dialog, which now prepares its widgets.
+            # The key may have opened a dialog, so wait until the dialog is ready too.
             await self._follow(key, deque(self._path), is_last=True)
 
     async def _end(self, key: object) -> None:
@@ -80,7 +80,7 @@ class KeyOrder:
             return
         if self._held:
             await self._dispatch(self._held.popleft())
-            # The key may have called `Widget.focus`, which moves the focus when the app is free.
+            # The widgets may have called `Widget.focus`, which moves the focus only once the app is idle.
             self._app.call_later(self._give_up, key)
         else:
             self._handled_now = None

@@ -65,7 +65,7 @@ async def edit(screen: ChatScreen, place: int) -> None:
 
 
 async def finish_edit(screen: ChatScreen, place: int, message: Message) -> None:
-    """Add a version of the message at `place`. If it is the user's, generate a reply to it."""
+    """Add a version of the message at `place`. If the user wrote the message, generate a reply to it."""
     chat = screen.current_chat
     role = chat.tree.messages[place].role
     if role == "user":

@@ -234,7 +234,7 @@ def worst_case(
 
     Args:
         stats: Statistics of the reply.
-        method: Its drafting method.
+        method: Drafting method of the reply.
         limits: Maximum slowdown allowed, as in `Runtime.loss_limits`.
 
     Returns:

@@ -107,14 +107,14 @@ class CallWriter:
         self._schemas = schemas
         self._new_id = new_id
         self._report = report
-        # Number of earlier calls, and the current call if there is one.
+        # The number of earlier calls. The next three attributes describe the current call.
         self._count = 0
         self._name = ""
         self._held = ""
         self._reported = False
 
     def parameter(self, name: str) -> Mapping[str, Any]:
-        """Return the schema of a parameter of the current call's tool. It is empty if it is unknown."""
+        """Return the schema of a parameter of the current call's tool, or an empty one if it is unknown."""
         properties = self._schemas.get(self._name, {}).get("properties")
         schema = properties.get(name) if isinstance(properties, dict) else None
         return schema if isinstance(schema, dict) else {}

@@ -1,6 +1,6 @@
 """Grammars that make a reply call a tool, or that make its calls match the schemas of the tools.
 
-They are in the Lark format of llguidance, which the reply option `grammar` accepts.
+The grammars are in llguidance's Lark format, which the reply option `grammar` accepts.
 """
 
 from __future__ import annotations

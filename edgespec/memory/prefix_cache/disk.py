@@ -50,7 +50,7 @@ _FRESH_SECONDS = 600.0
 class StoredSegment:
     """Part of a token sequence whose KV state is on disk, as described by its file's header.
 
-    `after` is the digest of the tokens before it, or empty at the start of a sequence.
+    `after` is the digest of the tokens before the segment, or empty at the start of a sequence.
     """
 
     name: str

@@ -34,7 +34,7 @@ class ContentBlock(RequestFields):
     content: str | _Blocks | None = None
 
 
-# A type alias, because a union cannot contain an annotated type directly.
+# Defined as an alias, because a union cannot contain an annotated type directly.
 _Blocks = TypeAliasType("_Blocks", Annotated[list[ContentBlock], FailFast()])
 
 

@@ -71,7 +71,7 @@ class OllamaFields(ReplyFields):
     """Fields of the requests that generate text.
 
     The options of a reply belong in `options`. Ollama ignores them elsewhere, but some clients, such as a
-    provider of the AI SDK, set them here, so they count too.
+    provider of the AI SDK, set them here, so they are accepted here too.
     """
 
     model: str | None = Field(default=None, description="The model. Defaults to the server's own model.")

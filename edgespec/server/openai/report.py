@@ -121,7 +121,7 @@ def timings(replies: Sequence[Reply]) -> Timings:
 
 
 def report(reply: Reply, ignored_fields: list[str]) -> Report:
-    """Return how a reply was generated."""
+    """Return a report on how a reply was generated."""
     method = reply.method
     limits = method.loss_limits
     return {

@@ -118,7 +118,7 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
 
     @property
     def _query(self) -> str:
-        """The text of the filter, without the slash with which a search begins in other programs."""
+        """The text of the filter, without the leading slash that starts a search in other programs."""
         return self._filter.value.strip().removeprefix("/")
 
     @work(exclusive=True, group="search")

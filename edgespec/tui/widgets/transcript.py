@@ -31,7 +31,7 @@ __all__ = ["Transcript"]
 _PAGE_MESSAGES = 40
 # Maximum time in seconds to spend on drawing the messages that are added at once.
 _PAGE_SECONDS = 1.0
-# Rows of the line that tells how many older messages there are. It is in the way when the user scrolls up.
+# Height in rows of the line that tells how many older messages there are. The user scrolls past this line.
 _MORE_ROWS = 2
 # Number of messages to add when the selection moves past the messages on screen.
 _SELECTED_MESSAGES = 2
@@ -103,7 +103,7 @@ class Transcript(VerticalScroll):
             self.scroll_to_widget(each, animate=False, immediate=True)
 
     async def show_earlier(self, most: int = _PAGE_MESSAGES) -> None:
-        """Show up to `most` older messages, at most a page. Remove the newest widgets if too many."""
+        """Show up to `most` older messages, at most a page. Remove newer widgets if there are too many."""
         start = self._page(self._first, -1, most)
         if start == self._first:
             return
@@ -122,7 +122,7 @@ class Transcript(VerticalScroll):
         self._hold(held, row)
 
     async def show_later(self, most: int = _PAGE_MESSAGES) -> None:
-        """Show up to `most` newer messages, at most a page. Remove the oldest widgets if too many."""
+        """Show up to `most` newer messages, at most a page. Remove older widgets if there are too many."""
         held = self.message_at(self._end - 1)
         row = 0 if held is None else held.region.y
         end = self._page(self._end, 1, most)
@@ -172,7 +172,7 @@ class Transcript(VerticalScroll):
         async with self._extending:
             left = self.scroll_y if step < 0 else self.max_scroll_y - self.scroll_y
             more = self._earlier if step < 0 else self._later
-            # Messages that were just added are not laid out yet while a message is held.
+            # While a message is held, the messages that were just added have not been laid out yet.
             if self._held is None and more.display and left < self.size.height:
                 await (self.show_earlier() if step < 0 else self.show_later())
 
@@ -195,7 +195,7 @@ class Transcript(VerticalScroll):
             column = next(each.region for each in arrangement.placements if each.widget is self._column)
             inner = column.shrink(self._column.gutter)
             messages = self._column.arrange(inner.size).placements
-            # The loop is skipped if the message was removed meanwhile.
+            # There is no such placement if the message was removed meanwhile.
             for y in (each.region.y for each in messages if each.widget is message):
                 wanted = inner.y + y - (row - self.scrollable_content_region.y)
                 scroll_y = clamp(wanted, 0, max(0, column.bottom - size.height))
@@ -236,7 +236,7 @@ class Transcript(VerticalScroll):
         if message.size:
             scroll()
         else:
-            # The message was just added and has no place yet.
+            # The message was just added and has not been laid out yet.
             self.call_after_refresh(scroll)
 
     async def add(self, widget: Widget) -> None:
@@ -337,7 +337,10 @@ class Transcript(VerticalScroll):
         self._collection.reset()
 
     def _page(self, start: int, step: int, most: int = _PAGE_MESSAGES) -> int:
-        """Return the other end of a page: messages from `start` on that fill the view."""
+        """Return the index at which a page from `start` ends, going forwards (`step` 1) or backwards (-1).
+
+        A page contains as many messages as fill the view, but at most `most`.
+        """
         entries, place, seconds, rows = self._chat.entries, start, 0.0, 0
         width = max(1, self.size.width)
         while 0 <= (following := place + step) <= len(entries) and abs(place - start) < most:
@@ -352,7 +355,7 @@ class Transcript(VerticalScroll):
         return place
 
     def _pages(self, start: int, step: int) -> int:
-        """Return the other end of all messages that can be shown as widgets, beginning at `start`."""
+        """Return the index at which `_MAX_PAGES` pages from `start` end. See `_page`."""
         for _ in range(_MAX_PAGES):
             start = self._page(start, step)
         return start
