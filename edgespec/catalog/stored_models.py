@@ -54,7 +54,7 @@ class StoredModel:
 
 
 def find_child(folder: Path, name: str) -> Path | None:
-    """Return the entry named `name` in a folder. Prefers an exact match over one that differs in case."""
+    """Return the entry named `name` in a folder. Prefers an exact match to a match that differs in case."""
     if name in ("", ".", ".."):
         return None
     try:

@@ -215,7 +215,7 @@ def _with_valid_arguments(messages: Sequence[Message]) -> list[Message] | None:
 
 
 def _without_later_system(messages: Sequence[Message]) -> list[Message] | None:
-    """Merge later system messages into user messages. Return None if there is no later one.
+    """Merge later system messages into user messages. Return None if there are no later system messages.
 
     System messages at the start are joined. Each later one is merged into the user message before or after
     it, because many templates require that roles alternate. Its place does not change, so that the cached

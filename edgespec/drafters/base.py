@@ -179,7 +179,10 @@ class BudgetedDrafter(Drafter):
 
     @abstractmethod
     def prefill(self, max_tokens: int) -> None:
-        """Prefill the draft model with the tokens it lacks, or with the most recent `max_tokens` of them."""
+        """Prefill the draft model with the tokens it lacks, or with the most recent of them.
+
+        Args: max_tokens: Maximum number of tokens to prefill.
+        """
 
     def force_draft(self) -> None:
         """Make the next call to `propose` return a short draft, even if it is not expected to save time."""

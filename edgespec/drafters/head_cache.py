@@ -87,7 +87,7 @@ class HeadCache(DraftCache):
         return common_prefix_length(self.visible_tokens[: self.model.length], tokens)
 
     def copy(self, tokens: Sequence[int], start: int) -> bytes:
-        """Return a copy of the head's state for `tokens[start:]`, or nothing if it cannot be copied.
+        """Return a copy of the head's state for `tokens[start:]`, or b"" if the state cannot be copied.
 
         The copy contains the head's KV cache, and the target's hidden state after the last token, which the
         next token needs. The head first processes the tokens that it lacks, which takes little time compared

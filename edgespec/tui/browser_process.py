@@ -57,7 +57,7 @@ class ChatProcess(AppService):
         return process
 
     async def set_terminal_size(self, width: int, height: int) -> None:
-        """Resize the chat, within the limits.
+        """Resize the chat to this number of columns and rows, within the limits.
 
         Raises:
             TypeError, ValueError: A size is not a number.

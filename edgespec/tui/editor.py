@@ -53,7 +53,7 @@ def show_message(screen: ChatScreen, message: Message) -> None:
 
 
 def _edited(app: App[None], text: str) -> str:
-    """Open `text` in the editor and return it as saved. Raises OptionError if the editor fails."""
+    """Open `text` in the editor and return the saved text. Raises OptionError if the editor fails."""
     command = _editor()
     with tempfile.TemporaryDirectory(prefix="edgespec-") as folder:
         path = Path(folder, "message.md")

@@ -122,7 +122,7 @@ class ToolAccess:
         self.toolbox.close()
 
     def check(self, call: ToolCall) -> AllowedCall | ToolResult:
-        """Return the tool and the arguments of a call, or the result that says why it is invalid."""
+        """Return the tool and the arguments of a call, or an error result if the call is invalid."""
         tool = next((each for each in self.tools if each.call_name == call.name), None)
         if tool is None:
             names = ", ".join(each.call_name for each in self.tools) or "none"

@@ -269,7 +269,7 @@ class PrefixCacheDisk:
 
 
 def delete_cached_prefixes(folder: Path | None = None) -> int:
-    """Delete all models' cached prefixes. Running processes also drop theirs, without writing them.
+    """Delete the cached prefixes of all models. Running processes drop theirs without writing them.
 
     Returns:
         The number of bytes freed.

@@ -13,7 +13,7 @@ from edgespec.server.fields import Ignored, ReplyFields, combined_options, reply
 
 __all__ = ["OllamaFields", "OllamaOptions", "ignored_fields", "options_of", "refuse_images"]
 
-# Ollama's options that edgespec has under another name.
+# Maps Ollama's names of options to edgespec's names, where they differ.
 _RENAMED = {
     "num_predict": "max_tokens",
     "repeat_penalty": "repetition_penalty",
