@@ -89,7 +89,7 @@ def build_request(
         tokens: The prompt.
         facts: The target model, whose vocabulary must contain all tokens.
         context_tokens: Size of the context, which must be large enough for the prompt.
-        options: The options, as in `ReplyArguments`. Missing ones have their declared defaults.
+        options: The options, as in `ReplyArguments`. Missing options have their declared defaults.
         processors: Custom logits processors.
 
     Raises:

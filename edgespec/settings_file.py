@@ -160,7 +160,7 @@ def error_at(file: Path, text: str, path: KeyPath, problem: str, next_step: str)
 
     Args:
         file: The file.
-        text: Its contents, which are valid TOML.
+        text: The file's contents, which are valid TOML.
         path: The keys of the value.
         problem: What is wrong with the value.
         next_step: What the user can do about it.
