@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgespec.cli.screen import rate
+from edgespec.cluster.libraries import LLAMA_CPP, Library
 from edgespec.cluster.link import probe_worker, usable_bytes
 from edgespec.cluster.link_speed import LinkSpeed, measure_link
 from edgespec.cluster.machines import WorkerAddress, parse_machines
@@ -41,7 +42,8 @@ class CheckedWorker:
                 f"{each.name} with {format_bytes(each.free_bytes)} free" for each in self.status.devices
             )
             facts = [
-                f"edgespec {self.status.edgespec}, llama-cpp-python {self.status.llama_cpp}",
+                f"edgespec {self.status.edgespec}, llama-cpp-python {self.status.llama_cpp},"
+                + (f" mlx-lm {self.status.mlx_lm}" if self.status.mlx_lm else " no mlx-lm"),
                 f"offers {format_bytes(self.status.memory_bytes)} ({', '.join(devices)})",
             ]
         if self.link is not None:
@@ -79,7 +81,7 @@ def _check(address: WorkerAddress, llama_cpp: str) -> CheckedWorker:
     try:
         status = probe_worker(address)
         link = measure_link(address)
-        usable_bytes(address, status, llama_cpp)
+        usable_bytes(address, status, Library(LLAMA_CPP, llama_cpp))
     except EdgespecError as error:
         return CheckedWorker(address, status, link, error)
     return CheckedWorker(address, status, link)

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import TypeVar
 
 from edgespec.cluster.guarded_calls import GuardedCalls
+from edgespec.cluster.libraries import Library
 from edgespec.cluster.link import Link
 from edgespec.cluster.machines import Machines
 
@@ -18,11 +19,11 @@ _REASON_SECONDS = 2.0
 
 
 class ConnectedWorkers:
-    """Reserves all workers of a target until `close`. Calls into llama.cpp that reach them go through `call`.
+    """Reserves all workers of a target until `close`. Calls that reach them go through `call`.
 
     Args:
         machines: The machines named in `--workers`.
-        llama_cpp: The version of llama-cpp-python on this machine.
+        library: The library that runs the target, with its version on this machine.
 
     Attributes:
         links: The reserved workers.
@@ -32,12 +33,12 @@ class ConnectedWorkers:
         WorkerError, MemoryBudgetError: See `Link`. No worker is reserved then.
     """
 
-    def __init__(self, machines: Machines, llama_cpp: str) -> None:
+    def __init__(self, machines: Machines, library: Library) -> None:
         self.local_bytes = machines.local_bytes
         with ExitStack() as undo:
             links = []
             for address in machines.workers:
-                links.append(Link(address, llama_cpp))
+                links.append(Link(address, library))
                 undo.callback(links[-1].close)
             self.links: tuple[Link, ...] = tuple(links)
             undo.pop_all()
@@ -53,6 +54,10 @@ class ConnectedWorkers:
     def call(self, work: Callable[[], _Result]) -> _Result:
         """Return the result of `work`. Raises WorkerLostError as soon as a worker is lost."""
         return self._calls.call(work)
+
+    def lose(self, what: str) -> None:
+        """Make all calls fail, because a worker was lost. Can be called from any thread."""
+        self._calls.fail(what)
 
     def report_abort(self) -> None:
         """Make all calls fail, because llama.cpp lost the connection to a worker."""
