@@ -73,8 +73,6 @@ class _LayerServer:
         self._messages.send({"error": error.what, "next_step": error.next_step})
 
     def _load(self) -> LayerBlock:
-        # Importing MLX takes seconds, in which the target receives empty messages.
-        from edgespec.backends.mlx.layer_block import LayerBlock
         from edgespec.backends.mlx.layer_messages import MAX_FILES_BYTES, PROTOCOL, read_array
 
         header, data = self._messages.receive(MAX_FILES_BYTES)
@@ -86,6 +84,9 @@ class _LayerServer:
         for header_bytes, file_bytes in header["weight_files"]:
             headers.append((bytes(data[start : start + header_bytes]), file_bytes))
             start += header_bytes
+        # Importing mlx-lm takes seconds, in which the target receives empty messages.
+        from edgespec.backends.mlx.layer_block import LayerBlock
+
         first, end = header["layers"]
         block = LayerBlock(header["json_files"], headers, first, end, header["kv_bits"], self._memory_bytes)
         self._messages.send({})
