@@ -93,8 +93,8 @@ class RemoteBlock:
 
     def _lost(self, what: str) -> WorkerLostError:
         reason = f"the worker {self._address} {what}"
-        self._workers.lose(reason)
-        return WorkerLostError(reason, "start `edgespec worker` there again, then try again")
+        self._workers.lose(reason, self._address.restart_advice)
+        return WorkerLostError(reason, self._address.restart_advice)
 
     def close(self) -> None:
         """Close the connection. Repeated calls have no effect."""
