@@ -118,6 +118,7 @@ async def test_a_call_is_shown_approved_made_and_answered(
         await d.sees("▌ ▶ Tool good_colour")
         await d.press("enter")
         await d.sees(results(d)[0])
+        await d.sees("Enter fold")
         (path,) = d.saved()
     saved = json.loads(path.read_text("utf-8"))["messages"]
     assert saved[1]["tool_calls"][0]["function"]["name"] == "good_colour"
@@ -261,7 +262,17 @@ async def test_a_hostile_server_cannot_draw_on_the_screen_or_end_the_chat(
             await finished(d)
             assert roles(d)[:3] == ["user", "assistant", "tool"]
         assert "the program ended with status 3" in results(d)[0]
-        await d.sees("failed")
+        await d.sees("failed: the server dies has ended")
+        await d.say("/tools")
+        await until(d.pilot, lambda: isinstance(d.app.screen, ToolsScreen), "the list")
+        await d.sees("dies  ended: the program ended with status 3")
+        await d.press("escape")
+        # The model can still call the tool, which starts the server again.
+        forced.append("dies_act")
+        await d.send("Act")
+        await asked(d)
+        await d.press("escape")
+        await finished(d)
 
 
 async def test_long_results_are_limited(demo: Load, tmp_path: Path, forced: list[str]) -> None:
