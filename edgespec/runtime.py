@@ -35,9 +35,9 @@ _DEFAULTS: Mapping[str, Any] = MappingProxyType(
 class Runtime(ReplyMethods):
     """A loaded target model with its drafters. Created by `edgespec.load`.
 
-    A runtime generates up to `parallel` replies at a time, each in its caller's thread. Starting another one
-    raises BusyError. To serve several callers, use a `RequestQueue`. `cancel` and `close` can be called from
-    any thread.
+    A runtime generates up to `parallel` replies at a time, each in its caller's thread. Starting more raises
+    BusyError. To serve several callers, use a `RequestQueue`. `cancel` and `close` can be called from any
+    thread.
 
     Attributes:
         vocabulary: The target's tokenizer.

@@ -117,6 +117,6 @@ def _exit_reason(process: ChildProcess) -> str:
 
 
 def _import_folders() -> list[str]:
-    """Return the folders that contain Jinja and the package it depends on."""
+    """Return the folders that contain Jinja and the package that Jinja depends on."""
     specs = [find_spec(name) for name in ("jinja2", "markupsafe")]
     return [str(Path(spec.origin).parents[1]) for spec in specs if spec and spec.origin]

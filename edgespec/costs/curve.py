@@ -165,7 +165,8 @@ def measure_costs(
             if able.pass_widths and width == 1:
                 steady.append(_pass_seconds(model, 1))
     medians = [median(durations[1:] or durations) for _, durations in timed]
-    # A narrow pass that took much longer than a wider one was disturbed by another program.
+    # Limit the duration of a narrow pass that took much longer than a wider one, because another program
+    # slowed it down.
     plausible = [
         min(medians[i], *(_MAX_EXCESS * wider for wider in medians[i:])) for i in range(len(medians))
     ]

@@ -119,5 +119,5 @@ class Service:
             try:
                 return await asyncio.shield(counting)
             finally:
-                # If the client disconnects, the thread still uses the model.
+                # Wait for the thread even if the client disconnects, because the thread still uses the model.
                 await asyncio.wait({counting})

@@ -35,7 +35,7 @@ class ToolCall:
         }
 
     def for_template(self) -> dict[str, Any]:
-        """Return the call as chat templates expect it: the arguments are an object, if they are valid."""
+        """Return the call as chat templates expect it, with valid arguments as an object."""
         parsed = parse_object(self.arguments)
         arguments = self.arguments if parsed is None else parsed
         return {

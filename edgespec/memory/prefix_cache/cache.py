@@ -147,7 +147,7 @@ class PrefixCache:
         return min(limit, inf if self.store.disk else self.store.max_bytes)
 
     def _max_tokens(self) -> int | None:
-        """Return the maximum length of a sequence to store. A longer one would displace all others."""
+        """Return the maximum length of a sequence to store. A longer sequence would displace all others."""
         size_bytes, disk = self._bytes_per_token(), self.store.disk
         if not (self._can_truncate and size_bytes):
             return None

@@ -43,7 +43,7 @@ class Model(TypedDict):
 
 
 class ModelList(TypedDict):
-    """The models that requests can name. The last three fields are those of a page in Anthropic's API."""
+    """The models that requests can name. The last three fields describe a page, as in Anthropic's API."""
 
     object: str
     data: list[Model]

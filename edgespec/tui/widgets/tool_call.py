@@ -20,7 +20,7 @@ __all__ = ["ToolCallMessage"]
 # Maximum numbers of characters of the arguments and of an error message in the folded line.
 _MAX_ARGUMENTS = 60
 _MAX_PROBLEM = 100
-# What to show for calls that the user refused or stopped.
+# Labels for calls that the user refused or stopped.
 _ENDINGS = {REFUSED.text: "not allowed", STOPPED.text: "stopped", INTERRUPTED.text: "stopped"}
 
 
