@@ -19,6 +19,7 @@ from edgespec.chat.store import ChatStore
 from edgespec.chat.tool_calls.calls import ToolCall
 from edgespec.settings_file import quoted
 from edgespec.tools.server_config import read_servers, servers_path
+from edgespec.tools.tool import Tool
 from edgespec.tui.screens.approval import ApprovalScreen
 from edgespec.tui.screens.tools import ToolsScreen
 from edgespec.tui.tool_access import ToolAccess
@@ -362,3 +363,23 @@ async def test_a_saved_call_with_huge_arguments_is_refused_without_asking(tmp_pa
         await until(d.pilot, lambda: len(results(d)) == 1, "the result", 30)
         await d.settled()
         assert results(d)[0].startswith("Error: The arguments have 200,012 characters")
+
+
+@pytest.mark.parametrize("size", [(100, 30), (40, 20)])
+async def test_long_arguments_are_read_with_the_keyboard(tmp_path: Path, size: tuple[int, int]) -> None:
+    arguments = json.dumps({"text": "word " * 1000, "hidden": "delete everything"})
+    async with driving(loading(ScriptedRuntime()), tmp_path, size=size) as d:
+        d.app.push_screen(ApprovalScreen(Tool("good", "act", "", {}), arguments))
+        await asked(d)
+        await d.sees("PgUp PgDn scroll")
+        assert "delete everything" not in shown(d)
+        for _ in range(60):
+            await d.press("pagedown")
+        await d.sees("delete everything")
+        await d.press(*["pageup"] * 60)
+        await d.sees('"text": "word')
+        await d.press("escape")
+        d.app.push_screen(ApprovalScreen(Tool("good", "act", "", {}), "{}"))
+        await asked(d)
+        await d.sees("Enter · Esc stops the reply")
+        assert "PgUp" not in shown(d)
