@@ -8,7 +8,7 @@ from typing import cast
 
 from edgespec.assembly.drafting_options import DraftingOptions
 from edgespec.assembly.pairing import ModelPair
-from edgespec.backends.base import LoadOptions
+from edgespec.backends.base import LoadOptions, Progress
 from edgespec.cluster.connected import ConnectedWorkers
 from edgespec.cluster.machines import Machines
 from edgespec.errors import OptionError
@@ -49,11 +49,16 @@ def for_workers(drafting: DraftingOptions) -> DraftingOptions:
 
 
 def connect_workers(
-    machines: Machines | None, pair: ModelPair, options: LoadOptions, undo: ExitStack
+    machines: Machines | None,
+    pair: ModelPair,
+    options: LoadOptions,
+    undo: ExitStack,
+    progress: Progress | None = None,
 ) -> LoadOptions:
     """Reserve the workers until `undo` is closed, and return the load options with them.
 
     Raises:
+        CancelledError: `progress` returned False.
         OptionError: The target does not support workers, or this machine cannot hold layers.
         WorkerError, MemoryBudgetError: A worker cannot be used.
     """
@@ -70,6 +75,6 @@ def connect_workers(
             "--workers does not support local=SIZE on a machine with a graphics card yet",
             "start `edgespec worker` on this machine too, and name 127.0.0.1:50052 instead of local",
         )
-    workers = ConnectedWorkers(machines, version())
+    workers = ConnectedWorkers(machines, version(), progress)
     undo.callback(workers.close)
     return replace(options, workers=workers)

@@ -46,7 +46,7 @@ class SpreadPrediction:
     faster_alone: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return the prediction as values for JSON."""
+        """Return the prediction as JSON-compatible values."""
         return {
             "links": [
                 {"round_trip_seconds": link.round_trip_seconds, "bytes_per_second": link.bytes_per_second}
@@ -121,7 +121,7 @@ def predict_spread(
 
 
 def saved_speed_json() -> dict[str, Any]:
-    """Return the measured speed of this machine with GGUF models as values for JSON, or an empty object."""
+    """Return the measured speed of this machine with GGUF models as JSON-compatible values, or {}."""
     speed = saved_machine_speed(format_of("gguf"))
     if speed is None:
         return {}

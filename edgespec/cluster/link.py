@@ -76,7 +76,7 @@ def usable_bytes(address: WorkerAddress, status: WorkerStatus, llama_cpp: str) -
         raise MemoryBudgetError(
             f"the worker {address} offers {format_bytes(status.memory_bytes)} of memory, but --workers asks"
             f" for {format_bytes(wanted)}",
-            "close programs there, start the worker with more --memory, or ask for less",
+            "close programs there, ask for less, or start the worker with more --memory if it has a limit",
         )
     return status.memory_bytes if wanted is None else wanted
 
@@ -109,11 +109,14 @@ class Link:
             self._connection.close()
             raise
 
-    def watch(self, on_lost: Callable[[str], None]) -> None:
-        """Call `on_lost` with the reason, from another thread, when the worker ends or hangs."""
+    def watch(self, on_lost: Callable[[str, str], None]) -> None:
+        """Call `on_lost` from another thread when the worker ends or hangs.
+
+        Its arguments are which worker was lost and why, and what the user can do.
+        """
         threading.Thread(target=self._watch, args=(on_lost,), name="edgespec-link", daemon=True).start()
 
-    def _watch(self, on_lost: Callable[[str], None]) -> None:
+    def _watch(self, on_lost: Callable[[str, str], None]) -> None:
         why = "ended, or the connection to it broke"
         self._connection.settimeout(SILENCE_SECONDS)
         try:
@@ -124,7 +127,7 @@ class Link:
         except OSError as error:
             why = f"is not reachable any more ({error.strerror})"
         if not self._is_closed:
-            on_lost(f"the worker {self.address} {why}")
+            on_lost(f"the worker {self.address} {why}", self.address.restart_advice)
 
     def close(self) -> None:
         """Release the worker. Repeated calls have no effect."""

@@ -205,7 +205,7 @@ class _Verification:
         return stream.reply
 
     def check_at_once(self, cases: Sequence[Case], findings: Mapping[str, MethodFindings]) -> None:
-        """Generate concurrent replies. Compare each one with plain decoding's reply, generated alone."""
+        """Generate concurrent replies, and compare each with a reply that plain decoding generated alone."""
         for case in cases:
             self.description = f"{case.prompt.name}, alone"
             self.runtime.clear_cache()

@@ -34,7 +34,7 @@ class ServerConnection:
     """A connection to an MCP server. Call its methods in one event loop. Any thread may read its attributes.
 
     Attributes:
-        config: How to reach the server.
+        config: The server's configuration.
         tools: The server's tools. Empty unless the server is running.
         left_out: Number of tools that were left out because they are invalid or too many.
         problem: Why the server is not running. Empty if it is running or was never started.

@@ -50,7 +50,7 @@ _MEMORY_SECONDS = 3.0
 class ChatView(Screen[None]):
     """The widgets of the chat screen. Subclasses generate replies and handle keys."""
 
-    # Textual would draw the whole screen again whenever another widget gets the focus.
+    # By default, Textual redraws the whole screen whenever another widget gets the focus.
     focused: Reactive[Widget | None] = Reactive(None, repaint=False)
 
     class PreferencesChanged(Event):
@@ -106,7 +106,7 @@ class ChatView(Screen[None]):
         self._last_stats: Stats | None = None
         self._state = ChatState()
         self._memory_bytes = runtime.memory_bytes()
-        # The title and the subtitle of the input. Setting them draws the input again.
+        # The current title and subtitle of the input, to avoid setting them again, which redraws the input.
         self._hints = "", ""
         self._panels: set[str] = set()
         self._width_class = ""
@@ -203,7 +203,7 @@ class ChatView(Screen[None]):
             (self._models, Content.assemble(("edgespec", "bold"), "  ", (models, "$muted"))),
             (self._title, Content(self.current_chat.shown_title)),
         ):
-            # Each update of a `Static` lays out the whole screen again.
+            # Skip needless updates, because each update of a `Static` lays out the whole screen again.
             if line.content != content:
                 line.update(content)
         self._refresh_hints()

@@ -45,7 +45,7 @@ class History:
             self._append(text)
 
     def older(self, current: str) -> str | None:
-        """Go to the previous message and return it, or None. `current` is the text now in the input."""
+        """Go to the previous message and return it, or None at the oldest. `current` is the input's text."""
         if self._place == 0:
             return None
         if self._place == len(self._sent):

@@ -122,7 +122,7 @@ class ToolAccess:
         self.toolbox.close()
 
     def check(self, call: ToolCall) -> AllowedCall | ToolResult:
-        """Return the tool and the arguments of a call, or the result that says why it is invalid."""
+        """Return the tool and the arguments of a call, or an error result if the call is invalid."""
         tool = next((each for each in self.tools if each.call_name == call.name), None)
         if tool is None:
             names = ", ".join(each.call_name for each in self.tools) or "none"
@@ -148,8 +148,8 @@ class ToolAccess:
         """Remember the user's decision about a tool if it also applies to later calls.
 
         Raises:
-            ConfigurationError: The decision `always` could not be saved. It applies until the chat is closed.
-            OptionError: The same.
+            ConfigurationError, OptionError: The decision `always` could not be saved, so it applies only
+                until the chat is closed.
         """
         if decision == "chat":
             self._approved.add(tool.call_name)
@@ -195,7 +195,7 @@ def tools_argument(argument: str) -> str:
 
 
 def no_servers_text() -> str:
-    """Return the explanation how to add tools."""
+    """Return an explanation of how to add tools."""
     return (
         "There are no tools yet. They come from MCP servers, which you list in the file"
         f' {servers_path()}. For example:\n\n[files]\ncommand = "npx"\n'

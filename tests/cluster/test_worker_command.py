@@ -15,7 +15,7 @@ import pytest
 import edgespec
 from edgespec.cluster import link
 from edgespec.cluster.link import Link, probe_worker
-from edgespec.cluster.machines import Machines, WorkerAddress, parse_machines
+from edgespec.cluster.machines import Machines, SshAddress, WorkerAddress, parse_machines
 from edgespec.cluster.rpc_probe import HELLO, probe_rpc_server
 from edgespec.cluster.status import LEAD, PROBE, Device, WorkerStatus
 from edgespec.cluster.weight_cache import WeightCache
@@ -162,8 +162,15 @@ def test_a_silent_and_an_unreachable_worker_are_errors(monkeypatch: pytest.Monke
 
 
 def test_a_list_of_machines() -> None:
-    machines = parse_machines("workers", "a.local:1=16GiB, 10.0.0.2:65535,local=2GiB")
-    expected = (WorkerAddress("a.local", 1, 16 << 30), WorkerAddress("10.0.0.2", 65535))
+    machines = parse_machines(
+        "workers", "a.local:1=16GiB, 10.0.0.2:65535,local=2GiB,ssh://mac=1GiB,ssh://me.too@[fe80::1]:22"
+    )
+    expected = (
+        WorkerAddress("a.local", 1, 16 << 30),
+        WorkerAddress("10.0.0.2", 65535),
+        SshAddress("ssh://mac", 1 << 30),
+        SshAddress("ssh://me.too@[fe80::1]:22"),
+    )
     assert machines == Machines(expected, 2 << 30)
 
 
@@ -171,7 +178,8 @@ def test_a_list_of_machines() -> None:
     "text",
     [
         "", "a", "a:0", "a:65536", "a:b", ":1", "[::1]:1", "a:1=", "a:1=0GiB", "a:1,a:1", "local=1GiB",
-        "local,a:1", "ssh://me@mac", "a:1,", "a b:1", ",".join(f"a:{i}" for i in range(1, 20)),
+        "local,a:1", "ssh://", "ssh://-oX", "ssh://-x@a", "ssh://a b", "ssh://a:0", "ssh://a:65536", "ssh://a,ssh://a",
+        "ssh://a/b", "a:1,", "a b:1", ",".join(f"a:{i}" for i in range(1, 20)),
     ],
 )  # fmt: skip
 def test_a_wrong_list_of_machines_is_an_error(text: str) -> None:

@@ -113,8 +113,8 @@ class ToolCallParser:
         """Read up to and including the next opening marker, and show the text before it.
 
         Returns:
-            The end of the marker. Only whitespace is left before it. None if the answer has no further
-            marker.
+            The end of the marker, or None if the answer has no further marker. Only whitespace is left before
+            the marker.
         """
         reader = self._reader
         reader.drop_read_text()

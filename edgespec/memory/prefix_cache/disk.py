@@ -50,7 +50,7 @@ _FRESH_SECONDS = 600.0
 class StoredSegment:
     """Part of a token sequence whose KV state is on disk, as described by its file's header.
 
-    `after` is the digest of the tokens before it, or empty at the start of a sequence.
+    `after` is the digest of the tokens before the segment, or empty at the start of a sequence.
     """
 
     name: str
@@ -269,7 +269,7 @@ class PrefixCacheDisk:
 
 
 def delete_cached_prefixes(folder: Path | None = None) -> int:
-    """Delete all models' cached prefixes. Running processes also drop theirs, without writing them.
+    """Delete the cached prefixes of all models. Running processes drop theirs without writing them.
 
     Returns:
         The number of bytes freed.

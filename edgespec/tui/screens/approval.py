@@ -19,8 +19,8 @@ from edgespec.tui.tool_access import Decision
 
 __all__ = ["ApprovalScreen", "readable_arguments"]
 
-# The dialog can open while the user is typing. It ignores keys until none has been pressed for this many
-# seconds. A letter shows that the user is still typing, and starts this time again.
+# Seconds without typing after which the dialog accepts keys. The dialog can open while the user is typing, so
+# it ignores all keys until then.
 _QUIET_SECONDS = 0.5
 _CHECK_SECONDS = 0.05
 
@@ -55,8 +55,8 @@ class ApprovalScreen(ModalScreen[Decision]):
             )
             with VerticalScroll(classes="approval-text", can_focus=False):
                 yield Static(Content(readable_arguments(self._arguments)))
-            # Disabled until `_check_quiet` enables them. Textual focuses an enabled button at once, and the
-            # next key would press it.
+            # The buttons are disabled until `_check_quiet` enables them. Textual focuses an enabled button at
+            # once, and the next key would press it.
             yield Button("Allow once", action="screen.choose('once')", compact=True, disabled=True)
             yield Button("Allow in this chat", action="screen.choose('chat')", compact=True, disabled=True)
             yield Button(

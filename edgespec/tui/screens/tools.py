@@ -22,7 +22,7 @@ from edgespec.tui.numbers import count
 __all__ = ["ToolsScreen"]
 
 _MAX_DESCRIPTION = 100
-# Time in seconds between two looks at the servers that are starting.
+# Seconds between checks whether a server has started or ended.
 _TICK_SECONDS = 0.5
 
 
@@ -58,7 +58,7 @@ class ToolsScreen(ModalScreen[None]):
         self.set_interval(_TICK_SECONDS, self._follow_servers)
 
     def _follow_servers(self) -> None:
-        """Show the servers again if one has started or ended."""
+        """Refresh the list if a server has started or ended."""
         if self._states != self._shown_states:
             self._refresh()
 

@@ -33,7 +33,7 @@ class MessageWidget(Widget, can_focus=True):
         *(Binding(each.key, f"screen.message_key('{each.key}')", show=False) for each in ACTIONS),
     ]
 
-    # Textual would lay out and draw all messages again after the size of a message has changed. Only widgets
+    # By default, Textual lays out and draws all messages again when the size of one changes. Only widgets
     # that scroll need that.
     virtual_size: Reactive[Size] = Reactive(Size(0, 0), repaint=False)
 

@@ -176,7 +176,7 @@ class ReplyMessage(MessageWidget):
         return self._origin and bool(self.chunks)
 
     def begin(self) -> None:
-        """Prepare to receive text chunks. Show an ellipsis until the first one arrives."""
+        """Prepare to receive text chunks. Show an ellipsis until the first chunk arrives."""
         self.writing = True
         self._show_end(Content("…"))
 
@@ -212,7 +212,7 @@ class ReplyMessage(MessageWidget):
         self._calls_tools = reply is not None and bool(reply.tool_calls)
         await self._mount_thoughts()
         self.writing = False
-        # Read the whole text again, because the end of a text can define links for its start.
+        # Parse the whole text again, because the end of a text can define links for its start.
         self.text, self._drawn = text, limited_markdown(text)
         self._markdown.replace(self._drawn)
         self._refresh_views()

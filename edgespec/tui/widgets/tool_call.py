@@ -18,7 +18,7 @@ from edgespec.tui.widgets.message_widget import MessageWidget
 __all__ = ["ToolCallMessage"]
 
 _MAX_ARGUMENTS = 60
-# What to show for calls that the user refused or stopped.
+# Labels for calls that the user refused or stopped.
 _ENDINGS = {REFUSED.text: "not allowed", STOPPED.text: "stopped", INTERRUPTED.text: "stopped"}
 
 
