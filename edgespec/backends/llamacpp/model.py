@@ -237,7 +237,6 @@ class LlamaCppModel(GgufModel):
         self.truncate(self.length)
 
     def stop_logging(self, log: HiddenStateLog) -> None:
-        """See `HiddenStateSource`."""
         self.logs.close(log)
         self._context.tap_states(self.logs.states)
 

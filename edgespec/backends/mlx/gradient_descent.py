@@ -50,9 +50,9 @@ class GradientDescent:
 
     Args:
         network: The network to train.
-        groups: Each weight belongs to exactly one of these groups.
-        max_gradient_norm: Longer gradients are scaled down to this norm.
-        name: What is trained, for messages.
+        groups: The groups of weights. Each weight belongs to exactly one group.
+        max_gradient_norm: Gradients with a larger norm are scaled down to this norm.
+        name: Name of the network, for messages.
 
     Attributes:
         steps: Number of steps so far.

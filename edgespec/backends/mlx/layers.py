@@ -16,7 +16,7 @@ __all__ = ["Body", "HiddenStateHooks", "LayerList", "SkippedLayer"]
 class _LayerProxy:
     """Base class for temporary replacements of modules. Forwards attribute access to the original module.
 
-    Not an `nn.Module`, because it has no weights of its own.
+    This class is not an `nn.Module`, because it has no weights of its own.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -124,10 +124,10 @@ class Body:
 
     Attributes:
         output: Output [1, tokens, size] of the last pass inside `recorded`, which the LM head reads. None
-            before that.
+            before the first such pass.
 
     Raises:
-        CapabilityError: The model does not consist of two such parts.
+        CapabilityError: The model's layers and its LM head are not separate.
     """
 
     def __init__(self, model: Any) -> None:
@@ -138,7 +138,7 @@ class Body:
 
     @property
     def arguments(self) -> Any:
-        """The sizes from which mlx-lm built the model."""
+        """The arguments, such as layer sizes, from which mlx-lm built the model."""
         return self._parent.args
 
     @contextmanager
@@ -155,8 +155,8 @@ class Body:
 
     @contextmanager
     def _replaced(self, body: _LayerProxy) -> Iterator[None]:
-        # Set the item of the dictionary that an MLX module is, because the module's attributes must be arrays
-        # or modules.
+        # Assign a dictionary item, because MLX modules are dictionaries whose attributes can be set only to
+        # arrays and modules.
         self._parent[self._name] = body
         try:
             yield
@@ -175,7 +175,7 @@ class _RecordedBody(_LayerProxy):
 
 
 def _find_module(model: Any, wanted: Any) -> tuple[Any, str]:
-    """Return the module that contains the module `wanted`, and the name under which it does."""
+    """Return the parent of the module `wanted`, and the name of the attribute that holds `wanted`."""
     for _, module in model.named_modules():
         for name, value in module.items():
             if value is wanted:

@@ -143,11 +143,9 @@ class MlxModel(BaseModel):
         )
 
     def log_hidden_states(self, states: Sequence[int]) -> HiddenStateLog:
-        """See `HiddenStateSource`."""
         return self._recorder().open(states)
 
     def stop_logging(self, log: HiddenStateLog) -> None:
-        """See `HiddenStateSource`."""
         if not self._closed:
             self._recorder().close(log)
 
