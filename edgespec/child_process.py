@@ -23,8 +23,8 @@ __all__ = ["ChildProcess", "module_arguments"]
 class ChildProcess:
     """A Python process that reads requests from its stdin and writes replies to its stdout.
 
-    The process stops when this object is closed or garbage-collected. It should also exit when its stdin is
-    closed, which happens when the parent process exits. Call `close` from any thread.
+    The process stops when this object is closed or garbage-collected. The process should also exit when its
+    stdin is closed, which happens when the parent process exits. Call `close` from any thread.
 
     Args:
         arguments: The arguments of the Python interpreter: a script or code, followed by its own arguments.

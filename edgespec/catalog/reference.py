@@ -69,7 +69,7 @@ class Resolved:
             `lmstudio`.
         entry: The model's entry in the catalogue, if it has one.
         note: A line that tells the user how the reference was resolved.
-        format: Name of its file format.
+        format: Name of the model's file format.
         adapters: Adapters that are part of the model, as in some models of Ollama.
     """
 

@@ -30,7 +30,8 @@ _MAX_POLLS = 400
 class TemplateProcess:
     """A child process that compiles one chat template and renders it.
 
-    Call `ask` from one thread at a time, and `close` from any thread. See `ChildProcess` for when it stops.
+    Call `ask` from one thread at a time, and `close` from any thread. See `ChildProcess` for when the process
+    stops.
 
     Raises:
         TemplateError: The process cannot be started.

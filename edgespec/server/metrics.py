@@ -48,7 +48,7 @@ class Metrics:
                     self._totals[name] += getattr(reply.stats, name)
 
     def text(self, waiting: Mapping[str, int]) -> str:
-        """Return all metrics.
+        """Return all metrics in Prometheus's text format.
 
         Args:
             waiting: Number of waiting requests for each loaded model.

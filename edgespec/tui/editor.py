@@ -47,7 +47,7 @@ def show_message(screen: ChatScreen, message: Message) -> None:
     """Show a message in the editor, including its reasoning and attached files. Edits are discarded.
 
     Raises:
-        OptionError: No editor is set, or it failed.
+        OptionError: No editor is set, or the editor failed.
     """
     _edited(screen.app, message.with_files_as_text().text)
 

@@ -72,7 +72,7 @@ class CallForm(Protocol):
 
     @property
     def starts_bare(self) -> bool:
-        """Whether a `{` at the start of the answer begins a call as well."""
+        """Whether a `{` at the start of the answer also begins a call."""
 
     @property
     def reasoning_ends(self) -> tuple[str, ...]:

@@ -232,7 +232,7 @@ class PrefixCache:
         """Return the position at which to store the model's cache while a prompt is prefilled, or 0 for none.
 
         This is where the prompt diverges from a stored sequence. Models that can truncate their cache do not
-        need it, because they can restore the longer sequence and truncate it.
+        need this, because they can restore the longer sequence and truncate it.
 
         Args:
             prompt: The tokens about to be prefilled.

@@ -59,7 +59,7 @@ class ChoiceFields(OpenAIFields):
 
 
 def openai_options(fields: OpenAIFields) -> dict[str, Any]:
-    """Return the reply options of a request, with the constraint in vLLM's fields."""
+    """Return the reply options of a request, including the constraint in vLLM's fields."""
     return combined_options(reply_options(fields), vllm_constraint(fields))
 
 

@@ -18,7 +18,7 @@ __all__ = ["Model", "ModelList", "list_models", "retrieve_model"]
 class ModelMeta(TypedDict):
     """Properties of a model, under the names that llama-server uses.
 
-    `n_ctx` is the maximum length of prompt and reply in tokens. It is known once the model is loaded.
+    `n_ctx` is the maximum length of prompt and reply in tokens. It is known only once the model is loaded.
     """
 
     n_ctx: int | None
