@@ -60,7 +60,7 @@ def split_last_batch(
 
 
 def check_progress(progress: Progress | None) -> None:
-    """Report the end of a prefill. Raises CancelledError."""
+    """Report the end of a prefill. Raises CancelledError if `progress` returns False."""
     if progress and not progress("reading the prompt", 1.0):
         raise CancelledError("processing the prompt was cancelled")
 

@@ -134,7 +134,7 @@ def _kind(header: GgufHeader, tensors: Sequence[GgufTensor]) -> Kind:
         return "adapter"
     if header.architecture in _EMBEDDING:
         return "embedding"
-    # A file with the MTP layers alone has the architecture of its target.
+    # A file that contains only MTP layers has the architecture of its target.
     has_first_layer = any(tensor.name.startswith("blk.0.") for tensor in tensors)
     if header.architecture in _HEADS or (_heads(header, tensors) and not has_first_layer):
         return "head"
