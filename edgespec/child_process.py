@@ -28,6 +28,7 @@ class ChildProcess:
 
     Args:
         arguments: The arguments of the Python interpreter: a script or code, followed by its own arguments.
+        open_files: Numbers of open files and sockets that the process uses too. Not supported on Windows.
 
     Attributes:
         stdin: The stream for requests to the process.
@@ -37,7 +38,7 @@ class ChildProcess:
         EdgespecError: The process cannot be started.
     """
 
-    def __init__(self, arguments: Sequence[str]) -> None:
+    def __init__(self, arguments: Sequence[str], *, open_files: Sequence[int] = ()) -> None:
         # In a frozen program, such as one made with PyInstaller, sys.executable is not a Python interpreter.
         if not sys.executable or getattr(sys, "frozen", False):
             raise EdgespecError(
@@ -53,6 +54,7 @@ class ChildProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
+                pass_fds=open_files,
             )
         except OSError as error:
             raise EdgespecError(

@@ -15,7 +15,7 @@ class History:
     """The messages that the user has sent, and the unsent text in the input.
 
     Args:
-        saved: The file of prompts from earlier runs, which also receives new ones. If None, no prompts are
+        saved: The file of prompts from earlier runs, which also receives new prompts. If None, no prompts are
             read or saved.
     """
 

@@ -56,8 +56,8 @@ _AFTER_LOSS = (
     " type /model."
 )
 # Matches the words for drafts, but not `draft model`.
-_DRAFT = re.compile(r"(?<!-)\bdraft(ing|s|)\b(?! model)")
-_GUESS = {"ing": "guessing", "s": "guesses", "": "guess"}
+_DRAFT = re.compile(r"(?<!-)\bdraft(ing|ed|s|)\b(?! model)")
+_GUESS = {"ing": "guessing", "ed": "guessed", "s": "guesses", "": "guess"}
 # Matches drafter names in the text that explains why a method is used.
 _DRAFTERS_IN_REASON = re.compile(r"[a-z+]+(?= is retried occasionally| found no draft)")
 

@@ -148,7 +148,8 @@ class ReplyMessage(MessageWidget):
         self._drawn = limited_markdown(text)
         self._markdown = ReplyMarkdown(self._drawn)
 
-    # Most replies need none of these three widgets. Creating them for all replies would make scrolling slow.
+    # Create the next three widgets on first use. Most replies need none of them, and creating them would make
+    # scrolling slow.
     @cached_property
     def thoughts(self) -> Thoughts:
         """The widget for the reasoning. It is part of the screen only if there is reasoning."""

@@ -196,7 +196,7 @@ class Transcript(VerticalScroll):
             column = next(each.region for each in arrangement.placements if each.widget is self._column)
             inner = column.shrink(self._column.gutter)
             messages = self._column.arrange(inner.size).placements
-            # There is no such placement if the message was removed meanwhile.
+            # Do nothing if the message has been removed in the meantime.
             for y in (each.region.y for each in messages if each.widget is message):
                 wanted = inner.y + y - (row - self.scrollable_content_region.y)
                 scroll_y = clamp(wanted, 0, max(0, column.bottom - size.height))
