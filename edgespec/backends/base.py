@@ -137,7 +137,7 @@ class Vocabulary(Protocol):
         """
 
     def piece(self, token: int) -> bytes:
-        """Return the bytes that a token adds to the text. Control tokens add none."""
+        """Return the bytes that a token adds to the text, which are empty for control tokens."""
 
     def raw_piece(self, token: int) -> bytes:
         """Return a token's vocabulary entry as bytes, even for control tokens."""

@@ -39,7 +39,11 @@ MAX_CACHED_PIECES = 8192
 def in_batches(
     tokens: Sequence[int], batch_tokens: int, progress: Progress | None
 ) -> Iterator[Sequence[int]]:
-    """Split a prompt into prefill batches, and report progress after each. Raises CancelledError."""
+    """Split a prompt into prefill batches, and report progress after each.
+
+    Raises:
+        CancelledError: `progress` returned False.
+    """
     for start in range(0, len(tokens), batch_tokens):
         batch = tokens[start : start + batch_tokens]
         yield batch

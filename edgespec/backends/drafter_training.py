@@ -71,13 +71,13 @@ class DrafterTrainer(Guesser, Protocol):
         """
 
     def save_state(self, path: Path) -> None:
-        """Save the weights and the optimiser's state in the safetensors format. Raises OSError."""
+        """Save the weights and optimiser state in a safetensors file. Raises OSError if writing fails."""
 
     def load_state(self, path: Path) -> None:
         """Restore the state from `save_state`. Raises ModelFileError if the file does not match."""
 
     def publish(self, folder: Path) -> None:
-        """Write the head or draft model to a folder, in the published layout. Raises OSError."""
+        """Write the drafter to a folder in its published layout. Raises OSError if writing fails."""
 
 
 class Student(Protocol):

@@ -115,7 +115,7 @@ class GgufHeader:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Read the header of a GGUF file. Raises ModelFileError."""
+    """Read the header of a GGUF file. Raises ModelFileError if the file is unreadable or damaged."""
     try:
         with path.open("rb") as file:
             data, size = b"", _FIRST_READ_BYTES

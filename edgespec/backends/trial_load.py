@@ -84,7 +84,7 @@ class TrialModel(NamedTuple):
 
     @property
     def files(self) -> list[Path]:
-        """The files of the model, the head and the adapters. Raises OSError or ModelFileError."""
+        """The files of the model, the head and the adapters. Raises OSError or ModelFileError on failure."""
         head = self.head.path if self.head else None
         adapters = [Path(adapter.path) for adapter in self.adapters]
         return [*self.form.files(self.path), *(all_files(head) if head else ()), *adapters]
@@ -298,7 +298,11 @@ class _Child:
 
 @contextmanager
 def _start_child(models: Sequence[TrialModel]) -> Iterator[_Child]:
-    """Run a child process that tries to load models, until the `with` block exits. Raises OSError."""
+    """Run a child process that tries to load models, until the `with` block exits.
+
+    Raises:
+        OSError: The process cannot be started.
+    """
     if not sys.executable:
         raise OSError("no Python interpreter was found (sys.executable is not set)")
     size_bytes = sum(file.stat().st_size for model in models for file in model.files)

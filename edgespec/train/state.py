@@ -152,7 +152,7 @@ class TrainingFolder:
         return self._figures_file(drafter).exists()
 
     def save_figures(self, drafter: str, figures: DrafterFigures) -> None:
-        """Save the figures of a drafter (`new` or `earlier`). Raises OSError."""
+        """Save the figures of a drafter (`new` or `earlier`). Raises OSError if writing fails."""
         _write_json(self._figures_file(drafter), asdict(figures))
 
     def figures(self, drafter: str) -> DrafterFigures:

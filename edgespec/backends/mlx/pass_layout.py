@@ -47,8 +47,8 @@ class PassLayout:
 
         Args:
             round_start: Position of the root token.
-            parents: Index of each node's parent; -1 for the root.
-            depths: Depth of each node; 0 for the root.
+            parents: Index of each node's parent. -1 for the root.
+            depths: Depth of each node. 0 for the root.
             first: Index of the first node in the pass. Earlier passes processed the nodes before it.
         """
         self.round_start = round_start

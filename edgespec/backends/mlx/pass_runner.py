@@ -153,7 +153,7 @@ class PassRunner:
         mx.clear_cache()
 
     def verify(self, tree: TokenTree, first: int) -> DeviceLogits:
-        """Run a verify pass; see `LanguageModel.verify`. The caller must check that the tree is supported."""
+        """Run a verify pass of a supported tree. See `LanguageModel.verify`."""
         exit_states = self._end_draft(tree)
         prelaunched = self._take_prelaunched(tree, first)
         try:
