@@ -82,11 +82,11 @@ class BackendError(EdgespecError):
 
 
 class WorkerError(EdgespecError):
-    """Raised when a worker in `--workers` cannot be used. Check that `edgespec worker` runs there."""
+    """Raised when a worker in `--workers` cannot be used. Check that it runs `edgespec worker`."""
 
 
 class WorkerLostError(BackendError):
-    """Raised when a worker ends or stops responding. Start it again, then load the model again."""
+    """Raised when a worker ends or stops responding. Restart the worker, then load the model again."""
 
 
 class CapabilityError(BackendError):

@@ -98,7 +98,7 @@ class LoadArguments(TypedDict, total=False):
     workers: Annotated[str | None, Option(WorkerList(), "workers",
         "Machines that hold the model's layers, each with an optional amount of memory, such as"
         " ssh://you@mac=16GiB,192.168.1.20:50052,local=8GiB. For ssh:// addresses, edgespec connects with"
-        " `ssh` and starts the worker. Start `edgespec worker` yourself on the others. GGUF models only.",
+        " `ssh` and starts the worker. Start `edgespec worker` yourself on the others.",
         per_run=True)]
     prefix_cache: Annotated[str, Option(Choice(("none", "memory", "disk")), "prefix_cache",
         "Where to cache earlier chats so that returning to one is fast. `disk` also keeps the cache between"

@@ -196,7 +196,7 @@ class Session:
 
     def _start(self, request: object) -> None:
         if self._active_request is not None:
-            # Abandoned streams end their replies when they are garbage-collected.
+            # Collect abandoned streams, which end their replies when they are garbage-collected.
             gc.collect()
         self._end_abandoned()
         with self._state_lock:

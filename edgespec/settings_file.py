@@ -105,6 +105,11 @@ def encoded(path: Path, text: str) -> bytes:
 def write_value(file: Path, path: KeyPath, literal: str | None) -> bool:
     """Set a value in a TOML file to a TOML literal, or remove the value if `literal` is None.
 
+    Args:
+        file: The TOML file. Created if it does not exist.
+        path: The keys of the value, outermost first.
+        literal: The new value as a TOML literal, or None.
+
     Returns:
         False if there is nothing to remove.
 
@@ -155,7 +160,7 @@ def error_at(file: Path, text: str, path: KeyPath, problem: str, next_step: str)
 
     Args:
         file: The file.
-        text: Its contents, which are valid TOML.
+        text: The file's contents, which are valid TOML.
         path: The keys of the value.
         problem: What is wrong with the value.
         next_step: What the user can do about it.

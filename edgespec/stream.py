@@ -50,7 +50,7 @@ class ReplyStream:
         reply_start: str = "",
         syntax: CallSyntax | None = None,
     ) -> None:
-        # The session that generates the reply, once it has started.
+        # Replaced by the session that generates the reply, once the reply has started.
         self._session = session = sessions.first
         self._sessions = sessions
         self.stats = Stats(target_step_seconds=session.target_step_seconds)

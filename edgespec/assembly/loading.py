@@ -195,7 +195,7 @@ def _unadapted_acceptance(pair: ModelPair, options: LoadOptions) -> float | None
 def _acceptance_recorder(
     pair: ModelPair, drafting: DraftingOptions, options: LoadOptions
 ) -> AcceptanceRecorder | None:
-    """Return a recorder for the draft model's acceptance rate, or None if the options would distort it."""
+    """Return a recorder for the draft model's acceptance rate, or None if the options distort the rate."""
     arguments = drafting.arguments
     distorts = (
         options.adapters or arguments["draft_branches"] or arguments["draft_confidence"] or arguments["learn"]

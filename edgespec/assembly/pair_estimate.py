@@ -181,8 +181,8 @@ class PairEstimator:
     def max_context_for_draft(self, choice: PlanChoice) -> int:
         """Return the longest target context that the draft model supports.
 
-        A draft model with an attention window supports any length. Without one, the limit is the context
-        length that it was trained for.
+        A draft model with an attention window supports any length. Without a window, the limit is the context
+        length that the model was trained for.
         """
         longest = self.target.trained_context_tokens
         if not self._drafts or not choice.draft or self.draft_window(choice, choice.context_tokens):

@@ -66,17 +66,17 @@ def connect_workers(
     """
     if machines is None:
         return options
-    version = pair.target.file_format.worker_library_version
-    if version is None:
+    form = pair.target.file_format
+    if form.worker_library is None:
         raise OptionError(
-            f"{pair.target.name} cannot run on workers, because it is not a GGUF model",
-            "use a GGUF version of the model, or omit --workers",
+            f"{pair.target.name} cannot run on workers, because its format is {form.label}",
+            "use an ordinary GGUF or MLX version of the model, or omit --workers",
         )
     if machines.local_bytes and pair.target.backend.graphics_cards():
         raise OptionError(
             "--workers does not support local=SIZE on a machine with a graphics card yet",
             "start `edgespec worker` on this machine too, and name 127.0.0.1:50052 instead of local",
         )
-    workers = ConnectedWorkers(machines, version(), progress)
+    workers = ConnectedWorkers(machines, form.worker_library(), progress)
     undo.callback(workers.close)
     return replace(options, workers=workers)

@@ -155,7 +155,7 @@ class AutoController(Drafter):
         return self.loss_limit.allowance_seconds(self.target_step_seconds)
 
     def limit_loss(self, rate: float | None) -> None:
-        """Set the loss limit of the next reply, as a share of its plain decoding time. None is the default.
+        """Set the loss limit of the next reply, as a share of its plain decoding time. None means default.
 
         Call this before `begin`.
         """

@@ -26,8 +26,8 @@ _MAX_REPLIES = 8
 _MIN_TARGET_STEPS = 3
 # New estimates of pass costs adapt faster until about this many multi-token passes have been measured.
 _SETTLED_PASSES = 20
-# Assumed worst-case duration of a verify pass, relative to its expected duration, after the number of
-# concurrent replies or of CPU threads changes.
+# Assumed worst-case duration of a verify pass, relative to its expected duration: after the number of
+# concurrent replies has changed, and after the number of CPU threads has changed.
 _ASSUMED_PASS_RATIO, _ASSUMED_RATIO_OF_THREADS = 2.0, 1.25
 # Factors that lower the worst-case ratio after each single-token pass and after each verify pass, to forget
 # outliers.
@@ -35,8 +35,8 @@ _TARGET_STEP_DECAY, _VERIFY_DECAY = 0.995, 0.97
 # Replaces `_TARGET_STEP_DECAY` if layers are on workers. Passes there are often delayed for reasons that have
 # nothing to do with drafting, and one such pass must not end drafting for a whole reply.
 _LINK_DECAY = 0.97
-# Replaces `_VERIFY_DECAY` in the first four verify passes, so that measurements soon replace the assumed
-# ratio.
+# `_FIRST_DECAY` replaces `_VERIFY_DECAY` in the first `_FIRST_PASSES` verify passes, so that measurements
+# soon replace the assumed ratio.
 _FIRST_DECAY, _FIRST_PASSES = 0.8, 4
 # Saved costs are treated as damaged if they differ from measured costs by a factor of more than 1,000.
 _MAX_LOG_RATIO = math.log(1000.0)

@@ -80,7 +80,7 @@ class ModelSelector:
         estimate: RoundEstimate,
         other_estimate: RoundEstimate,
     ) -> DrafterStats | None:
-        """Choose the drafter to run in this round, and prefill it. Return None to run none.
+        """Choose the drafter to run in this round, and prefill it. Return None if no drafter should run.
 
         Args:
             lengths: Maximum draft length of each drafter, by name. 0 rules a drafter out.

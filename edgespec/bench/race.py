@@ -284,7 +284,7 @@ class _Runner:
         self._max_tokens = int(options.get("max_tokens") or DEFAULT_RACE_TOKENS)
 
     def run(self, description: str, method: str, done: float, *, max_tokens: int | None = None) -> Lane:
-        """Generate one reply. Its progress starts at the fraction `done` of the whole race."""
+        """Generate one reply. Report progress from the fraction `done` of the whole race on."""
         limit = min(max_tokens or self._max_tokens, self._max_tokens)
         self._report(description, done)
         options = self.options | {"method": method, "max_tokens": limit}

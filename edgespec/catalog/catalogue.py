@@ -183,7 +183,7 @@ class Catalogue:
         """Return up to three names similar to `name`, most similar first.
 
         Args:
-            name: What the user typed.
+            name: The name that the user typed.
             also: Additional names to suggest.
         """
         known = [*also, *self.names]
@@ -219,7 +219,7 @@ def _with_mlx_forms(entries: list[ModelEntry]) -> Iterator[ModelEntry]:
 
 def _mlx_form(entry: ModelEntry, drafts: list[str]) -> ModelEntry:
     bits = int(entry.mlx_repository.rpartition("-")[2].removesuffix("bit"))
-    # Aliases of the MLX model are made from those of the GGUF model: `8b-q4` becomes `8b-mlx`.
+    # Derive the aliases of the MLX model from those of the GGUF model: `8b-q4` becomes `8b-mlx`.
     stems = [
         alias.removesuffix("-q4")
         for alias, quantisation in entry.aliases.items()

@@ -125,7 +125,7 @@ def head_options(target: Resolved, metadata: MetadataCache) -> list[HeadOption]:
 
 
 def published_heads(entry: ModelEntry) -> list[HeadOption]:
-    """Return the published heads for a model from the catalogue, whether or not they are on this machine."""
+    """Return the published heads for a model in the catalogue, whether or not they are on this machine."""
     return [
         _not_downloaded(head, entry.file_format, entry.approximate_file_bytes)
         for head in load_catalogue().heads_for(entry)

@@ -48,7 +48,7 @@ class InstalledModel:
         place: Where the model is stored: `ollama`, `lmstudio`, `hub` (the Hugging Face cache), or `embedded`
             (part of edgespec).
         path: The model's file or folder.
-        format: Name of its file format.
+        format: Name of the model's file format.
         info: The model's metadata.
         entry: The model's entry in the catalogue, if it has one.
         adapters: Adapters that are part of the model.

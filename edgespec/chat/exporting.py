@@ -30,7 +30,7 @@ _STYLE = (
 
 
 def messages_as_markdown(messages: tuple[Message, ...], *, reasoning: bool = False) -> str:
-    """Return messages as Markdown. Each one is preceded by the name of its author.
+    """Return messages as Markdown, each preceded by the name of its author.
 
     Args:
         messages: The messages. Attached files are included only by name.
@@ -141,7 +141,7 @@ def write_export(chat: SavedChat, file: str) -> Path:
     except FileExistsError:
         raise OptionError(f"the file {path} exists already", "choose another file name") from None
     except (OSError, ValueError) as error:
-        # Names with null characters raise ValueError.
+        # Opening a file whose name contains a null character raises ValueError.
         raise OptionError(f"cannot write {path}: {error_reason(error)}", "choose another file") from None
     return path.resolve()
 

@@ -145,7 +145,9 @@ def read_chat(path: Path, chat_id: str) -> SavedChat:
     try:
         size_bytes = regular_file_bytes(path)
         if size_bytes > _MAX_FILE_BYTES:
-            raise ValueError(f"the file has {size_bytes:,} bytes, which is too large for a chat")
+            raise ValueError(
+                f"the file has {size_bytes:,} bytes, but at most {_MAX_FILE_BYTES:,} are allowed"
+            )
         return _checked(path, chat_id, json.loads(path.read_bytes().decode("utf-8")))
     except FileNotFoundError:
         raise ChatFileError(f"there is no saved chat at {path}", "choose from the list of chats") from None

@@ -54,8 +54,8 @@ class ChatTemplate:
     """Renders messages with a model's Jinja template. Can be used from any thread.
 
     Templates come with the model and can contain any code, so they are rendered in a sandboxed child process.
-    It starts on first use, which takes about 0.1 seconds, and stops on `close` or when this object is
-    garbage-collected. If a template exceeds a limit, the process is stopped, and the next use starts a new
+    The process starts on first use, which takes about 0.1 seconds, and stops on `close` or when this object
+    is garbage-collected. If a template exceeds a limit, the process is stopped, and the next use starts a new
     one.
 
     Args:
@@ -215,11 +215,11 @@ def _with_valid_arguments(messages: Sequence[Message]) -> list[Message] | None:
 
 
 def _without_later_system(messages: Sequence[Message]) -> list[Message] | None:
-    """Merge later system messages into user messages. Return None if there is no later one.
+    """Merge later system messages into user messages. Return None if there are no later system messages.
 
     System messages at the start are joined. Each later one is merged into the user message before or after
-    it, because many templates require that roles alternate. Its place does not change, so that the cached
-    prefix of the conversation remains valid.
+    it, because many templates require that roles alternate. The place of its text does not change, so that
+    the cached prefix of the conversation remains valid.
     """
     if all(message.role != "system" for message in messages[1:]):
         return None

@@ -44,7 +44,7 @@ class Client:
     Attributes:
         about: What the program is, for the list of programs.
         configuration: Returns the text of the configuration.
-        use: What to do once the configuration is in place. `{path}` stands for its file.
+        use: What to do once the configuration is in place. `{path}` stands for the configuration file.
         path: Returns the path of the configuration file. None if there is no such file, or if edgespec cannot
             edit it without risking the user's other settings.
         shared: Whether the file is a list of the user's entries, to which edgespec adds one.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgespec.cli.screen import rate
+from edgespec.cluster.libraries import LLAMA_CPP, Library
 from edgespec.cluster.link import probe_worker, usable_bytes
 from edgespec.cluster.link_speed import LinkSpeed, measure_link
 from edgespec.cluster.machines import SshAddress, WorkerAddress, parse_machines
@@ -35,14 +36,15 @@ class CheckedWorker:
 
     @property
     def finding(self) -> str:
-        """The worker's status in words, after the error if there is one."""
+        """The error, if there is one, and the worker's status in words."""
         facts = []
         if self.status is not None:
             devices = (
                 f"{each.name} with {format_bytes(each.free_bytes)} free" for each in self.status.devices
             )
             facts = [
-                f"edgespec {self.status.edgespec}, llama-cpp-python {self.status.llama_cpp}",
+                f"edgespec {self.status.edgespec}, llama-cpp-python {self.status.llama_cpp},"
+                + (f" mlx-lm {self.status.mlx_lm}" if self.status.mlx_lm else " no mlx-lm"),
                 f"offers {format_bytes(self.status.memory_bytes)} ({', '.join(devices)})",
             ]
         if self.link is not None:
@@ -51,7 +53,7 @@ class CheckedWorker:
         return "; ".join(filter(None, (self.error.what if self.error else "", *facts)))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the findings as values for JSON."""
+        """Return the findings as JSON-compatible values."""
         return {
             "address": str(self.address),
             "reachable": self.status is not None,
@@ -83,7 +85,7 @@ def _check(machine: WorkerAddress | SshAddress, llama_cpp: str) -> CheckedWorker
         with reach_worker(machine) as address:
             status = probe_worker(address)
             link = measure_link(address)
-            usable_bytes(address, status, llama_cpp)
+            usable_bytes(address, status, Library(LLAMA_CPP, llama_cpp))
     except EdgespecError as error:
         return CheckedWorker(machine, status, link, error)
     return CheckedWorker(machine, status, link)

@@ -106,7 +106,7 @@ def _list(as_json: bool) -> None:
 
 
 def _server(url: str, model: str | None, api_key: str | None) -> Server:
-    """Return the server to use, with its model and context length if it runs.
+    """Return the server to use, with its model and context length if the server is running.
 
     Args:
         url: The server's address.

@@ -125,9 +125,9 @@ def _serve(stop: Stop, host: str, port: int, options: dict[str, Any]) -> None:
 
 
 def _close_with_stdin(close: Callable[[], None]) -> None:
-    """Call `close` when stdin ends, if it is a pipe, which the program that started the worker holds.
+    """If stdin is a pipe from the program that started the worker, call `close` when the pipe is closed.
 
-    After the first bytes, it is also called when no more follow for `STDIN_SILENCE_SECONDS`.
+    After the first bytes, `close` is also called if no more bytes follow for `STDIN_SILENCE_SECONDS`.
     """
     if sys.stdin is None:
         return

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import TypeVar
 
 from edgespec.cluster.guarded_calls import GuardedCalls
+from edgespec.cluster.libraries import Library
 from edgespec.cluster.link import Link
 from edgespec.cluster.machines import Machines
 from edgespec.cluster.ssh import ConnectProgress, reach_worker
@@ -21,11 +22,11 @@ _REASON_SECONDS = 2.0
 class ConnectedWorkers:
     """Reserves all workers of a target until `close`, and starts those that are reached by SSH.
 
-    Calls into llama.cpp that reach the workers go through `call`.
+    Calls that reach the workers go through `call`.
 
     Args:
         machines: The machines named in `--workers`.
-        llama_cpp: The version of llama-cpp-python on this machine.
+        library: The library that runs the target, with its version on this machine.
         progress: Called while `ssh` connects. Returning False cancels the connection.
 
     Attributes:
@@ -37,13 +38,13 @@ class ConnectedWorkers:
             then.
     """
 
-    def __init__(self, machines: Machines, llama_cpp: str, progress: ConnectProgress | None = None) -> None:
+    def __init__(self, machines: Machines, library: Library, progress: ConnectProgress | None = None) -> None:
         self.local_bytes = machines.local_bytes
         with ExitStack() as undo:
             links = []
             for machine in machines.workers:
                 address = undo.enter_context(reach_worker(machine, progress))
-                links.append(Link(address, llama_cpp))
+                links.append(Link(address, library))
                 undo.callback(links[-1].close)
             self.links: tuple[Link, ...] = tuple(links)
             self._undo = undo.pop_all()
@@ -59,6 +60,10 @@ class ConnectedWorkers:
     def call(self, work: Callable[[], _Result]) -> _Result:
         """Return the result of `work`. Raises WorkerLostError as soon as a worker is lost."""
         return self._calls.call(work)
+
+    def lose(self, what: str, next_step: str) -> None:
+        """Make all calls fail, because a worker was lost. See `GuardedCalls.fail`."""
+        self._calls.fail(what, next_step)
 
     def report_abort(self) -> None:
         """Make all calls fail, because llama.cpp lost the connection to a worker."""

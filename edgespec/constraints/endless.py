@@ -43,7 +43,7 @@ class _Search:
         self._found = -1
 
     def finds_more(self) -> bool:
-        """Prepare another pass. Return whether it is needed because the last pass found something new."""
+        """Prepare another pass. Return False if it is not needed, because the last pass found nothing new."""
         self._visited.clear()
         found, self._found = self._found, len(self._finite)
         return self._found > found

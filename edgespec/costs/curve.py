@@ -54,8 +54,8 @@ class CostCurve:
         widths: The measured widths in tokens, in ascending order starting at 1.
         seconds: The duration of a pass at each width, in seconds.
         is_padded: Whether the model pads its passes to the next measured width.
-        change_seconds: How much longer a pass takes if the pass before it had another width. It is measured
-            only for models that pad their passes, and `seconds` does not include it.
+        change_seconds: How much longer a pass takes if the pass before it had another width. Measured only
+            for models that pad their passes. `seconds` does not include this time.
 
     Raises:
         ValueError: The widths do not ascend from 1, or there is not one positive duration for each.

@@ -159,7 +159,7 @@ class BudgetedDrafter(Drafter):
         """Draft like `propose`, and add all tokens that a constraint determines.
 
         Instead of drafting these tokens one by one, the model runs them in one pass with the token before
-        them. Those at the start of the draft do not count towards `draft_length`. Drafters without
+        them. Such tokens at the start of the draft do not count towards `draft_length`. Drafters without
         `drafts_forced` add no such tokens.
         """
         return ForcedDraft(self.propose(sampler, acceptance, draft_length))
@@ -179,7 +179,11 @@ class BudgetedDrafter(Drafter):
 
     @abstractmethod
     def prefill(self, max_tokens: int) -> None:
-        """Prefill the draft model with the tokens it lacks, or with the most recent `max_tokens` of them."""
+        """Prefill the draft model with the tokens it lacks, or with the most recent of them.
+
+        Args:
+            max_tokens: Maximum number of tokens to prefill.
+        """
 
     def force_draft(self) -> None:
         """Make the next call to `propose` return a short draft, even if it is not expected to save time."""

@@ -24,9 +24,9 @@ class HeadCache(DraftCache):
     """Keeps a head's KV cache in step with the token sequence. Prefills only on request.
 
     A head can process a token only if the target's hidden state of the previous token is known. Old hidden
-    states are not kept. Those of a prefix that the target restored from the prefix cache are also unknown,
-    unless the head's state was stored with the prefix (see `copy`). The head's KV cache then starts after
-    these tokens, which lowers the acceptance rate but does not change the reply.
+    states are not kept. The hidden states of a prefix that the target restored from the prefix cache are also
+    unknown, unless the head's state was stored with the prefix (see `copy`). The head's KV cache then starts
+    after these tokens, which lowers the acceptance rate but does not change the reply.
 
     Args:
         model: The head.
@@ -87,7 +87,7 @@ class HeadCache(DraftCache):
         return common_prefix_length(self.visible_tokens[: self.model.length], tokens)
 
     def copy(self, tokens: Sequence[int], start: int) -> bytes:
-        """Return a copy of the head's state for `tokens[start:]`, or nothing if it cannot be copied.
+        """Return a copy of the head's state for `tokens[start:]`, or b"" if the state cannot be copied.
 
         The copy contains the head's KV cache, and the target's hidden state after the last token, which the
         next token needs. The head first processes the tokens that it lacks, which takes little time compared
@@ -115,7 +115,7 @@ class HeadCache(DraftCache):
         If the copy is empty or does not fit, the head's KV cache starts after the tokens.
 
         Args:
-            tokens: All tokens in the target's KV cache. They end with the copied ones.
+            tokens: All tokens in the target's KV cache. The copied tokens are the last of these.
             copy: The result of `copy`, possibly from an earlier process.
         """
         log = self.model.log

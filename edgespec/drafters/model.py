@@ -213,7 +213,7 @@ class ModelDrafter(BudgetedDrafter):
         """See `Drafter.commit`. Tokens missing from the KV cache are run when the next draft is made."""
         if (tree := self._tree) and tree.model_tree_run:
             nodes = tree.drafted.build().walk(tokens)
-            # The last emitted token is not part of the KV cache.
+            # Exclude the last emitted token, which is not part of the KV cache.
             self._model.commit(tree.model_path(nodes[1 : len(tokens)]))
             for node, token in zip(nodes, tokens, strict=False):
                 if node in tree.draws:
@@ -280,7 +280,7 @@ class _DraftTree:
         return self.drafted.add(parent, token, probs)
 
     def add_forced(self, parent: int, token: int) -> int:
-        """Add a token that a constraint determines. The draft model runs it if it runs the parent."""
+        """Add a token that a constraint determines. The draft model runs the token if it runs the parent."""
         node = self.add(parent, token, None, self.path_probs[parent], self.model_nodes[parent] >= 0)
         self.forced.add(node)
         return node

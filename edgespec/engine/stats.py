@@ -75,7 +75,14 @@ class Stats:
     def count_round(
         self, depths: Sequence[int], accepted: int, emitted: int, *, is_shared: bool = False
     ) -> None:
-        """Add the counts of one draft-and-verify round. `depths` holds the depth of each draft tree node."""
+        """Add the counts of one draft-and-verify round.
+
+        Args:
+            depths: The depth of each node of the draft tree, which is 0 for the root.
+            accepted: Number of accepted draft tokens.
+            emitted: Number of emitted tokens.
+            is_shared: Whether the target's pass also contained tokens of other replies.
+        """
         self.target_passes += 1
         self.shared_passes += is_shared
         self.generated_tokens += emitted

@@ -45,7 +45,7 @@ class TargetCache:
         """Set the scales of the target's adapters for the next reply, and return whether they changed.
 
         A KV cache is only valid for the scales that it was computed with. The prefix cache holds sequences
-        for the scales that the target was loaded with, and is not used with others.
+        for the scales that the target was loaded with, and is not used with other scales.
 
         Raises:
             CapabilityError: The scales of the target's adapters are fixed.

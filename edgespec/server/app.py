@@ -55,7 +55,7 @@ def _by_path(protocol: Protocol) -> Mapping[str, Mapping[str, Endpoint]]:
 
 
 def _protocol_of(path: str) -> Protocol:
-    """Return the API that the path belongs to, which is the one with the longest matching prefix."""
+    """Return the API that the path belongs to: the API with the longest matching prefix."""
     prefixes = {prefix: protocol for protocol in PROTOCOLS for prefix in protocol.prefixes}
     return prefixes[max((prefix for prefix in prefixes if path.startswith(prefix)), key=len, default="/")]
 

@@ -29,7 +29,7 @@ from edgespec.spelling import FOREIGN_NAMES, nearest
 
 __all__ = ["ApiError", "api_error", "invalid_request", "unsupported_content", "validation_error"]
 
-# Seconds after which a client should retry if the server is busy or is stopping.
+# Seconds after which a client should retry if the server is busy or stopping.
 _RETRY_SECONDS = 5
 _MAX_SHOWN_CHARACTERS = 100
 # Matches type names, which pydantic adds to the path of an invalid field that allows several types.

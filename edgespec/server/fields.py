@@ -89,7 +89,7 @@ def _reply_field(name: str, option: Option, hint: Any) -> Any:
 
 
 def _integer_keys(value: dict[str, Any]) -> dict[Any, Any]:
-    """Convert the keys of a JSON object, which are strings, to integers if all of them are."""
+    """Convert the keys of a JSON object from strings to integers, if all of them are integers."""
     if all(key.isascii() and key.isdigit() and len(key) < 10 for key in value):
         return {int(key): item for key, item in value.items()}
     return dict(value)
@@ -132,7 +132,7 @@ def combined_options(options: dict[str, Any], more: dict[str, Any]) -> dict[str,
 
 
 def require_fields(place: str, given: RequestFields, names: Sequence[str]) -> None:
-    """Raise ApiError if one of the named fields, required for this type of object, is missing."""
+    """Raise ApiError if one of the fields `names` is missing."""
     for name in names:
         if getattr(given, name) is None:
             raise invalid_request(f"{place}.{name} is missing; add this field", param=f"{place}.{name}")

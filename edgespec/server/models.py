@@ -37,8 +37,8 @@ class KnownModel:
 
     Attributes:
         name: The name.
-        created: Modification time of its file (Unix time in seconds), or 0 if unknown.
-        info: The metadata in its files, or None if they could not be read.
+        created: Modification time of the model's file (Unix time in seconds), or 0 if unknown.
+        info: The metadata in the model's files, or None if they could not be read.
         loaded: The loaded model, or None if it is not loaded.
     """
 
@@ -203,7 +203,7 @@ class ModelPool:
 
         Args:
             name: The name.
-            found: The model that the name refers to, if it is known. It can be a file in the current folder.
+            found: The model that the name refers to, if known. The model can be a file in the current folder.
         """
         is_path = isinstance(parse_reference(name), PathReference)
         is_file = found is not None and found.source == "path" and name.lower() not in user_aliases()

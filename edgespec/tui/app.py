@@ -205,7 +205,7 @@ class ChatApp(App[None]):
             self.run_worker(self._switch_model(event.reference))
 
     async def _switch_model(self, reference: str) -> None:
-        """Continue the chat with another model. If loading it fails, show the error and keep the old one."""
+        """Continue the chat with another model. If loading fails, show the error and keep the old model."""
         chat = self.chat
         assert chat is not None
         self._loading = LoadingScreen(reference)
@@ -264,7 +264,7 @@ class ChatApp(App[None]):
     def stop_model(self) -> bool:
         """Stop the reply and close the model. Return False if this takes longer than five seconds."""
         if self.chat is not None:
-            # A reply that stops after `begin_leaving` is saved as unfinished.
+            # Call `begin_leaving` before the reply stops, so that it is saved as unfinished.
             self.chat.begin_leaving()
             self.chat.tool_use.close()
         self.model_thread.close()

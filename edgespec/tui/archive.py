@@ -33,7 +33,7 @@ class Archive:
     Attributes:
         unsaved: The errors of chats whose last save failed, by chat ID. Each message names the chat.
         branched: Set to True when a chat was saved under a new ID, because another program had changed it.
-            The caller resets it to False after telling the user.
+            The caller resets this to False after telling the user.
         hidden: The IDs of deleted chats that can still be restored, most recently deleted last.
     """
 
@@ -144,7 +144,7 @@ class Archive:
             return self._store.list()
 
     async def find(self, wanted: str) -> StoredChat | None:
-        """Return the chat with this ID, or the newest one whose title contains this text.
+        """Return the chat with the ID `wanted`, or else the newest chat whose title contains `wanted`.
 
         `last` means the newest chat. Returns None if there is no such chat.
         """
@@ -174,12 +174,12 @@ class Archive:
     def add_now(self, chats: Iterable[SavedChat]) -> None:
         """Do the same as `add`, but block until all chats are saved."""
         for chat in chats:
-            # Let replies be saved between the chats of a large import.
+            # Lock for each chat separately, so that replies can be saved during a large import.
             with self._lock:
                 self._store.add(chat)
 
     async def change(self, chat_id: str, *, title: str | None = None, pinned: bool | None = None) -> None:
-        """Rename, pin or unpin a saved chat. It keeps its place in the list of chats.
+        """Rename, pin or unpin a saved chat. The chat keeps its place in the list of chats.
 
         Args:
             chat_id: The chat, which must not be the open one.

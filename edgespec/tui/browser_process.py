@@ -57,7 +57,7 @@ class ChatProcess(AppService):
         return process
 
     async def set_terminal_size(self, width: int, height: int) -> None:
-        """Resize the chat, within the limits.
+        """Resize the chat to this number of columns and rows, within the limits.
 
         Raises:
             TypeError, ValueError: A size is not a number.
@@ -78,7 +78,7 @@ class ChatProcess(AppService):
         # `stop` may be called twice: when the connection ends and when the server ends.
         self._ending = self._ending or asyncio.create_task(self._end(self._process))
         try:
-            # `asyncio.timeout` has no effect here, because `run` ignores cancellation.
+            # Use `asyncio.wait`, because `asyncio.timeout` has no effect if `run` ignores cancellation.
             await asyncio.wait({self._ending}, timeout=_END_SECONDS)
         finally:
             with suppress(ProcessLookupError):

@@ -255,7 +255,7 @@ class ChatScreen(TurnScreen):
         self.post_message(self.PreferencesChanged())
 
     async def show_chats(self, query: str = "") -> None:
-        """Show the list of chats and focus it. It contains the chats that match `query`."""
+        """Show and focus the list of chats that match `query`."""
         if "sidebar" not in self._panels:
             await self.toggle_panel("sidebar")
         self.sidebar.filter(query)

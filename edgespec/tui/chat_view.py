@@ -15,7 +15,7 @@ from textual.message import Message as Event
 from textual.reactive import Reactive
 from textual.screen import Screen
 from textual.widget import Widget
-from textual.widgets import Static
+from textual.widgets import Collapsible, Static
 
 from edgespec.chat.saved_chat import Setting
 from edgespec.errors import ChatFileError
@@ -233,7 +233,7 @@ class ChatView(Screen[None]):
         if (message := self.selected) is not None:
             label = "" if message.place is None else version_label(self.current_chat.tree, message.place)
             title = f"Version {label}" if label else ""
-            hint = selection.hint(prompt.size.width - 2, versions=bool(label), folds=message.has_folds)
+            hint = selection.hint(prompt.size.width - 2, versions=bool(label), fold=message.fold_hint)
         elif self.sidebar.has_focus:
             hint = chat_list_hint(narrow=narrow)
         elif editing:
@@ -261,8 +261,9 @@ class ChatView(Screen[None]):
         self._refresh_hints()
         self.prompt.follow_references()
 
+    @on(Collapsible.Toggled)
     @on(PromptInput.ModeChanged)
-    def _mode_changed(self) -> None:
+    def _hints_changed(self) -> None:
         self._refresh_hints()
 
     @on(PromptInput.SelectionChanged)

@@ -47,13 +47,13 @@ def show_message(screen: ChatScreen, message: Message) -> None:
     """Show a message in the editor, including its reasoning and attached files. Edits are discarded.
 
     Raises:
-        OptionError: No editor is set, or it failed.
+        OptionError: No editor is set, or the editor failed.
     """
     _edited(screen.app, message.with_files_as_text().text)
 
 
 def _edited(app: App[None], text: str) -> str:
-    """Open `text` in the editor and return it as saved. Raises OptionError if the editor fails."""
+    """Open `text` in the editor and return the saved text. Raises OptionError if the editor fails."""
     command = _editor()
     with tempfile.TemporaryDirectory(prefix="edgespec-") as folder:
         path = Path(folder, "message.md")

@@ -37,7 +37,7 @@ class KeyOrder:
         self._handled_now: object | None = None
 
     async def add(self, event: events.Event) -> None:
-        """Pass on a key or a pasted text, after the keys before it."""
+        """Pass on a key or a pasted text once the keys before it have been handled."""
         if self._handled_now is None:
             await self._pass_on(event)
         else:
@@ -57,7 +57,7 @@ class KeyOrder:
         return (self._app.focused or self._app.screen).ancestors_with_self
 
     async def _follow(self, key: object, path: deque[DOMNode], *, is_last: bool) -> None:
-        """Wait until each node of the path, one after the other, has handled the messages in its queue."""
+        """Wait until each node of the path in turn has handled the messages in its queue."""
         while path:
             if path.popleft().call_later(self._follow, key, path, is_last=is_last):
                 return
@@ -68,7 +68,7 @@ class KeyOrder:
             await self._follow(key, deque(self._path), is_last=True)
 
     async def _end(self, key: object) -> None:
-        """Pass on the next key if `key` is the one that was being handled."""
+        """Pass on the next key, unless `key` is no longer the key that is being handled."""
         if key is self._handled_now:
             self._handled_now = None
             if self._held:

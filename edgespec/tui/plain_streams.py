@@ -19,7 +19,7 @@ _PIECE_CHARACTERS = 60
 
 
 class ReplyPieces:
-    """Writes a growing text to stdout: whole lines, or long pieces that end at a space."""
+    """Writes a reply to stdout as it grows, in whole lines or in long pieces that end at a space."""
 
     def __init__(self) -> None:
         self._text = ""

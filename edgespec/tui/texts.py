@@ -56,8 +56,8 @@ _AFTER_LOSS = (
     " type /model."
 )
 # Matches the words for drafts, but not `draft model`.
-_DRAFT = re.compile(r"(?<!-)\bdraft(ing|s|)\b(?! model)")
-_GUESS = {"ing": "guessing", "s": "guesses", "": "guess"}
+_DRAFT = re.compile(r"(?<!-)\bdraft(ing|ed|s|)\b(?! model)")
+_GUESS = {"ing": "guessing", "ed": "guessed", "s": "guesses", "": "guess"}
 # Matches drafter names in the text that explains why a method is used.
 _DRAFTERS_IN_REASON = re.compile(r"[a-z+]+(?= is retried occasionally| found no draft)")
 
@@ -161,7 +161,7 @@ def was_cpu_busy(stats: Stats) -> bool:
 
 
 def notices(runtime: Runtime, open_list: str = "Press F9") -> list[str]:
-    """Return notices about the loaded models. For the demo, suggest real models that fit instead.
+    """Return notices about the loaded models or, for the demo, a suggestion of real models that fit.
 
     Args:
         runtime: The loaded models.

@@ -37,7 +37,7 @@ async def show_why(screen: ChatScreen, _argument: str) -> None:
 def why_text(
     runtime: Runtime, method: MethodReport, stats: Stats | None, settings: Mapping[str, Setting]
 ) -> str:
-    """Return the three sentences about the last reply in a chat with these settings."""
+    """Return the three sentences of `/why` about the last reply in a chat with these settings."""
     if stats is None:
         return (
             "No reply was generated since this chat was opened or its model was changed. Send a message, then"

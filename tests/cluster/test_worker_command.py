@@ -16,6 +16,7 @@ import pytest
 import edgespec
 from edgespec.cli import worker as worker_command
 from edgespec.cluster import link
+from edgespec.cluster.libraries import LLAMA_CPP, Library
 from edgespec.cluster.link import Link, probe_worker
 from edgespec.cluster.machines import Machines, SshAddress, WorkerAddress, parse_machines
 from edgespec.cluster.rpc_probe import HELLO, probe_rpc_server
@@ -98,25 +99,26 @@ def test_a_worker_survives_garbage(sent: bytes, workers: tuple[Worker, Worker]) 
 def test_garbage_for_the_rpc_server_loses_only_that_connection(workers: tuple[Worker, Worker]) -> None:
     """The RPC server accepts connections while a model reserves the worker, and may abort."""
     address = WorkerAddress("127.0.0.1", workers[1].port)
-    reserved = Link(address, workers[1].facts["llama_cpp"])
+    reserved = Link(address, Library(LLAMA_CPP, workers[1].facts["llama_cpp"]))
     with socket.create_connection(("127.0.0.1", workers[1].port), timeout=10) as connection:
         hello = bytes([HELLO]) + (24).to_bytes(8, "little") + bytes(24)
         read_answer(connection, hello + os.urandom(4000))
     reserved.close()
-    Link(address, workers[1].facts["llama_cpp"]).close()
+    Link(address, Library(LLAMA_CPP, workers[1].facts["llama_cpp"])).close()
 
 
 def test_a_worker_can_be_reserved_again_at_once(start_worker: Callable[..., Worker]) -> None:
     """Stopping the worker lets it see the end of one connection and the next request together."""
     worker = start_worker()
-    address, version = WorkerAddress("127.0.0.1", worker.port), worker.facts["llama_cpp"]
+    address = WorkerAddress("127.0.0.1", worker.port)
+    library = Library(LLAMA_CPP, worker.facts["llama_cpp"])
     for _ in range(4):
-        reserved = Link(address, version)
+        reserved = Link(address, library)
         worker.process.send_signal(signal.SIGSTOP)
         reserved.close()
         resume = threading.Timer(0.2, worker.process.send_signal, [signal.SIGCONT])
         resume.start()
-        Link(address, version).close()
+        Link(address, library).close()
         resume.join()
 
 

@@ -67,7 +67,7 @@ class ToolCallParser:
         self._deltas: list[ToolCallDelta] = []
         self._writer = CallWriter(self._reader, schemas, new_id, self._report)
         self._parsing = self._parse()
-        # Whether a call may begin here without a marker.
+        # Whether a call may begin at the current position without a marker.
         self._starts_bare = form.starts_bare
 
     def feed(self, text: str) -> ParsedText:

@@ -28,7 +28,7 @@ _Texts = TypeAliasType("_Texts", Annotated[list[str], FailFast()])
 
 
 class _EmbedFields(RequestFields):
-    """Fields of both endpoints. Those that choose how a model is loaded are ignored."""
+    """Fields of both endpoints. The fields that choose how a model is loaded are ignored."""
 
     model: str | None = Field(default=None, description="The model. Defaults to the server's own model.")
     options: Ignored

@@ -13,7 +13,7 @@ from edgespec.server.fields import Ignored, ReplyFields, combined_options, reply
 
 __all__ = ["OllamaFields", "OllamaOptions", "ignored_fields", "options_of", "refuse_images"]
 
-# Ollama's options that edgespec has under another name.
+# Maps Ollama's names of options to edgespec's names, where they differ.
 _RENAMED = {
     "num_predict": "max_tokens",
     "repeat_penalty": "repetition_penalty",
@@ -37,8 +37,8 @@ class OllamaOptions(ReplyFields):
 
     Some options are ignored. Most of these control how a model is loaded, which `edgespec serve` has already
     decided. Ignoring `num_ctx` is safe, because a prompt that exceeds the model's context is an error. The
-    other options control features that edgespec does not have. They are ignored only if they turn the feature
-    off.
+    other options control features that edgespec does not have. Such options are ignored only if they turn the
+    feature off.
     """
 
     num_predict: Annotated[int, Field(ge=-2)] | None = Field(

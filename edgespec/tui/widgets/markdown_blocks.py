@@ -26,15 +26,15 @@ _CELL_FRAME = 3
 
 
 class Row(NamedTuple):
-    """A row of a block, as it is drawn and as it is copied.
+    """A row of a block: how it is drawn, and which part of it is copied.
 
     Attributes:
         strip: The row as it is drawn, with the offsets that Textual needs to select text.
         start: Index of the first character that is copied. Padding and the indent of wrapped lines are not
             copied.
         end: Index after the last character that is copied.
-        before: What separates this row from the previous one in copied text: a line break, or the whitespace
-            at which a line was wrapped.
+        before: Text between the previous row and this one when both are copied: a line break, or the
+            whitespace at which a line was wrapped.
     """
 
     strip: Strip
@@ -64,7 +64,7 @@ class Block:
     Args:
         content: The text.
         margins: The margins of the surrounding list items and quotes, outermost first.
-        begins: How many of the innermost margins begin with this block.
+        begins: Number of innermost margins that begin with this block.
         gap: Whether there is a blank row above this block.
     """
 

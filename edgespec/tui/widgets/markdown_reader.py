@@ -133,5 +133,5 @@ def _inline(node: SyntaxTreeNode) -> Content:
 
 
 def _link(address: object) -> Style:
-    """Return the style of a link, which opens it with a click."""
+    """Return a style with which a click opens the link."""
     return Style(underline=True) + Style.from_meta({"@click": f"link({address!r})"})

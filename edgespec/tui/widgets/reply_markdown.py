@@ -164,7 +164,7 @@ class ReplyMarkdown(Widget):
             self.refresh()
 
     def on_click(self, event: events.Click) -> None:
-        """Copy a code block if its mark is clicked. Select a block if its text is clicked twice."""
+        """Copy a code block if its “copy” mark is clicked. Select a block if its text is double-clicked."""
         if (place := self._place(event.y)) is None:
             return
         block, row = self._blocks[place[0]], place[1]

@@ -60,7 +60,7 @@ class TextFormat(RequestFields):
 
 
 class TextConfig(RequestFields):
-    """Settings of the answer."""
+    """Settings for the answer."""
 
     format: TextFormat | None = None
     verbosity: Ignored
