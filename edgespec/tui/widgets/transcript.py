@@ -12,6 +12,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
 from textual.geometry import Size, clamp
+from textual.reactive import Reactive
 from textual.scrollbar import ScrollBar
 from textual.widget import Widget
 from textual.widgets import Static
@@ -40,8 +41,19 @@ _MAX_PAGES = 3
 _COLLECTION_SECONDS = 2.0
 
 
+class _Column(Vertical):
+    """The messages, notes and panels."""
+
+    # See `Transcript.virtual_size`.
+    virtual_size: Reactive[Size] = Reactive(Size(0, 0), repaint=False)
+
+
 class Transcript(VerticalScroll):
     """Scrolling list of messages, notes and panels, with the newest at the bottom."""
+
+    # Textual would lay out and draw all messages a second time after each new line. Its first layout has
+    # already moved the scrollbar and the messages.
+    virtual_size: Reactive[Size] = Reactive(Size(0, 0), repaint=False)
 
     # Active only after the user has deleted all messages, see `ChatScreen.check_action`.
     BINDINGS: ClassVar[list[BindingType]] = [Binding("u", "screen.undo", show=False)]
@@ -49,7 +61,7 @@ class Transcript(VerticalScroll):
     def __init__(self, chat: OpenChat, welcome: Widget, *, id: str) -> None:  # noqa: A002 - textual's own name
         super().__init__(id=id)
         self._earlier, self._later = _more("earlier"), _more("later")
-        self._column = Vertical(welcome, self._earlier, self._later, id="messages")
+        self._column = _Column(welcome, self._earlier, self._later, id="messages")
         self._chat = chat
         # Messages `_first` (inclusive) to `_end` (exclusive) of the current branch are shown as widgets.
         self._first = self._end = 0
