@@ -217,7 +217,7 @@ class Size(Kind):
 class WorkerList(Kind):
     """The machines that hold the layers of a model, such as `host:port=16GiB,local=8GiB`."""
 
-    metavar = "HOST:PORT[=SIZE],..."
+    metavar = "ADDRESS[=SIZE],..."
 
     def check(self, name: str, value: Any) -> str:
         text = check_text(name, value, "a list of workers")

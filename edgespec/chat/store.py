@@ -173,7 +173,7 @@ class ChatStore:
         """Put a hidden chat back into the list.
 
         Returns:
-            The ID of the chat. It is a new one if another program still had the chat open and has saved it
+            The ID of the chat, which is new if another program still had the chat open and has saved it
             again.
 
         Raises:

@@ -121,7 +121,7 @@ class ChatScreen(TurnScreen):
             refusal = sentences(error.what, error.next_step)
             await self.transcript.note(refusal)
             if text == self._refused:
-                # A second note with the same text is easily overlooked.
+                # The user can easily overlook a second note with the same text, so show a message too.
                 self.say(refusal)
             self._refused = text
             if self.give_back(text) and typed.command is None:
@@ -255,7 +255,7 @@ class ChatScreen(TurnScreen):
         self.post_message(self.PreferencesChanged())
 
     async def show_chats(self, query: str = "") -> None:
-        """Show the list of chats and focus it. It contains the chats that match `query`."""
+        """Show and focus the list of chats that match `query`."""
         if "sidebar" not in self._panels:
             await self.toggle_panel("sidebar")
         self.sidebar.filter(query)

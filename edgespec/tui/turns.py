@@ -89,7 +89,7 @@ class TurnScreen(ChatView):
         self.call_after_refresh(self.open_in_model, chat)
 
     def open_in_model(self, chat: OpenChat) -> None:
-        """Count the chat's tokens in the model thread. This would delay the first drawing of a long chat."""
+        """Count the chat's tokens in the model thread. Slow, so call this after the chat is drawn."""
         if chat is self.current_chat and not self.writing:
             self._start(self._thread.open_chat(chat.system, chat.messages))
 

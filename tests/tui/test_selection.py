@@ -78,7 +78,7 @@ async def test_the_hint_lists_the_keys_only_while_a_message_is_selected(tmp_path
 
 def test_the_hint_fits_any_width() -> None:
     for width in range(8, 100):
-        assert len(selection.hint(width, versions=True, folds=True)) <= width
+        assert len(selection.hint(width, versions=True, fold="Enter unfold")) <= width
 
 
 async def test_letters_are_typed_unless_a_message_is_selected(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ class BlockContext(LlamaContext):
         return logits
 
     def lattice(self, count: int) -> NDArray[np.float32]:
-        """Return what the path selector computed for a block of `count` tokens. See `PathSelector`."""
+        """Return the candidates and scores for a block of `count` tokens. See `PathSelector`."""
         api = nextn_api()
         assert api is not None
         return copied_rows(api.address(self._context), count, library().llama_model_n_embd(self._model))

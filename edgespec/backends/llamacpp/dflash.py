@@ -106,7 +106,7 @@ class DFlashHead(CachedHead):
 
     @property
     def free_tokens(self) -> int:
-        # If the first row of a block is unused, the block takes one more position than it drafts tokens.
+        # If the first row of a block is unused, the block needs one more position than it has draft tokens.
         return max(0, super().free_tokens - self._shape.first_row)
 
     @property
@@ -171,7 +171,7 @@ class DFlashHead(CachedHead):
         if self._markov:
             return np.stack([self._corrected(*node) for node in zip(tokens, depths, strict=True)])
         if (depths == depths[0]).all():
-            # Avoid a copy of the row per token, which would be slow for large vocabularies.
+            # Return a view, because copying the row for each token would be slow for large vocabularies.
             return np.broadcast_to(self._rows[depths[0]], (len(depths), self._rows.shape[1]))
         rows: NDArray[np.float32] = self._rows[depths]
         return rows

@@ -79,9 +79,12 @@ class HeadContext(LlamaContext):
         *,
         logits: bool = True,
     ) -> NDArray[np.float32]:
-        """Process tokens with the hidden states before them. See `run`. Without `logits`, returns no rows."""
-        # Request the rows of all tokens or of none. For many heads, llama.cpp would return the hidden states
-        # of the first tokens instead of those of the requested tokens.
+        """Process tokens with the hidden states before them, and return their logits. See `run`.
+
+        If `logits` is False, the result has no rows.
+        """
+        # Request logits for all tokens or for none. If only some are requested, llama.cpp returns the wrong
+        # hidden states for many heads: those of the first tokens.
         self._pairs.put(tokens, positions, sequences, logits)
         self._pairs.states[: len(tokens)] = states
         self._decode(self._pairs)

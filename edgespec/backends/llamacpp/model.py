@@ -47,7 +47,7 @@ from edgespec.errors import (
 
 __all__ = ["LlamaCppModel", "load"]
 
-# Maps each drafting method to the function that loads its heads, given the target and the head.
+# Maps each drafting method to the function that loads a head for a target.
 _HEAD_LOADERS: dict[str, Callable[[LlamaCppModel, Head], SelfDraftView[Any]]] = {
     "eagle": load_eagle_head,
     "dflash": load_dflash_head,

@@ -30,7 +30,7 @@ __all__ = [
 
 
 class MtpGraph(NamedTuple):
-    """What llama.cpp's graph for the MTP layers of an architecture expects.
+    """The requirements of llama.cpp's computation graph for the MTP layers of an architecture.
 
     Attributes:
         reads_normed: Whether the layers read the target's final hidden states after the final norm rather
@@ -52,7 +52,7 @@ class MtpGraph(NamedTuple):
     streams: int = 1
 
     def states_read(self, layer_count: int) -> tuple[int, ...]:
-        """Return which hidden states of the target the layers read, numbered as in `HiddenStateSource`."""
+        """Return the indices of the target's hidden states that the layers read. See `HiddenStateSource`."""
         if self.streams > 1:
             return stream_states(self.streams)
         return (POST_NORM,) if self.reads_normed else (layer_count,)
@@ -101,8 +101,8 @@ class MtpLayers:
         weight_bytes: Size of the layers' weights.
         token_bytes: Size of the layers' KV cache per token, in f16.
         vocabulary: Number of tokens in the vocabulary.
-        state_size: Number of values that the layers read per token.
-        graph: What llama.cpp expects of the layers.
+        state_size: Number of hidden state values that the layers read per token.
+        graph: The requirements of llama.cpp for these layers.
     """
 
     count: int
@@ -231,7 +231,7 @@ def _layer_token_bytes(header: GgufHeader, layer: int) -> int:
 
 
 def _of_layer(value: Any, layer: int) -> int:
-    """Return the value for a layer. A file has one number for all layers, or one for each."""
+    """Return the value for a layer. The metadata has one value for all layers or one per layer."""
     if isinstance(value, np.ndarray):
         return int(value[layer]) if value.dtype.kind in "iu" and layer < len(value) else 0
     return value if isinstance(value, int) else 0

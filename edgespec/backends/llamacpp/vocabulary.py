@@ -17,7 +17,8 @@ from edgespec.errors import BackendError, ClosedError
 
 __all__ = ["LlamaVocabulary"]
 
-# Enough for most pieces. Comparing two vocabularies reads all pieces, and `create_string_buffer` is slow.
+# Large enough for most pieces. The type is created once, because comparing two vocabularies reads all pieces
+# and `create_string_buffer` is slow.
 _PieceBuffer = ctypes.c_char * 64
 
 

@@ -51,10 +51,14 @@ class MlxModel(BaseModel):
         rounding: Machine epsilon of the model's compute data type.
         memory_bytes: Memory limit of the model, its KV cache and its head. None if there is no limit.
         caches: The caches of all layers.
+        why_chains_only: The reason why the model supports no token trees and no drafting for itself. Empty if
+            there is none.
         partial_models: Factory for the partial models used for self-drafting.
         kv_bytes_for: Function that maps a context length in tokens to the size of all caches in bytes. Raises
             MemoryBudgetError if the caches do not fit in memory.
     """
+
+    why_chains_only = ""
 
     def __init__(
         self, loaded: LoadedModel, facts: ModelFacts, vocabulary: MlxVocabulary, options: LoadOptions

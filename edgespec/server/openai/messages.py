@@ -23,7 +23,7 @@ class ContentPart(ItemFields):
     text: str | None = None
 
 
-# A type alias, because a union cannot contain an annotated type directly.
+# Defined as an alias, because a union cannot contain an annotated type directly.
 _Parts = TypeAliasType("_Parts", Annotated[list[ContentPart], FailFast()])
 
 

@@ -54,8 +54,8 @@ class ReplyMarkdown(Widget):
         super().__init__(classes="reply-markdown")
         self._finished: list[Block] = []
         self._last_text = ""
-        # All blocks, and for one width the row below each.
         self._blocks: list[Block] = []
+        # A width and the result of `_bottoms_at` for this width, cached until the text changes.
         self._bottoms: tuple[int, list[int]] = (0, [])
         # The code block under the mouse.
         self._pointed: CodeBlock | None = None
@@ -129,9 +129,9 @@ class ReplyMarkdown(Widget):
         return block.rows(width, y - row, style, self._get_style)[row]
 
     def _place(self, y: int) -> tuple[int, int] | None:
-        """Return the number of the block at row `y`, and the row in it. -1 is the blank row above the block.
+        """Return the index of the block at row `y`, and the row within the block.
 
-        Return None below the last block.
+        The row is -1 for the blank row above a block. Returns None below the last block.
         """
         width = self.size.width
         bottoms = self._bottoms_at(width)
@@ -141,7 +141,7 @@ class ReplyMarkdown(Widget):
         return number, y - bottoms[number] + self._blocks[number].height(width)
 
     def _bottoms_at(self, width: int) -> list[int]:
-        """Return the row below each block at this width."""
+        """Return the index of the row below each block when the text is `width` cells wide."""
         if self._bottoms[0] != width:
             heights = (
                 block.height(width) + (block.gap and number > 0) for number, block in enumerate(self._blocks)
@@ -156,7 +156,7 @@ class ReplyMarkdown(Widget):
         self._point_at(None)
 
     def _point_at(self, place: tuple[int, int] | None) -> None:
-        """Show the “copy” mark of the code block at this place, or none."""
+        """Show the “copy” mark if there is a code block at this place, and hide any other mark."""
         block = None if place is None else self._blocks[place[0]]
         pointed = block if isinstance(block, CodeBlock) else None
         if pointed is not self._pointed:
@@ -164,7 +164,7 @@ class ReplyMarkdown(Widget):
             self.refresh()
 
     def on_click(self, event: events.Click) -> None:
-        """Copy a code block if its mark is clicked. Select a block if its text is clicked twice."""
+        """Copy a code block if its “copy” mark is clicked. Select a block if its text is double-clicked."""
         if (place := self._place(event.y)) is None:
             return
         block, row = self._blocks[place[0]], place[1]

@@ -26,7 +26,7 @@ class InputPart(ItemFields):
     refusal: str | None = None
 
 
-# A type alias, because a union cannot contain an annotated type directly.
+# Defined as an alias, because a union cannot contain an annotated type directly.
 _Parts = TypeAliasType("_Parts", Annotated[list[InputPart], FailFast()])
 
 
@@ -58,7 +58,7 @@ class TextFormat(RequestFields):
 
 
 class TextConfig(RequestFields):
-    """Settings of the answer."""
+    """Settings for the answer."""
 
     format: TextFormat | None = None
     verbosity: Ignored
