@@ -149,7 +149,8 @@ class RequestFields(_Fields):
 
     @classmethod
     def _is_refused(cls, name: str, option: str) -> bool:
-        known = cls.known_fields()
+        # Ollama's fields include those in `options`, such as `options.num_predict`.
+        known = [each.rpartition(".")[2] for each in cls.known_fields()]
         return (
             len(name) > _MAX_NAME_CHARACTERS
             or name in cls.advice
