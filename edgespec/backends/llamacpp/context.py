@@ -158,7 +158,11 @@ class LlamaContext(KvSequences):
                 reader.allocate(reader.plan.with_tokens(plan.tokens))
 
     def apply_adapters(self) -> None:
-        """Use the adapters with their current scales from the next pass on. Raises BackendError."""
+        """Use the adapters with their current scales from the next pass on.
+
+        Raises:
+            BackendError: llama.cpp refused the adapters.
+        """
         if self._adapters:
             self._adapters.apply(self._context)
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DFlashHead", "estimate_dflash_head", "load_dflash_head"]
 
-# Maximum number of tokens per pass. Kept small because compute buffers grow with it and the vocabulary size.
+# Maximum number of tokens per pass. It is small because compute buffers grow with it and the vocabulary size.
 _BATCH_TOKENS = MAX_BLOCK_TOKENS
 # Approximate size of the compute buffer in bytes, per token of a batch and per token of the vocabulary: for
 # most heads, for heads with a reduced draft vocabulary, and for heads with a Markov head and large blocks.
@@ -267,7 +267,7 @@ def _estimate(
         compute_bytes = _MARKOV_COMPUTE_BYTES
     return estimate_head(
         context_tokens,
-        # Includes the float32 copy of `markov_w2` that `MarkovHead` makes.
+        # Add the float32 copy of `markov_w2` that `MarkovHead` makes.
         weight_bytes=weight_bytes + 4 * markov_elements,
         token_bytes=token_bytes,
         vocabulary=vocabulary,

@@ -98,7 +98,6 @@ class Eagle1Head(CachedStateHeadView):
             self._length += len(batch)
 
     def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
-        """See `LanguageModel.verify`."""
         self._check()
         check_tokens_fit(self, tree.width)
         check_draft_width(tree.width, self.facts.capabilities.max_width)

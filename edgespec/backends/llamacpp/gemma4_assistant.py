@@ -151,7 +151,8 @@ class AssistantHead(SelfDraftView["LlamaCppModel"]):
         check_tokens_fit(self, tree.width)
         check_draft_width(tree.width, self.facts.capabilities.max_width)
         self._own_states = self._own_states[:first]
-        # Run a node in a later pass than its parent, because it needs the hidden state after the parent.
+        # Run each node in a later pass than its parent, because its input is the hidden state after the
+        # parent.
         *earlier, last = tree.independent_ranges(first)
         rows = [self._run(tree, *nodes).copy() for nodes in earlier]
         logits = self._run(tree, *last)

@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 H = TypeVar("H", bound=SelfDraftView[Any])
-# Maximum number of tokens per pass of a head. Kept small because compute buffers grow with it and the
+# Maximum number of tokens per pass of a head. It is small because compute buffers grow with it and the
 # vocabulary size.
 BATCH_TOKENS = 64
 

@@ -205,7 +205,7 @@ def _file_stamps(folder: Path) -> _FileStamps:
 def _read_shape(
     path: str, name: str, adapters: tuple[Adapter, ...], low_bits: bool, _stamps: tuple[_FileStamps, ...]
 ) -> _ModelShape:
-    """Return a model's properties without loading its weights. Cached until a model file changes."""
+    """Return a model's properties without loading its weights. The result is cached until a file changes."""
     try:
         return _shape_of(read_skeleton(path, name, LoadOptions(adapters=adapters, low_bits=low_bits)))
     finally:
