@@ -27,7 +27,7 @@ _BEAT_SECONDS = 1.0
 def main() -> None:
     """Read the options from stdin, and serve the target until it closes the connection or stdin is closed."""
     options = json.loads(sys.stdin.buffer.readline())
-    # Nobody reads what libraries print.
+    # Discard what libraries print to stdout, because nobody reads it.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     cache = options["cache"] and Path(options["cache"])
     server = _LayerServer(socket.socket(fileno=options["connection"]), options["memory_bytes"], cache)
@@ -59,7 +59,7 @@ class _LayerServer:
             time.sleep(_BEAT_SECONDS)
 
     def serve(self) -> None:
-        """Load the layers, and run passes until the target closes the connection. Raises OSError."""
+        """Load the layers, and run passes until the target closes the connection, which raises OSError."""
         try:
             block = self._load()
             while True:
@@ -69,7 +69,7 @@ class _LayerServer:
         except EdgespecError as error:
             self._answer_error(error)
         except Exception as error:
-            # The target may have sent anything.
+            # Catch all exceptions, because an invalid message can cause any of them.
             self._answer_error(WorkerError(f"the message is invalid: {type(error).__name__}: {error}"))
 
     def _answer_error(self, error: EdgespecError) -> None:
@@ -87,7 +87,8 @@ class _LayerServer:
         for header_bytes, file_bytes in header["weight_files"]:
             headers.append((bytes(data[start : start + header_bytes]), file_bytes))
             start += header_bytes
-        # Importing mlx-lm takes seconds, in which the target receives empty messages.
+        # Import mlx-lm only now, because it takes seconds. Meanwhile, `beat` sends empty messages to the
+        # target.
         from edgespec.backends.mlx.layer_block import LayerBlock
 
         first, end = header["layers"]
