@@ -2,14 +2,16 @@
 """Kill, freeze and restart workers at random times, and check that the target's process survives.
 
     python scripts/kill_workers.py --losses 200
+    python scripts/kill_workers.py --losses 200 --target demo-mlx
 
 A child process loads the demo model on 1, 2 or 4 workers and generates a reply. At a random time, this script
-kills, freezes or restarts a worker or its RPC server, or sends garbage to their ports. It then checks that
+kills, freezes or restarts a worker or the process that runs its layers, or sends garbage to their ports. For
+GGUF models, the layers run in llama.cpp's RPC server. The script then checks that
 
 - the child process still runs,
 - the text so far is the beginning of the reply without workers, or all of it if there was no error,
 - an error is a WorkerLostError or WorkerError, and comes within `--max-seconds`, or within 21 seconds if the
-  worker was starting its RPC server,
+  worker was starting the process for its layers,
 - the same process can load the model again on the same workers, and generates the whole reply.
 
 Requires a POSIX system.
@@ -38,7 +40,7 @@ from edgespec.cluster.status import LEAD, MEASURE, PROBE
 
 PROMPT = "How do I list files by size, and how do I count the lines of each?"
 REPLY: dict[str, Any] = {"max_tokens": 40, "temperature": 0.0, "seed": 3}
-LOAD: dict[str, Any] = {"context": 512, "threads": 1}
+LOAD: dict[str, Any] = {"context": 512}
 # A worker that was killed needs some seconds to start again, and a load waits for it.
 _MAX_RELOAD_SECONDS = 60.0
 _MAX_START_SECONDS = 21.0
@@ -103,8 +105,8 @@ class Worker:
         assert self._process.stdout
         self.port = json.loads(self._process.stdout.readline())["port"]
 
-    def server(self) -> psutil.Process | None:
-        """Return the process of the RPC server, or None while it starts."""
+    def layer_process(self) -> psutil.Process | None:
+        """Return the process that runs the layers, or None while it starts."""
         with suppress(psutil.Error):
             return next(iter(psutil.Process(self._process.pid).children()), None)
         return None
@@ -113,23 +115,23 @@ class Worker:
         """Send a signal to the worker."""
         self._process.send_signal(number)
 
-    def send_to_server(self, number: int) -> None:
-        """Send a signal to the RPC server."""
-        if (server := self.server()) is not None:
+    def send_to_layers(self, number: int) -> None:
+        """Send a signal to the process that runs the layers."""
+        if (layers := self.layer_process()) is not None:
             with suppress(psutil.Error):
-                server.send_signal(number)
+                layers.send_signal(number)
 
-    def server_port(self) -> int:
-        """Return a port that the RPC server listens on, or the worker's if it has none yet."""
-        if (server := self.server()) is not None:
+    def layers_port(self) -> int:
+        """Return a port that the layer process listens on, or the worker's port if there is none."""
+        if (layers := self.layer_process()) is not None:
             with suppress(psutil.Error):
-                for each in server.net_connections("tcp4"):
+                for each in layers.net_connections("tcp4"):
                     if each.status == psutil.CONN_LISTEN:
                         return int(each.laddr.port)
         return self.port
 
     def kill(self) -> None:
-        """Kill the worker. Its RPC server then ends too."""
+        """Kill the worker. The process that runs its layers then ends too."""
         self._process.kill()
         self._process.wait()
 
@@ -139,8 +141,8 @@ class Worker:
         self.start()
 
     def recover(self) -> None:
-        """Continue the worker and its RPC server if they are frozen, or start the worker if it has ended."""
-        self.send_to_server(signal.SIGCONT)
+        """Continue the worker and its layer process if they are frozen. Start the worker if it has ended."""
+        self.send_to_layers(signal.SIGCONT)
         if self._process.poll() is not None:
             self.end()
             self.start()
@@ -165,16 +167,16 @@ def _send_garbage(worker: Worker, choices: random.Random) -> None:
     start = choices.choice(
         (b"", LEAD, PROBE, MEASURE, LEAD[:7], _HELLO, _HELLO[:12], b"GET / HTTP/1.1\r\n\r\n")
     )
-    port = choices.choice((worker.port, worker.server_port()))
+    port = choices.choice((worker.port, worker.layers_port()))
     _garbage(port, start + choices.randbytes(choices.randrange(3000)))
 
 
 LOSSES: dict[str, Callable[[Worker, random.Random], None]] = {
     "killed worker": lambda worker, _: worker.kill(),
-    "killed RPC server": lambda worker, _: worker.send_to_server(signal.SIGKILL),
+    "killed layer process": lambda worker, _: worker.send_to_layers(signal.SIGKILL),
     "restarted worker": lambda worker, _: worker.restart(),
     "frozen worker": lambda worker, _: worker.send(signal.SIGSTOP),
-    "frozen RPC server": lambda worker, _: worker.send_to_server(signal.SIGSTOP),
+    "frozen layer process": lambda worker, _: worker.send_to_layers(signal.SIGSTOP),
     "garbage": _send_garbage,
 }
 
