@@ -291,7 +291,7 @@ def _save(chat: PlainChat, argument: str) -> None:
     title = " ".join(unquoted(argument).split())[:80]
     chat.current_chat.title = title or chat.current_chat.title
     chat.save()
-    chat.answer(f"This chat is saved as “{chat.current_chat.shown_title}”.")
+    chat.answer(f"Saved as {chat.current_chat.shown_title!r}.")
 
 
 def _race(chat: PlainChat, argument: str) -> None:

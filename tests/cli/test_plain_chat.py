@@ -92,11 +92,7 @@ def test_commands_work_line_by_line(start: Start, tmp_path: Path) -> None:
         "System prompt: Be brief.",
     ):
         assert text in out
-    for text in (
-        "This chat is saved as “My chat”.",
-        "My chat (now, 2 messages)",
-        "/regen: regenerate the last reply",
-    ):
+    for text in ("Saved as 'My chat'.", "My chat (now, 2 messages)", "/regen: regenerate the last reply"):
         assert text in out
     for text in (
         "/theme does not exist in the plain chat",
