@@ -1,4 +1,4 @@
-"""Workers that edgespec starts by SSH on an sshd of the tests. Without sshd, a program stands in for `ssh`."""
+"""Workers that edgespec starts by SSH on an sshd of the tests. Without sshd, a program replaces `ssh`."""
 
 from __future__ import annotations
 
