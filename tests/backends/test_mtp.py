@@ -23,8 +23,8 @@ from edgespec.backends.llamacpp import context_planning, mtp, probe, state_taps
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.backends.llamacpp.mtp_files import MTP_GRAPHS, read_mtp_layers
 from edgespec.backends.replay import ReplayModel
-from edgespec.drafters.head_cache import HeadCache
 from edgespec.backends.self_draft_methods import Head
+from edgespec.drafters.head_cache import HeadCache
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, EdgespecError, ModelFileError, OptionError
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
