@@ -56,7 +56,7 @@ def check_number(name: str, value: object, allowed: str) -> float:
     try:
         return float(value)
     except OverflowError:
-        # Integers can be larger than any float. NaN is also outside of all ranges.
+        # The integer is too large for a float. The caller's range check also rejects NaN.
         return math.nan
 
 

@@ -23,11 +23,12 @@ __all__ = ["ChildProcess", "module_arguments"]
 class ChildProcess:
     """A Python process that reads requests from its stdin and writes replies to its stdout.
 
-    The process stops when this object is closed or garbage-collected. It should also exit when its stdin is
-    closed, which happens when the parent process exits. Call `close` from any thread.
+    The process stops when this object is closed or garbage-collected. The process should also exit when its
+    stdin is closed, which happens when the parent process exits. Call `close` from any thread.
 
     Args:
         arguments: The arguments of the Python interpreter: a script or code, followed by its own arguments.
+        open_files: Numbers of open files and sockets that the process uses too. Not supported on Windows.
 
     Attributes:
         stdin: The stream for requests to the process.
@@ -37,7 +38,7 @@ class ChildProcess:
         EdgespecError: The process cannot be started.
     """
 
-    def __init__(self, arguments: Sequence[str]) -> None:
+    def __init__(self, arguments: Sequence[str], *, open_files: Sequence[int] = ()) -> None:
         # In a frozen program, such as one made with PyInstaller, sys.executable is not a Python interpreter.
         if not sys.executable or getattr(sys, "frozen", False):
             raise EdgespecError(
@@ -53,6 +54,7 @@ class ChildProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
+                pass_fds=open_files,
             )
         except OSError as error:
             raise EdgespecError(

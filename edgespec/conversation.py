@@ -143,7 +143,7 @@ class Chat:
             on_end=on_end,
             **options,
         )
-        # Do not use `stream` in `on_end`, because that would create a reference cycle.
+        # `on_end` must not refer to `stream`, because that would create a reference cycle.
         prompt_tokens, written_before = stream.prompt_tokens, stream.reply_start
         self.messages, self.dropped_messages = messages, stream.dropped_messages
         self._used_tokens = prompt_tokens

@@ -35,7 +35,7 @@ def write_error(folder: Path) -> OSError | None:
 
 
 def append_error(path: Path) -> OSError | None:
-    """Append bytes to a file to find out why a library could not write it. Return the error, or None."""
+    """Append bytes to a file to find out why a library failed to write to it. Return the error, or None."""
     try:
         with path.open("ab", buffering=0) as file:
             _write_trial(file.fileno())
@@ -46,13 +46,13 @@ def append_error(path: Path) -> OSError | None:
 
 @contextmanager
 def explain_write_errors(path: Path) -> Iterator[None]:
-    """Raise write errors of the block with their reason, which NumPy does not report.
+    """Return a context manager that adds the missing reason to write errors from NumPy.
 
     Args:
         path: The file that the block writes.
 
     Raises:
-        OSError: The block raised an OSError.
+        OSError: The block failed to write the file.
     """
     try:
         yield
@@ -70,7 +70,7 @@ def _write_trial(handle: int) -> None:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the free disk space for a folder, which may not exist yet. Raises OSError."""
+    """Return the free disk space for a folder in bytes. The folder may not exist yet. Raises OSError."""
     return shutil.disk_usage(_existing(folder)).free
 
 

@@ -32,7 +32,7 @@ class Embedding:
 
     @classmethod
     def of(cls, vector: NDArray[np.float32], tokens: int) -> Embedding:
-        """Return the embedding with a vector of any length, after scaling it to the length 1."""
+        """Return an embedding. `vector` can have any length, and is scaled to length 1."""
         length = float(np.linalg.norm(vector))
         return cls(vector / np.float32(length or 1.0), tokens)
 
@@ -63,11 +63,11 @@ def tokenize_texts(
     Args:
         texts: The texts, each as a string or as token ids.
         vocabulary: The model's tokenizer.
-        facts: The model.
+        facts: Properties of the model.
         context_tokens: Size of the context. One of its tokens is left for the EOS token, which some models
             need after the text.
         truncate: Whether to drop the end of texts that do not fit in the context.
-        progress: Called as texts are tokenized. Returning False cancels this.
+        progress: Called as texts are tokenized. Returning False cancels tokenization.
 
     Raises:
         CancelledError: `progress` returned False.

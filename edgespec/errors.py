@@ -30,7 +30,7 @@ __all__ = [
 
 
 def shorten(text: object, max_characters: int = 120) -> str:
-    """Return a value as text for a message, cut after `max_characters`, because names can have any length."""
+    """Return a value as text of at most `max_characters`, for messages that quote long values."""
     shown = str(text)
     return shown if len(shown) <= max_characters else f"{shown[:max_characters]}..."
 
@@ -82,11 +82,11 @@ class BackendError(EdgespecError):
 
 
 class WorkerError(EdgespecError):
-    """Raised when a worker in `--workers` cannot be used. Check that `edgespec worker` runs there."""
+    """Raised when a worker in `--workers` cannot be used. Check that it runs `edgespec worker`."""
 
 
 class WorkerLostError(BackendError):
-    """Raised when a worker ends or stops responding. Start it again, then load the model again."""
+    """Raised when a worker ends or stops responding. Restart the worker, then load the model again."""
 
 
 class CapabilityError(BackendError):
@@ -109,7 +109,7 @@ class ContextFullError(EdgespecError):
     """Raised when tokens do not fit in the context. Use a larger context or a shorter prompt.
 
     Attributes:
-        prompt_tokens: Number of tokens in the prompt. At least this many if the exact number is unknown. None
+        prompt_tokens: Number of tokens in the prompt, or a lower bound if the exact number is unknown. None
             if the error is not about a prompt.
         context_tokens: Number of tokens that the context holds. None if the error is not about a prompt.
     """

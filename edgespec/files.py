@@ -174,12 +174,12 @@ def parse_toml(text: str) -> dict[str, Any]:
 def write_private_file(path: Path, *payload: bytes) -> None:
     """Write a file that only its owner can read, atomically replacing an older version.
 
-    A missing parent folder is created as a private folder; an existing one keeps its permissions. Temporary
-    files left behind by earlier, killed writes of this file are deleted.
+    A missing parent folder is created as a private folder. An existing folder keeps its permissions.
+    Temporary files that earlier, killed writes of this file left behind are deleted.
 
     Args:
         path: The file to write.
-        payload: The parts of its contents, in order.
+        payload: The parts of the file's contents, in order.
 
     Raises:
         OSError: The file cannot be written. The older version is unchanged.
@@ -210,8 +210,10 @@ def delete_stale_temporaries(folder: Path, name: str = "", older_seconds: float 
 
     Args:
         folder: The folder to clean.
-        name: Delete only temporary files for the file with this name. If empty, delete those for all files.
-        older_seconds: Keep files newer than this, because another process may still be writing them.
+        name: Delete only temporary files for the file with this name. If empty, delete the temporary files
+            for all files.
+        older_seconds: Keep files newer than this many seconds, because another process may still be writing
+            them.
     """
     with suppress(OSError):
         for path in folder.glob(f".{glob.escape(name)}.*.tmp" if name else ".*.tmp"):

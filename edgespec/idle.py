@@ -46,7 +46,7 @@ class IdleWorker:
         Args:
             work: Called with a function `should_continue`, which returns False after `stop`.
             watch: A bound method, called every `WATCH_SECONDS` until it returns False. The thread holds only
-                a weak reference to its object.
+                a weak reference to the method's object.
         """
         self._stopped = threading.Event()
         args = (self._stopped, [work], WeakMethod(watch))

@@ -7,7 +7,7 @@ from typing import Any
 
 __all__ = ["without_other_properties"]
 
-# Keywords by the form of their value: one schema, a list of schemas, or schemas by name.
+# Keywords grouped by the form of their value: one schema, a list of schemas, or schemas by name.
 _SINGLE = ("items", "additionalItems", "additionalProperties", "contains")
 _LISTS = ("prefixItems", "items", "anyOf", "oneOf", "allOf")
 _NAMED = ("properties", "$defs", "definitions")
@@ -15,16 +15,16 @@ _NAMED = ("properties", "$defs", "definitions")
 _COMBINING = ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf")
 # Keywords whose schemas must not become stricter.
 _CONDITIONS = ("not", "if", "dependentSchemas")
-# Keywords that say which other properties are allowed.
+# Keywords that say which unnamed properties are allowed.
 _OTHERS = ("additionalProperties", "patternProperties", "propertyNames", "unevaluatedProperties")
 
 
 def without_other_properties(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema whose objects have only the properties that it names, unless it allows others.
+    """Forbid properties that a schema does not name, except where the schema itself allows them.
 
-    JSON schemas allow any other properties by default. OpenAI demands that schemas forbid them, and Ollama
-    always does. With a schema that does not, a small model would invent properties without end. A schema that
-    combines several schemas for the same object is returned unchanged, because none of them names all
+    JSON Schema allows unnamed properties by default, and a small model could then invent properties without
+    end. OpenAI requires schemas that forbid unnamed properties, and Ollama never generates them. A schema
+    that combines several schemas for the same object is returned unchanged, because none of them names all
     properties.
     """
     nodes = list(_nodes(schema))
@@ -82,7 +82,7 @@ def _closed(schema: Any) -> Any:
 
 
 def _can_close(schema: Mapping[str, Any]) -> bool:
-    """Return whether a schema names all properties that it needs, and does not mention any others."""
+    """Return whether a schema names all the properties it requires, and says nothing about unnamed ones."""
     properties, required = schema.get("properties"), schema.get("required", [])
     if not isinstance(properties, Mapping) or not properties or any(name in schema for name in _OTHERS):
         return False

@@ -97,7 +97,8 @@ class LoadArguments(TypedDict, total=False):
         default=(), default_text="none", per_run=True)]
     workers: Annotated[str | None, Option(WorkerList(), "workers",
         "Machines that hold the model's layers, each with an optional amount of memory, such as"
-        " 192.168.1.20:50052=16GiB,local=8GiB. Start `edgespec worker` on each. GGUF models only.",
+        " ssh://you@mac=16GiB,192.168.1.20:50052,local=8GiB. For ssh:// addresses, edgespec connects with"
+        " `ssh` and starts the worker. Start `edgespec worker` yourself on the others.",
         per_run=True)]
     prefix_cache: Annotated[str, Option(Choice(("none", "memory", "disk")), "prefix_cache",
         "Where to cache earlier chats so that returning to one is fast. `disk` also keeps the cache between"

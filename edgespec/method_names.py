@@ -20,7 +20,7 @@ _AUTOMATIC = (*HEADS, "model", "grammar", "suffix")
 
 
 def parse_method(method: str) -> tuple[str, ...]:
-    """Return the names of the drafters in a method. For `auto`, return all that it can use.
+    """Return the names of the drafters in a method. For `auto`, return all drafters that it can use.
 
     Raises:
         OptionError: The method is not a string, contains an unknown drafter or the same drafter twice, or

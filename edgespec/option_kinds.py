@@ -217,7 +217,7 @@ class Size(Kind):
 class WorkerList(Kind):
     """The machines that hold the layers of a model, such as `host:port=16GiB,local=8GiB`."""
 
-    metavar = "HOST:PORT[=SIZE],..."
+    metavar = "ADDRESS[=SIZE],..."
 
     def check(self, name: str, value: Any) -> str:
         text = check_text(name, value, "a list of workers")
@@ -267,7 +267,7 @@ def _path_and_scale(text: str) -> tuple[str, float]:
         return path, float(scale)
     except ValueError:
         if not os.path.exists(os.path.expanduser(path)):
-            # File names can contain equals signs.
+            # The equals sign is part of the file name.
             return text, 1.0
         raise OptionError(
             f"the scale {scale!r} is not a number", f"for example, use {path}=0.5, or only the path"

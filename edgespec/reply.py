@@ -15,7 +15,7 @@ __all__ = ["MethodReport", "Reply", "TextChunk", "TokenLogprobs"]
 class TokenLogprobs:
     """The log-probability of a token of a reply.
 
-    It is the model's own log-probability, before constraints, penalties, temperature and filters.
+    All log-probabilities are the model's own, before constraints, penalties, temperature and filters.
 
     Attributes:
         token: The token's id.

@@ -89,7 +89,7 @@ def build_request(
         tokens: The prompt.
         facts: The target model, whose vocabulary must contain all tokens.
         context_tokens: Size of the context, which must be large enough for the prompt.
-        options: The options, as in `ReplyArguments`. Missing ones have their declared defaults.
+        options: The options, as in `ReplyArguments`. Missing options have their declared defaults.
         processors: Custom logits processors.
 
     Raises:
@@ -181,7 +181,13 @@ def check_options(facts: ModelFacts, options: Mapping[str, Any]) -> tuple[Sampli
 
 
 def check_vocabulary(source: str, tokens: Iterable[Any], facts: ModelFacts) -> None:
-    """Raise OptionError if a token is not in the model's vocabulary."""
+    """Raise OptionError if a token is not in the model's vocabulary.
+
+    Args:
+        source: What contains the tokens, such as `prompt`, for the error message.
+        tokens: The token ids.
+        facts: The model.
+    """
 
     def is_token(value: Any) -> bool:
         return isinstance(value, Integral) and 0 <= int(value) < facts.vocab_size

@@ -186,8 +186,8 @@ class QueuedReply:
     """Iterator over the text chunks of a queued reply. Created by `RequestQueue`.
 
     Iteration waits for the request to start and then for each chunk, and raises the same errors as
-    `ReplyStream`. If the request is cancelled or the queue is closed before it starts, iteration raises
-    CancelledError or ClosedError.
+    `ReplyStream`. If the request is cancelled or the queue is closed before the request starts, iteration
+    raises CancelledError or ClosedError.
     """
 
     def __init__(self, start: Callable[[], ReplyStream], remove: Callable[[QueuedReply], bool]) -> None:
@@ -260,8 +260,8 @@ class QueuedEmbeddings:
     """The embeddings of queued texts. Created by `RequestQueue`.
 
     Attributes:
-        future: Provides the embeddings or the error, for programs that use asyncio. It cannot be cancelled;
-            use `cancel`.
+        future: Provides the embeddings or the error, for programs that use asyncio. It cannot be cancelled.
+            Use `cancel` instead.
     """
 
     def __init__(

@@ -35,9 +35,9 @@ _DEFAULTS: Mapping[str, Any] = MappingProxyType(
 class Runtime(ReplyMethods):
     """A loaded target model with its drafters. Created by `edgespec.load`.
 
-    A runtime generates up to `parallel` replies at a time, each in its caller's thread. Starting another one
-    raises BusyError. To serve several callers, use a `RequestQueue`. `cancel` and `close` can be called from
-    any thread.
+    A runtime generates up to `parallel` replies at a time, each in its caller's thread. Starting more raises
+    BusyError. To serve several callers, use a `RequestQueue`. `cancel` and `close` can be called from any
+    thread.
 
     Attributes:
         vocabulary: The target's tokenizer.
@@ -207,7 +207,7 @@ class Runtime(ReplyMethods):
     def borrowed_targets(self) -> AbstractContextManager[Sequence[LanguageModel]]:
         """Return a context manager that provides the target models of all concurrent replies.
 
-        They share one context and its forward passes. See `borrowed_target`.
+        The models share one context and its forward passes. See `borrowed_target`.
         """
         return self._sessions.borrowed_targets()
 
@@ -231,8 +231,8 @@ class Runtime(ReplyMethods):
         """Run the idle work of the drafters, such as online training, in this thread.
 
         Idle work starts automatically once the runtime has been idle for a moment. A script that generates
-        replies back to back can call this method between them. It returns when the work is done, when
-        `should_continue()` returns False, or when a reply starts in another thread.
+        replies back to back can call this method between them. This method returns when the work is done,
+        when `should_continue()` returns False, or when a reply starts in another thread.
         """
         for session in self._sessions.sessions:
             session.run_idle_work(should_continue)

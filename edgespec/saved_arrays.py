@@ -57,7 +57,7 @@ class SavedArrays:
         """Return the saved arrays, or an empty mapping if there are none or they cannot be read."""
         try:
             if regular_file_bytes(self.path) > _MAX_BYTES:
-                raise ValueError("the file is too large")
+                raise ValueError(f"the file is larger than {_MAX_BYTES >> 20} MiB")
             with np.load(io.BytesIO(read_regular_file(self.path)), allow_pickle=False) as file:
                 values = {name: file[name] for name in file.files}
         except FileNotFoundError:

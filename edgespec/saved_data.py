@@ -57,7 +57,7 @@ def delete_data(kind: Literal["all", "replies", "learned", "prefix-cache", "hist
 def delete_chat(store: ChatStore, chat_id: str) -> None:
     """Delete a saved chat, and the saved replies, cached prefixes and history of prompts of all chats.
 
-    These do not record which chat their text comes from, so all of them are deleted.
+    This cached data does not record which chat its text comes from, so all of it is deleted.
 
     Args:
         store: The saved chats.

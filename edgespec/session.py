@@ -149,7 +149,7 @@ class Session:
         )
 
     def next_step(self, steps: Iterator[Step]) -> Step | None:
-        """Return the next step, or None after the last one, which contains the finish reason.
+        """Return the next step, or None when the reply has ended. The last step contains the finish reason.
 
         Raises:
             BackendError: The model failed.
@@ -196,7 +196,7 @@ class Session:
 
     def _start(self, request: object) -> None:
         if self._active_request is not None:
-            # Abandoned streams end their replies when they are garbage-collected.
+            # Collect abandoned streams, which end their replies when they are garbage-collected.
             gc.collect()
         self._end_abandoned()
         with self._state_lock:

@@ -37,7 +37,8 @@ class SessionPool:
 
     def __init__(self, sessions: Sequence[Session]) -> None:
         self.sessions = sessions
-        # Reentrant, because starting a reply can end an abandoned one, whose callback may start another.
+        # Reentrant, because starting a reply can end an abandoned reply, whose callback may start another
+        # one.
         self._starting = threading.RLock()
         self._closed = False
 
@@ -82,7 +83,9 @@ class SessionPool:
         raise self._all_busy(busy)
 
     def _free_sessions(self) -> Sequence[Session]:
-        """Return the sessions that are not busy. If all are, one may hold an abandoned reply, so return all.
+        """Return the sessions that are not busy, or all sessions if all are busy.
+
+        A busy session may hold an abandoned reply, which ends when another reply starts.
 
         Raises:
             ClosedError: The pool was closed.

@@ -44,10 +44,10 @@ class _Statement(NamedTuple):
     """One statement in a TOML file.
 
     Attributes:
-        first: Index of its first line, from 0.
-        after: Index of the line after its last line.
-        path: The key that it sets, or the table that it starts.
-        opens: Whether it starts a table.
+        first: Index of the statement's first line, from 0.
+        after: Index of the line after the statement.
+        path: The key that is set, or the table that is started.
+        opens: Whether the statement starts a table.
     """
 
     first: int
@@ -92,7 +92,7 @@ def read_text(path: Path) -> str | None:
 
 
 def encoded(path: Path, text: str) -> bytes:
-    """Return the text of a TOML file as UTF-8. Raises ConfigurationError if `read_text` could not read it."""
+    """Return the text of a TOML file as UTF-8. Raises ConfigurationError if the text is too long."""
     data = text.encode()
     if len(data) > _MAX_BYTES:
         raise ConfigurationError(
@@ -104,6 +104,11 @@ def encoded(path: Path, text: str) -> bytes:
 
 def write_value(file: Path, path: KeyPath, literal: str | None) -> bool:
     """Set a value in a TOML file to a TOML literal, or remove the value if `literal` is None.
+
+    Args:
+        file: The TOML file. Created if it does not exist.
+        path: The keys of the value, outermost first.
+        literal: The new value as a TOML literal, or None.
 
     Returns:
         False if there is nothing to remove.
@@ -155,7 +160,7 @@ def error_at(file: Path, text: str, path: KeyPath, problem: str, next_step: str)
 
     Args:
         file: The file.
-        text: Its contents, which are valid TOML.
+        text: The file's contents, which are valid TOML.
         path: The keys of the value.
         problem: What is wrong with the value.
         next_step: What the user can do about it.

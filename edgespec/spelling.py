@@ -43,7 +43,7 @@ def nearest(typed: str, names: Iterable[str]) -> list[str]:
     are ignored. Option names of other programs, such as `n_ctx`, are also recognised.
 
     Args:
-        typed: What the user typed.
+        typed: The name that the user typed.
         names: The valid names.
 
     Returns:

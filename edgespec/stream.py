@@ -38,7 +38,7 @@ class ReplyStream:
         reply_start: Text at the end of the prompt that belongs to the reply, such as an opening `<think>`.
     """
 
-    # If the constructor raises an exception, `__del__` reads this value and has nothing to end.
+    # Read by `__del__` if the constructor raised an exception. There is then no reply to end.
     _ended = True
 
     def __init__(
@@ -50,7 +50,7 @@ class ReplyStream:
         reply_start: str = "",
         syntax: CallSyntax | None = None,
     ) -> None:
-        # The session that generates the reply, once it has started.
+        # Replaced by the session that generates the reply, once the reply has started.
         self._session = session = sessions.first
         self._sessions = sessions
         self.stats = Stats(target_step_seconds=session.target_step_seconds)
@@ -101,7 +101,7 @@ class ReplyStream:
         return replace(report, note=" · ".join(filter(None, notes)))
 
     def _adapter_note(self, report: MethodReport) -> str:
-        """Say what acceptance rate the draft model reaches, because it runs without the target's adapters."""
+        """Return a note on the acceptance rate of a draft model that runs without the target's adapters."""
         drafted = self.stats.drafted_per_position
         if not any(self._request.adapter_scales) or report.effective != "model" or not drafted:
             return ""
@@ -248,7 +248,7 @@ def _text_chunks(
 
 
 def _runs(split: Sequence[ReplyParts]) -> Iterator[list[ReplyParts]]:
-    """Group the parts that can share a chunk, in their order. A part with tool calls ends its group."""
+    """Group consecutive parts that can share a chunk. A part with tool calls ends its group."""
     run: list[ReplyParts] = []
     for part in split:
         if run and (run[-1].calls or run[-1].in_reasoning != part.in_reasoning):

@@ -23,14 +23,13 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import queue
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import geometric_mean
@@ -38,6 +37,7 @@ from typing import Any
 
 import edgespec
 from edgespec.losslessness import prompt_tokens, read_prompts
+from scripts.delayed_connection import forward
 from scripts.peers.configurations import parse, rotated_order
 
 PLAIN = "none"
@@ -89,51 +89,27 @@ class Proxy:
         self._process.join()
 
 
-def _serve(listener: socket.socket, target_port: int, seconds: float, counts: Any) -> None:
+def _serve(listener: socket.socket, target_port: int, delay_seconds: float, counts: Any) -> None:
     while True:
         client, _ = listener.accept()
-        target = socket.create_connection(("127.0.0.1", target_port))
-        waits_for_answer = threading.Event()
-        for direction, (source, sink) in enumerate(((client, target), (target, client))):
-            sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            arrived: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
-            reading = (source, arrived, direction, counts, waits_for_answer)
-            threading.Thread(target=_read, args=reading, daemon=True).start()
-            threading.Thread(target=_write, args=(sink, arrived, seconds), daemon=True).start()
+        arguments = (client, target_port, delay_seconds, _Counter(counts).on_data)
+        threading.Thread(target=forward, args=arguments, daemon=True).start()
 
 
-def _read(
-    source: socket.socket,
-    arrived: queue.SimpleQueue[tuple[float, bytes]],
-    direction: int,
-    counts: Any,
-    waits_for_answer: threading.Event,
-) -> None:
-    data = b"."
-    while data:
-        try:
-            data = source.recv(1 << 20)
-        except OSError:
-            data = b""
-        arrived.put((time.monotonic(), data))
-        counts[direction] += len(data)
-        if direction == _SENT:
-            waits_for_answer.set()
-        elif waits_for_answer.is_set():
-            waits_for_answer.clear()
-            counts[_TRIPS] += 1
+class _Counter:
+    """Counts the data of one connection. A round trip is data that the client sent, followed by an answer."""
 
+    def __init__(self, counts: Any) -> None:
+        self._counts = counts
+        self._waits_for_answer = threading.Event()
 
-def _write(sink: socket.socket, arrived: queue.SimpleQueue[tuple[float, bytes]], seconds: float) -> None:
-    data = b"."
-    while data:
-        at, data = arrived.get()
-        time.sleep(max(0.0, at + seconds - time.monotonic()))
-        with suppress(OSError):
-            if data:
-                sink.sendall(data)
-            else:
-                sink.shutdown(socket.SHUT_RDWR)
+    def on_data(self, sent: bool, size: int) -> None:
+        self._counts[_SENT if sent else _RECEIVED] += size
+        if sent:
+            self._waits_for_answer.set()
+        elif self._waits_for_answer.is_set():
+            self._waits_for_answer.clear()
+            self._counts[_TRIPS] += 1
 
 
 def main() -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product
 from typing import Any
 
 import pytest
 
-__all__ = ["covering"]
+__all__ = ["covering", "first"]
 
 
 def covering(*axes: Sequence[Any]) -> list[Any]:
@@ -25,4 +25,12 @@ def covering(*axes: Sequence[Any]) -> list[Any]:
             marks=() if indices in short else pytest.mark.long,
         )
         for indices in product(*map(range, sizes))
+    ]
+
+
+def first(values: Iterable[Any], count: int = 1) -> list[Any]:
+    """Return parameters of which only the first `count` run without `-m long`."""
+    return [
+        value if place < count else pytest.param(value, marks=pytest.mark.long)
+        for place, value in enumerate(values)
     ]

@@ -109,9 +109,13 @@ def test_a_toy_drafts_for_a_toy(toy: str) -> None:
         assert reply.stats.acceptance_rate == 1.0
 
 
-@pytest.mark.parametrize("option", ["adapter", "learn"])
+@pytest.mark.parametrize("option", ["adapter", "learn", "workers"])
 def test_features_it_lacks_are_refused(toy: str, option: str, tmp_path: Path) -> None:
-    options = {"adapter": {"adapter": tmp_path}, "learn": {"draft": toy, "learn": True}}[option]
+    options = {
+        "adapter": {"adapter": tmp_path},
+        "learn": {"draft": toy, "learn": True},
+        "workers": {"workers": "127.0.0.1:1"},
+    }[option]
     with pytest.raises(OptionError):
         edgespec.load(toy, **options)  # type: ignore[arg-type]
 

@@ -70,7 +70,7 @@ class DraftingOptions:
 
     @property
     def max_branches(self) -> int:
-        """The maximum number of branches in a draft that the target must be able to verify at once."""
+        """The number of branches in a draft that the target must be able to verify at once."""
         branches = self.arguments["draft_branches"]
         leaves = 1 if isinstance(branches, str) else math.prod(branches)
         grows_trees = branches == "auto" or "lookahead" in self.named_drafters

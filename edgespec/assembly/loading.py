@@ -79,7 +79,7 @@ def load(
     check_room_to_plan()
     pair = find_pair(request.target, request.draft, request.drafting, progress, request.options)
     with ExitStack() as undo:
-        connected = connect_workers(request.machines, pair, request.options, undo)
+        connected = connect_workers(request.machines, pair, request.options, undo, progress)
         load_options = with_own_adapters(connected, pair.target)
         trial_notice = ""
         if not request.trust:
@@ -90,7 +90,7 @@ def load(
         planned = plan_pair(pair, request.drafting, load_options, budget, request.plan)
         check_fits(planned)
         runtime = _load_planned(planned, trial_notice, progress)
-        # The target releases the workers from now on.
+        # From now on, closing the target releases the workers.
         undo.pop_all()
     return runtime
 
@@ -195,7 +195,7 @@ def _unadapted_acceptance(pair: ModelPair, options: LoadOptions) -> float | None
 def _acceptance_recorder(
     pair: ModelPair, drafting: DraftingOptions, options: LoadOptions
 ) -> AcceptanceRecorder | None:
-    """Return a recorder for the draft model's acceptance rate, or None if the options would distort it."""
+    """Return a recorder for the draft model's acceptance rate, or None if the options distort the rate."""
     arguments = drafting.arguments
     distorts = (
         options.adapters or arguments["draft_branches"] or arguments["draft_confidence"] or arguments["learn"]

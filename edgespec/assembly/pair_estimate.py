@@ -64,7 +64,8 @@ class PairEstimator:
         if self.why_in_turns:
             self._options = replace(self._options, parallel=1)
         elif options.parallel > 1 or options.workers is not None:
-            # A context that several replies share cannot grow. One on workers would move over the network.
+            # A context that several replies share cannot grow. Growing one on workers would copy it over the
+            # network.
             self._options = replace(self._options, initial_context_tokens=None)
         self._copy: MemoryEstimator | None = None
         copy = None if options.workers else _find_low_bit_copy(pair, drafting)
@@ -181,8 +182,8 @@ class PairEstimator:
     def max_context_for_draft(self, choice: PlanChoice) -> int:
         """Return the longest target context that the draft model supports.
 
-        A draft model with an attention window supports any length. Without one, the limit is the context
-        length that it was trained for.
+        A draft model with an attention window supports any length. Without a window, the limit is the context
+        length that the model was trained for.
         """
         longest = self.target.trained_context_tokens
         if not self._drafts or not choice.draft or self.draft_window(choice, choice.context_tokens):

@@ -60,7 +60,7 @@ def load_draft(
     options: LoadOptions,
     progress: Progress | None,
 ) -> Sequence[LoadedDraft | None]:
-    """Load the draft model for each model that `load_target` returned, or None if there is no draft model.
+    """Load a draft model for each of `targets`. If the pair has no draft model, return None for each.
 
     Raises:
         VocabularyMismatchError: The vocabularies have no tokens in common.

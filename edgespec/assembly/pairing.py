@@ -205,7 +205,7 @@ def _find_draft(
 
 
 def try_pair(pair: ModelPair, options: LoadOptions, progress: Progress | None) -> tuple[ModelPair, str]:
-    """Check in a child process that models and heads can be loaded, because damaged files can crash it.
+    """Check that models and heads can be loaded. Uses a child process, because damaged files can crash it.
 
     Reads only the metadata of models larger than the memory limit in `options`. Raises the same errors as
     `check_loadable`, but drops heads that fail if `auto` chose them.

@@ -116,7 +116,7 @@ class LoadPlan:
 
     @property
     def initial_context_tokens(self) -> int:
-        """The target's initial context size, which grows on demand. 0 if its cache grows token by token."""
+        """The target's initial context size in tokens. 0 if the target's KV cache grows token by token."""
         if self.pair.target.backend.cache_follows_text:
             return 0
         tokens, first = self.plan.context_tokens, self.options.initial_context_tokens
@@ -124,7 +124,7 @@ class LoadPlan:
 
     @property
     def notice(self) -> str:
-        """What differs from the user's request, as text for the user. Empty if nothing does."""
+        """Text that tells the user what differs from the request. Empty if nothing does."""
         given_up = ", ".join(decision.what for decision in self.plan.decisions)
         fitted = f"to fit {format_bytes(self.plan.budget.bytes)}: {given_up}" if given_up else ""
         in_turns = f"replies run one after the other: {self.why_in_turns}" if self.why_in_turns else ""

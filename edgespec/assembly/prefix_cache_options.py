@@ -59,7 +59,7 @@ def create_prefix_cache(
         place: Where to cache prefixes: `none`, `memory` or `disk`.
         disk_bytes: The size limit of the cache on disk, or None for the default.
         target: The loaded target.
-        heads: The heads that draft for it.
+        heads: The heads that draft for the target.
         load_options: The options that the target was loaded with.
         costs: The durations of the target's forward passes.
         plan: The memory plan.

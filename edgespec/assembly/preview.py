@@ -80,8 +80,8 @@ def plan(
 ) -> Preview:
     """Return what `load` would decide and how much memory it would use, without loading anything.
 
-    Downloads only the metadata of models that are not on this machine. With workers, it reserves them while
-    it plans, and measures the connections to them.
+    Downloads only the metadata of models that are not on this machine. With workers, `plan` reserves the
+    workers while it runs, and measures the connections to them.
 
     Args:
         target: The model to run, as for `load`.
@@ -114,7 +114,7 @@ def plan(
             # With a limit of 0 bytes, the trial reads only the metadata.
             try_pair(pair, replace(load_options, memory_bytes=0), progress)
         budget = budget_for(pair.backends, request.drafting.arguments)
-        connected = connect_workers(request.machines, pair, load_options, undo)
+        connected = connect_workers(request.machines, pair, load_options, undo, progress)
         planned = plan_pair(pair, request.drafting, connected, budget, request.plan)
         if connected.workers is None:
             return Preview(planned, predict_pair(planned.pair))

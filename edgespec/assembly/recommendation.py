@@ -162,7 +162,7 @@ def _faster_type(entry: ModelEntry, speed: SpeedPrediction, machine: MachineSpee
 
 
 def _best(candidates: Sequence[Candidate], task: Task) -> Candidate | None:
-    """Return the largest model that is comfortably fast, or at least acceptable, or else the fastest one."""
+    """Return the largest model that is comfortably or at least acceptably fast, or else the fastest model."""
     suitable = [each for each in candidates if each.is_for_code == (task == "code")] or list(candidates)
     for least in (_COMFORTABLE_SPEED, _ACCEPTABLE_SPEED):
         fast = [each for each in suitable if each.speed.fastest_tokens_per_second >= least]

@@ -77,13 +77,13 @@ class SelfDrafters:
         return makers[name]()
 
     def why_not_shared(self, name: str, *, is_loaded: bool) -> Drafter | MissingDrafter:
-        """Return why a drafter is missing that cannot draft for several replies, with everything it needs.
+        """Return why a drafter that cannot draft for several replies at once is missing, and what it needs.
 
         Args:
             name: A name in SELF_DRAFTS.
             is_loaded: Whether the drafter was requested when the model was loaded.
         """
-        # These methods cannot be used with this file at all. Omitting --parallel would not help.
+        # These methods cannot be used with this file at all, so omitting --parallel would not help.
         unusable = {
             "swift": not self._format.skips_layers,
             "layerskip": "layerskip" in self._format.preparations,

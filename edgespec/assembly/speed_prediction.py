@@ -121,7 +121,7 @@ def predict_entry(entry: ModelEntry, speed: MachineSpeed | None = None) -> Speed
 
     Args:
         entry: The model.
-        speed: The measured speed of this machine. Defaults to the saved one.
+        speed: The measured speed of this machine. Defaults to the saved speed.
 
     Returns:
         The prediction, or None if this machine has not been measured with the model's file format.

@@ -8,7 +8,7 @@ from typing import cast
 
 from edgespec.assembly.drafting_options import DraftingOptions
 from edgespec.assembly.pairing import ModelPair
-from edgespec.backends.base import LoadOptions
+from edgespec.backends.base import LoadOptions, Progress
 from edgespec.cluster.connected import ConnectedWorkers
 from edgespec.cluster.machines import Machines
 from edgespec.errors import OptionError
@@ -49,27 +49,32 @@ def for_workers(drafting: DraftingOptions) -> DraftingOptions:
 
 
 def connect_workers(
-    machines: Machines | None, pair: ModelPair, options: LoadOptions, undo: ExitStack
+    machines: Machines | None,
+    pair: ModelPair,
+    options: LoadOptions,
+    undo: ExitStack,
+    progress: Progress | None = None,
 ) -> LoadOptions:
     """Reserve the workers until `undo` is closed, and return the load options with them.
 
     Raises:
+        CancelledError: `progress` returned False.
         OptionError: The target does not support workers, or this machine cannot hold layers.
         WorkerError, MemoryBudgetError: A worker cannot be used.
     """
     if machines is None:
         return options
-    version = pair.target.file_format.worker_library_version
-    if version is None:
+    form = pair.target.file_format
+    if form.worker_library is None:
         raise OptionError(
-            f"{pair.target.name} cannot run on workers, because it is not a GGUF model",
-            "use a GGUF version of the model, or omit --workers",
+            f"{pair.target.name} cannot run on workers, because its format is {form.label}",
+            "use an ordinary GGUF or MLX version of the model, or omit --workers",
         )
     if machines.local_bytes and pair.target.backend.graphics_cards():
         raise OptionError(
             "--workers does not support local=SIZE on a machine with a graphics card yet",
             "start `edgespec worker` on this machine too, and name 127.0.0.1:50052 instead of local",
         )
-    workers = ConnectedWorkers(machines, version())
+    workers = ConnectedWorkers(machines, form.worker_library(), progress)
     undo.callback(workers.close)
     return replace(options, workers=workers)

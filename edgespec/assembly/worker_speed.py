@@ -29,7 +29,7 @@ class SpreadPrediction:
         links: The measured connection to each worker.
         send_seconds: Time to send the weights to all workers over the measured connections, if none of them
             has cached weights. Loading takes longer if files or processors are slower than the network.
-        tokens_per_second: The speed. None if a machine has not been measured.
+        tokens_per_second: The speed. None if a machine has not been measured, or cannot be for the format.
         unmeasured: The machines with a part of the target that `edgespec recommend` has not measured.
         alone: The expected speed with all layers on one machine, for the machines that can hold them and
             were measured.
@@ -46,7 +46,7 @@ class SpreadPrediction:
     faster_alone: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return the prediction as values for JSON."""
+        """Return the prediction as JSON-compatible values."""
         return {
             "links": [
                 {"round_trip_seconds": link.round_trip_seconds, "bytes_per_second": link.bytes_per_second}
@@ -77,9 +77,13 @@ def predict_spread(
         ModelFileError: A file of the target is damaged.
     """
     form = target.file_format
-    assert form.read_pass_weights is not None
-    weights = form.read_pass_weights(target.path)
     links = tuple(measure_link(link.address) for link in workers.links)
+    send_seconds = sum(
+        share.weight_bytes / link.bytes_per_second for share, link in zip(machines[1:], links, strict=True)
+    )
+    if form.read_pass_weights is None:
+        return SpreadPrediction(links, send_seconds, None, (), {}, fits_here, "")
+    weights = form.read_pass_weights(target.path)
     trips = (0.0, *(link.round_trip_seconds for link in links))
     speeds = (saved_machine_speed(form), *(_from_json(link.status.speed) for link in workers.links))
     layers = sum(share.layers for share in machines)
@@ -106,12 +110,9 @@ def predict_spread(
     measured = {name: 1.0 / each for name, each in alone.items() if each is not None}
     fastest = max(measured, key=lambda name: measured[name], default="")
     unmeasured = tuple(name for name, each in parts.items() if each is None)
-    send = (
-        share.weight_bytes / link.bytes_per_second for share, link in zip(machines[1:], links, strict=True)
-    )
     return SpreadPrediction(
         links,
-        sum(send),
+        send_seconds,
         None if unmeasured else 1.0 / together,
         unmeasured,
         measured,
@@ -121,7 +122,7 @@ def predict_spread(
 
 
 def saved_speed_json() -> dict[str, Any]:
-    """Return the measured speed of this machine with GGUF models as values for JSON, or an empty object."""
+    """Return the measured speed of this machine with GGUF models as JSON-compatible values, or {}."""
     speed = saved_machine_speed(format_of("gguf"))
     if speed is None:
         return {}

@@ -19,7 +19,7 @@ __all__ = ["ReadFiles", "read_files"]
 _MAX_BYTES = 16 << 20
 _MAX_PDF_BYTES = 64 << 20
 _MAX_TOTAL_BYTES = 32 << 20
-# Maximum time in seconds to read a file, or all files in a folder. Hostile PDF files use it up.
+# Maximum time in seconds to read a file, or all files in a folder. Hostile PDF files can take this long.
 _MAX_SECONDS = 60.0
 _IMAGES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"BM", b"II*\0", b"MM\0*")
 # Byte order marks, longest first, because the mark of UTF-32 begins with that of UTF-16.

@@ -80,7 +80,7 @@ class AcceptanceStats:
             self.rows.add(tree.drafted)
 
     def node_probs(self, tree: TokenTree) -> list[float]:
-        """Return how likely each node is to be accepted if its parent is accepted; 1 for the root."""
+        """Return each node's probability of being accepted if its parent is accepted, or 1 for the root."""
         probs = self._probs()
         return [1.0, *(float(probs[category]) for category in _categories(tree)[1:])]
 

@@ -11,7 +11,7 @@ __all__ = ["ACTIVE_REPLIES", "ActiveReplies"]
 class ActiveReplies:
     """Thread-safe set of the replies that are being generated.
 
-    It relies on atomic set operations. A lock could deadlock if garbage collection calls `discard`.
+    This class relies on atomic set operations. A lock could deadlock if garbage collection calls `discard`.
     """
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ _RETRY_COST_FACTOR = 3
 
 
 class Backoff:
-    """Pauses drafting while it costs more time than it saves, and retries it at increasing intervals.
+    """Pauses drafting while drafting costs more time than it saves, and retries at increasing intervals.
 
     On a small target, just searching for drafts can cost more time than the accepted tokens save.
     """

@@ -11,11 +11,11 @@ __all__ = ["ChosenTokens"]
 
 
 class ChosenTokens:
-    """The tokens of a draft that its drafter chose. Only they count in acceptance rates and draft lengths.
+    """The tokens that a drafter chose itself. Only these count in acceptance rates and draft lengths.
 
     Attributes:
         tree: The draft tree without the tokens that a constraint determines. The children of such a token
-            become those of the chosen token before it.
+            become children of the chosen token before it.
         nodes: For each node of `tree`, the corresponding node of the draft.
     """
 
@@ -37,12 +37,13 @@ class ChosenTokens:
         self.tree: TokenTree = builder.build()
 
     def emitted(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Return the emitted tokens that the drafter could have chosen, up to the first that it did not."""
+        """Return the emitted tokens, except for those that a constraint determines."""
         tree, forced = self._draft
         path = tree.walk(tokens)
         accepted = len(path) - 1
         chosen = [token for token, node in zip(tokens, path[1:], strict=False) if node not in forced]
-        # The next token shows that all children of the last accepted node were rejected.
+        # Include the token after the accepted ones, which shows that the drafter's other tokens were
+        # rejected.
         if forced.isdisjoint(tree.children(path[-1])):
             chosen += tokens[accepted : accepted + 1]
         return tuple(chosen)

@@ -144,7 +144,7 @@ class CombinedDrafter(Drafter):
     def pass_seconds(self) -> dict[str, float]:
         """Duration of a single-token pass of each drafter that runs a model, by name.
 
-        It is measured before the first draft, and is 0 if it was not measured.
+        The duration is measured before the first draft. It is 0 if it was not measured.
         """
         return {name: stats.pass_seconds for name, stats in self._models.items()}
 

@@ -155,7 +155,7 @@ class AutoController(Drafter):
         return self.loss_limit.allowance_seconds(self.target_step_seconds)
 
     def limit_loss(self, rate: float | None) -> None:
-        """Set the loss limit of the next reply, as a share of its plain decoding time. None is the default.
+        """Set the loss limit of the next reply, as a share of its plain decoding time. None means default.
 
         Call this before `begin`.
         """
@@ -176,7 +176,8 @@ class AutoController(Drafter):
         self._tokens = list(tokens)
         self._is_drafting, self._round = False, None
         self.loss_limit.begin()
-        # The prompt was a wide pass. The step after it takes longer with plain decoding too.
+        # The step after the prompt's wide pass is slower in plain decoding too, so drafting is not charged
+        # for it.
         self.costs.last_width = 0
         self.loss_limit.record_target_step(0, -self.costs.return_seconds)
         self.costs.set_context_tokens(len(tokens))

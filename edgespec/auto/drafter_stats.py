@@ -34,8 +34,7 @@ class DrafterStats:
     Attributes:
         acceptance: Acceptance statistics for the current kind of text, such as code.
         retries: Retry schedule for the current kind of text.
-        empty_draft_levels: If the drafter chose to draft nothing, the draft length it was asked for.
-            Otherwise 0.
+        empty_draft_levels: The requested draft length if the drafter chose to draft nothing, or 0 otherwise.
         has_prefilled: Whether the drafter has prefilled tokens in this reply.
     """
 

@@ -26,16 +26,17 @@ _MAX_REPLIES = 8
 _MIN_TARGET_STEPS = 3
 # New estimates of pass costs adapt faster until about this many multi-token passes have been measured.
 _SETTLED_PASSES = 20
-# Assumed worst-case duration of a verify pass, relative to its expected duration, after the number of
-# concurrent replies or of CPU threads changes.
+# Assumed worst-case duration of a verify pass, relative to its expected duration: after the number of
+# concurrent replies has changed, and after the number of CPU threads has changed.
 _ASSUMED_PASS_RATIO, _ASSUMED_RATIO_OF_THREADS = 2.0, 1.25
 # Factors that lower the worst-case ratio after each single-token pass and after each verify pass, to forget
 # outliers.
 _TARGET_STEP_DECAY, _VERIFY_DECAY = 0.995, 0.97
-# Factor after each single-token pass if the layers are on workers. Passes there are often delayed for reasons
-# that have nothing to do with drafting, and one such pass must not end drafting for a whole reply.
+# Replaces `_TARGET_STEP_DECAY` if layers are on workers. Passes there are often delayed for reasons that have
+# nothing to do with drafting, and one such pass must not end drafting for a whole reply.
 _LINK_DECAY = 0.97
-# Factor for this number of first verify passes, so that measurements soon replace the assumed ratio.
+# `_FIRST_DECAY` replaces `_VERIFY_DECAY` in the first `_FIRST_PASSES` verify passes, so that measurements
+# soon replace the assumed ratio.
 _FIRST_DECAY, _FIRST_PASSES = 0.8, 4
 # Saved costs are treated as damaged if they differ from measured costs by a factor of more than 1,000.
 _MAX_LOG_RATIO = math.log(1000.0)
@@ -129,7 +130,7 @@ class LiveCosts:
         self._is_restored = False
 
     def for_another_slot(self) -> LiveCosts:
-        """Return costs for another reply that shares the target's passes. Both use what either measures."""
+        """Return costs for another reply that shares the target's passes. Both share their measurements."""
         other = LiveCosts(self.curve, self._measured.threads, shares_passes=self._shares_passes)
         other._buckets, other._is_restored = self._buckets, True
         other._bucket = self._buckets[other._key]
@@ -158,7 +159,7 @@ class LiveCosts:
             return
         if key not in self._buckets:
             replies, threads = conditions
-            # Another thread may add buckets meanwhile.
+            # Iterate over a copy, because another thread may add buckets meanwhile.
             nearest = min(
                 tuple(self._buckets),
                 key=lambda at: (
@@ -251,8 +252,8 @@ class LiveCosts:
         self.last_width = self.curve.padded(width)
         self._bucket.record_ratio(ratio, width, _LINK_DECAY if self.curve.is_padded else _TARGET_STEP_DECAY)
         if width == 1 < mean_width:
-            # Other replies drafted in this pass. Count it as a target step all the same, because there may
-            # never be a pass without drafts.
+            # Other replies drafted tokens in this pass. Count the pass as a target step anyway, because there
+            # may never be a pass without drafts.
             self._bucket.target_steps += 1
 
     def _record(self, width: int, seconds: float) -> None:
@@ -291,7 +292,7 @@ class LiveCosts:
         Costs measured with several concurrent replies or another number of CPU threads are left out.
         """
         step = self.curve.target_step_seconds
-        # Copy the buckets, because another thread may change them meanwhile.
+        # Copy each bucket, because another thread may record passes in it meanwhile.
         single = {
             context: bucket.copy()
             for (context, at), bucket in tuple(self._buckets.items())

@@ -15,7 +15,7 @@ _EXPLORATION_RATE = 0.01
 
 
 class LossLimits(NamedTuple):
-    """How much slower than plain decoding a reply may become if no drafts are accepted.
+    """The maximum slowdown, compared with plain decoding, of a reply if no drafts are accepted.
 
     Attributes:
         rate: Share of the reply's plain decoding time, such as 0.02 for 2 %.

@@ -80,13 +80,14 @@ class ModelSelector:
         estimate: RoundEstimate,
         other_estimate: RoundEstimate,
     ) -> DrafterStats | None:
-        """Choose the drafter to run in this round, and prefill it. Return None to run none.
+        """Choose the drafter to run in this round, and prefill it. Return None if no drafter should run.
 
         Args:
             lengths: Maximum draft length of each drafter, by name. 0 rules a drafter out.
             estimate: Estimate of the lookup drafters' drafts in this round.
-            other_estimate: The same estimate without the draft of `grammar`. Drafters with `drafts_forced`
-                draft what follows these tokens, so that they do not compete with that draft.
+            other_estimate: The same estimate without the draft of `grammar`. It applies to drafters with
+                `drafts_forced`, whose drafts include the tokens that `grammar` drafts and continue after
+                them.
         """
         self.prefill_seconds, self._estimate = 0.0, estimate
         self._other_estimate = other_estimate
@@ -143,7 +144,7 @@ class ModelSelector:
     def _should_challenge(self, stats: DrafterStats, relative_gain: float) -> bool:
         """Return whether to run a drafter instead of a better one, to notice whether it has become the best.
 
-        `relative_gain` is its expected speed divided by the best expected speed.
+        `relative_gain` is the drafter's expected speed divided by the best expected speed.
         """
         step, rows = self._target_step_seconds.value, round(stats.acceptance.rows.value)
         cost = max(1.0 - relative_gain, 0.0) * (self.draft_cost(stats) + self._v(1 + rows))

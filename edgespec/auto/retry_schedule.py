@@ -47,7 +47,7 @@ class RetrySchedule:
     def is_affordable(self, cost: float) -> bool:
         """Return whether to try the drafter instead of a better one in this round, and count the round.
 
-        Unlike `is_due`, it waits as long as necessary for `cost` to be at most 0.75 % of the decoding time.
+        Unlike `is_due`, this waits as long as necessary for `cost` to be at most 0.75 % of the decoding time.
         A draft model that has to catch up with a long text can wait until the next reply.
         """
         self._waited += 1

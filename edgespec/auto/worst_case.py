@@ -50,7 +50,7 @@ class WorstCaseCosts:
     def extra_pass_seconds(self, width: int) -> float:
         """Return how much longer a `width`-token pass takes than a single-token pass, at worst.
 
-        It includes the change of the width back to a single token after it.
+        This includes the time to change back to single-token passes afterwards.
         """
         costs = self._costs
         extra_steps = max(costs.worst_v(width) - 1.0, 0.0)

@@ -23,6 +23,7 @@ from edgespec.backends.pass_weights import PassWeights
 from edgespec.backends.registry import Backend, BenchmarkModels, ExitMeasurement, FileFormat
 from edgespec.backends.self_draft_methods import Head
 from edgespec.backends.token_list import TokenList, tokens_of_folder, tokens_of_header
+from edgespec.cluster.libraries import LLAMA_CPP, MLX, Library, installed_mlx
 from edgespec.errors import CapabilityError
 from edgespec.heads.residual_layout import RESIDUAL_METHODS
 
@@ -47,10 +48,10 @@ def _load_gguf(path: str, name: str, options: LoadOptions, progress: Progress | 
     return llamacpp.load(path, name, options, progress)
 
 
-def _llama_cpp_version() -> str:
+def _llama_cpp_library() -> Library:
     from edgespec.backends.llamacpp.native import library
 
-    return str(library().__version__)
+    return Library(LLAMA_CPP, str(library().__version__))
 
 
 def _load_gguf_slots(
@@ -221,7 +222,7 @@ _GGUF = FileFormat(
     load=_load_gguf,
     open_estimator=_estimate_gguf,
     load_slots=_load_gguf_slots,
-    worker_library_version=_llama_cpp_version,
+    worker_library=_llama_cpp_library,
     read_info=read_gguf_info,
     read_tokens=_gguf_tokens,
     files=gguf_files,
@@ -281,6 +282,7 @@ _MLX = FileFormat(
     measure_exits=_measure_mlx_exits,
     low_bit_weights=True,
     trial=_try_mlx,
+    worker_library=lambda: Library(MLX, installed_mlx()),
     head_formats=dict.fromkeys(("mtp", "eagle", "dflash", *RESIDUAL_METHODS), frozenset({"mlx"})),
     estimate_head=_estimate_mlx_head,
     load_teacher=_load_mlx_teacher,

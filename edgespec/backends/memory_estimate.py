@@ -57,10 +57,11 @@ class MachineShare:
     Attributes:
         name: The worker's address, or `this machine`.
         layers: Number of layers.
-        weight_bytes: Weights, which include the embedding and the output layer on this machine.
-        cache_bytes: KV cache.
+        weight_bytes: Size of the weights. On the target's own machine, this includes the embedding and the
+            output layer.
+        cache_bytes: Size of the KV cache.
         compute_bytes: Maximum size of the compute buffers.
-        read_fraction: Fraction of the weights read by a pass that is in these layers.
+        read_fraction: Weight bytes of these layers, as a fraction of all weight bytes that a pass reads.
         can_hold_all: Whether all layers would fit on this machine. Always False for the target's own machine.
     """
 
@@ -74,7 +75,7 @@ class MachineShare:
 
     @property
     def total_bytes(self) -> int:
-        """The memory that the target needs on this machine."""
+        """The memory that the target needs on this machine, in bytes."""
         return self.weight_bytes + self.cache_bytes + self.compute_bytes
 
 
@@ -86,7 +87,8 @@ class MemoryEstimate:
         context_tokens: Size of the context.
         kv_type: Data type of the KV cache.
         parts: The memory on this machine.
-        machines: The target's shares, this machine's first. Empty if it is on this machine only.
+        machines: The share of each machine, starting with this one. Empty if the whole target is on this
+            machine.
     """
 
     context_tokens: int

@@ -20,6 +20,7 @@ from edgespec.backends.model_info import ModelInfo
 from edgespec.backends.pass_weights import PassWeights
 from edgespec.backends.self_draft_methods import Head
 from edgespec.backends.token_list import TokenList
+from edgespec.cluster.libraries import Library
 from edgespec.errors import ModelFileError
 
 __all__ = [
@@ -64,10 +65,10 @@ class BenchmarkModels:
     """Models with random weights, which show how fast this machine runs each quantisation type.
 
     Attributes:
-        types: The quantisation types to measure, and the bits that each uses per weight.
+        types: Bits per weight of each quantisation type to measure.
         write: Writes a model to a path, given the name of its type and the approximate bytes of its weights,
             or 0 bytes for a model of many small layers. Returns its weights. Raises OSError.
-        mixtures: For each quantisation name with several types, such as `Q4_K_M`, the typical share of each.
+        mixtures: Typical share of each type in quantisations that mix several types, such as `Q4_K_M`.
     """
 
     types: Mapping[str, float]
@@ -124,8 +125,8 @@ class FileFormat:
             context size in tokens. Raises ModelFileError. None if the format supports no heads.
         load_teacher: Loads the model at a path as the teacher for training drafters, given its name and a
             progress callback. None if they cannot be trained for models in this format.
-        worker_library_version: Returns the version of the library that runs the model, which must be the same
-            on all workers. None if the format does not support `LoadOptions.workers`.
+        worker_library: Returns the library that runs the model, whose version must be the same on all
+            workers. None if the format does not support `LoadOptions.workers`.
     """
 
     name: str
@@ -158,7 +159,7 @@ class FileFormat:
     unconverted_heads: frozenset[str] = frozenset()
     estimate_head: Callable[[Head, Path, int], MemoryEstimate] | None = None
     load_teacher: Callable[[str, str, Progress | None], Teacher] | None = None
-    worker_library_version: Callable[[], str] | None = None
+    worker_library: Callable[[], Library] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,7 +50,7 @@ class ResidualHeadTarget:
         embed: Returns the token embeddings [tokens, size] for token ids.
         make_product: Returns a function that multiplies by one of the heads' matrices.
         output: Returns a function that multiplies by the target's LM head, for heads without output matrices.
-        weight_bytes: See `WeightBytes`.
+        weight_bytes: Function that returns the memory in bytes for the weights of the heads.
     """
 
     model: BaseModel
@@ -204,7 +204,7 @@ def estimate_residual_heads(
         path: The heads' folder or file.
         context_tokens: The target's context size.
         vocab_size: The target's vocabulary size.
-        weight_bytes: See `WeightBytes`.
+        weight_bytes: Function that returns the memory in bytes for the weights of the heads.
 
     Raises:
         CapabilityError: The heads are of a kind that edgespec cannot run.

@@ -21,7 +21,7 @@ _WARM_UP_TOKENS = 8
 # Number of tokens that plain decoding generates again after the race, to check whether the machine's speed
 # has changed.
 _CHECK_TOKENS = 32
-# Maximum change of the machine's speed during a fair race, as a fraction of the time for these tokens.
+# Maximum value of `Race.drift` in a fair race, as a fraction. A larger change makes the result unreliable.
 _MAX_DRIFT = 0.2
 # Speeds that differ by less than this fraction count as equal, because a single race cannot distinguish them.
 _EQUAL_SPEEDS = 0.03
@@ -36,7 +36,7 @@ class RaceChunk:
     """A piece of a raced reply.
 
     Attributes:
-        seconds: Time at which it was generated, in seconds since the start of the reply.
+        seconds: Time at which the piece was generated, in seconds since the start of the reply.
         text: The text to show.
         token_count: Number of tokens.
         accepted: Whether the tokens are accepted draft tokens.
@@ -284,7 +284,7 @@ class _Runner:
         self._max_tokens = int(options.get("max_tokens") or DEFAULT_RACE_TOKENS)
 
     def run(self, description: str, method: str, done: float, *, max_tokens: int | None = None) -> Lane:
-        """Generate one reply. Its progress starts at the fraction `done` of the whole race."""
+        """Generate one reply. Report progress from the fraction `done` of the whole race on."""
         limit = min(max_tokens or self._max_tokens, self._max_tokens)
         self._report(description, done)
         options = self.options | {"method": method, "max_tokens": limit}

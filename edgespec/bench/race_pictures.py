@@ -35,7 +35,7 @@ class Event(NamedTuple):
     """Text that appears at one position on the screen.
 
     Attributes:
-        seconds: Time at which it appears, in seconds since the start.
+        seconds: Time at which the text appears, in seconds since the start.
         row: Row, counted from 0.
         column: Column, counted from 0.
         style: Number of the terminal colour or style.
@@ -163,7 +163,8 @@ class Picture:
             hidden = _set("hidden", 0.0, event.seconds) if event.seconds else ""
             base = ""
             if until is not None:
-                # Show a text that is replaced later only until then, and hide it if there is no animation.
+                # Show text that is replaced later only until then. Programs without animation do not show it
+                # at all.
                 base, hidden = ' visibility="hidden"', _set("visible", event.seconds, last - event.seconds)
             parts.append(
                 f'<text x="{x:.1f}" y="{y:.1f}" textLength="{length:.1f}" lengthAdjust="spacingAndGlyphs"'

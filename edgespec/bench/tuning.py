@@ -36,7 +36,7 @@ class PassCost:
         v: Duration of the pass relative to a single-token pass.
         limit: Speed-up over plain decoding if every draft token is accepted and drafting costs nothing.
         break_even: Acceptance rate (0 to 1) above which drafting makes decoding faster, assuming that
-            drafting costs nothing. None if it never does.
+            drafting costs nothing. None if there is no such rate.
     """
 
     width: int

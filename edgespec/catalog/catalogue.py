@@ -104,13 +104,13 @@ class HeadEntry:
 
     Attributes:
         name: The head's name.
-        kind: What kind of head it is, as in `ModelInfo.heads`.
-        targets: Names of the models that it drafts for.
+        kind: The kind of head, as in `ModelInfo.heads`.
+        targets: Names of the models that the head drafts for.
         approximate_file_bytes: Approximate size on disk.
-        repository: Hugging Face repository of its files. Empty if edgespec includes the head.
-        embedded_file: Path of its file or folder in the models folder, if edgespec includes the head.
-        published_speedup: The speed-up that its publisher measured. 0 if there is none.
-        published_on: The machine on which it was measured.
+        repository: Hugging Face repository of the files. Empty if edgespec includes the head.
+        embedded_file: Path of the file or folder in the models folder, if edgespec includes the head.
+        published_speedup: The speed-up that the publisher measured. 0 if there is none.
+        published_on: The machine on which the publisher measured the speed-up.
     """
 
     name: str
@@ -164,7 +164,7 @@ class Catalogue:
         return next((head for head in self.heads if name and head.repository.lower() == name.lower()), None)
 
     def heads_for(self, entry: ModelEntry | None) -> tuple[HeadEntry, ...]:
-        """Return the heads for a model. Its GGUF and MLX versions share the published ones."""
+        """Return the heads for a model. The GGUF and MLX versions of a model share its published heads."""
         name = entry.name if entry else ""
         return tuple(
             head
@@ -183,7 +183,7 @@ class Catalogue:
         """Return up to three names similar to `name`, most similar first.
 
         Args:
-            name: What the user typed.
+            name: The name that the user typed.
             also: Additional names to suggest.
         """
         known = [*also, *self.names]
@@ -219,7 +219,7 @@ def _with_mlx_forms(entries: list[ModelEntry]) -> Iterator[ModelEntry]:
 
 def _mlx_form(entry: ModelEntry, drafts: list[str]) -> ModelEntry:
     bits = int(entry.mlx_repository.rpartition("-")[2].removesuffix("bit"))
-    # Aliases of the MLX model are made from those of the GGUF model: `8b-q4` becomes `8b-mlx`.
+    # Derive the aliases of the MLX model from those of the GGUF model: `8b-q4` becomes `8b-mlx`.
     stems = [
         alias.removesuffix("-q4")
         for alias, quantisation in entry.aliases.items()

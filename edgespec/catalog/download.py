@@ -61,7 +61,7 @@ _SIGN_IN = "log in with `hf auth login` or set HF_TOKEN"
 
 @dataclass(frozen=True, slots=True)
 class RepositoryContent:
-    """What to look for in a Hugging Face repository.
+    """The rules for choosing a model's or a head's files in a Hugging Face repository.
 
     Attributes:
         choose: Returns the files to download, given the repository, its files and the quantisation.

@@ -111,7 +111,7 @@ class DraftChoice:
 
 
 def draft_options(target: Resolved, installed: InstalledModels) -> list[DraftOption]:
-    """Return the models that can draft for a target: installed models first, then downloadable ones.
+    """Return the models that can draft for a target: installed models first, then downloadable models.
 
     Both groups are sorted by expected speed-up, highest first.
     """

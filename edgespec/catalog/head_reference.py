@@ -27,7 +27,7 @@ def resolve_head(
     """Return the head that a reference names: a path, `user/repo[:file]`, or a name from the catalogue.
 
     Args:
-        reference: What the user typed.
+        reference: The reference that the user typed.
         allow_download: Whether to download the head if it is not on this machine.
         progress: Called during a download. Returning False cancels it.
 

@@ -1,7 +1,7 @@
 """Find heads for a target in its own files, beside them, and in the catalogue.
 
-This only reads metadata. It downloads nothing and loads no weights. A head is assumed to fit the target if
-the sizes in their metadata match.
+This module only reads metadata. It downloads nothing and loads no weights. A head is assumed to fit the
+target if the sizes in their metadata match.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def head_options(target: Resolved, metadata: MetadataCache) -> list[HeadOption]:
 
 
 def published_heads(entry: ModelEntry) -> list[HeadOption]:
-    """Return the published heads for a model from the catalogue, whether or not they are on this machine."""
+    """Return the published heads for a model in the catalogue, whether or not they are on this machine."""
     return [
         _not_downloaded(head, entry.file_format, entry.approximate_file_bytes)
         for head in load_catalogue().heads_for(entry)
@@ -171,7 +171,7 @@ def named_head(
 
 
 def _other_head(refused: Resolved, target: Resolved) -> str:
-    """Return advice that names a head of the catalogue for the target, or says how to list heads."""
+    """Return advice that names a head in the catalogue for the target, or says how to list heads."""
     for entry in load_catalogue().heads_for(target.entry):
         if entry.name != refused.name and not _why_not_yet(entry.kind, target.file_format):
             return f"use --head {entry.name}, which was made for {target.name}"

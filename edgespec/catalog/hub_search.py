@@ -24,7 +24,7 @@ def search_hub(text: str, limit: int = 20) -> list[ModelEntry]:
 
     Returns:
         The entries, most downloaded first. Sizes are estimated from the number of parameters. A size is 0 if
-        the hub does not know that number.
+        the hub does not know the number of parameters.
 
     Raises:
         DownloadError: The hub cannot be reached or rejects the search.

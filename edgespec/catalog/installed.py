@@ -45,12 +45,12 @@ class InstalledModel:
 
     Attributes:
         reference: The shortest reference to this model.
-        place: Where it is stored: `ollama`, `lmstudio`, `hub` (the Hugging Face cache), or `embedded` (part
-            of edgespec).
+        place: Where the model is stored: `ollama`, `lmstudio`, `hub` (the Hugging Face cache), or `embedded`
+            (part of edgespec).
         path: The model's file or folder.
-        format: Name of its file format.
+        format: Name of the model's file format.
         info: The model's metadata.
-        entry: Its entry in the catalogue, if it has one.
+        entry: The model's entry in the catalogue, if it has one.
         adapters: Adapters that are part of the model.
     """
 
@@ -167,7 +167,7 @@ def _shortest_reference(stored: StoredModel) -> tuple[str, ModelEntry | None]:
 def _smaller(resolved: Resolved, installed: InstalledModels) -> list[tuple[InstalledModel, bool]]:
     """Return smaller models that run on the same backend, largest first.
 
-    Each comes with a flag, which is True for another quantisation of the same model.
+    Each model comes with a flag, which is True for another quantisation of the same model.
     """
     info = model_info_or_none(resolved, installed.metadata)
     smaller = [

@@ -28,8 +28,8 @@ class _Repository(NamedTuple):
     Attributes:
         folder: The folder.
         name: `publisher/repository`.
-        files: The GGUF files in it.
-        has_config: Whether it contains a config.json and could therefore be an MLX model.
+        files: The GGUF files in the folder.
+        has_config: Whether the folder contains a config.json and could therefore be an MLX model.
     """
 
     folder: Path

@@ -115,7 +115,9 @@ def _info(value: Mapping[str, Any]) -> ModelInfo:
     info = ModelInfo(**{**value, **{name: tuple(value[name]) for name in _SEQUENCES}})
     for one in fields(info):
         if one.name not in ("kind", *_SEQUENCES) and type(getattr(info, one.name)).__name__ != one.type:
-            raise ValueError(f"the field {one.name} has an invalid value: {getattr(info, one.name)!r}")
+            raise ValueError(
+                f"the metadata field {one.name} has an invalid value: {getattr(info, one.name)!r}"
+            )
     return info
 
 

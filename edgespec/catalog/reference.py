@@ -65,11 +65,11 @@ class Resolved:
         name: The reference that the user typed.
         path: A GGUF file (the first part of a split model), the folder of an MLX model, or a folder created
             by `edgespec prepare layerskip`.
-        source: Where it was found: `path`, `embedded`, `hub` (the Hugging Face cache), `ollama` or
+        source: Where the model was found: `path`, `embedded`, `hub` (the Hugging Face cache), `ollama` or
             `lmstudio`.
-        entry: Its entry in the catalogue, if it has one.
+        entry: The model's entry in the catalogue, if it has one.
         note: A line that tells the user how the reference was resolved.
-        format: Name of its file format.
+        format: Name of the model's file format.
         adapters: Adapters that are part of the model, as in some models of Ollama.
     """
 
@@ -104,7 +104,7 @@ def resolve(reference: str, *, allow_download: bool = True, progress: Progress |
     and Ollama.
 
     Args:
-        reference: What the user typed.
+        reference: The reference that the user typed.
         allow_download: Whether to download the model if it is not on this machine.
         progress: Called during a download. Returning False cancels it.
 
@@ -119,7 +119,7 @@ def resolve(reference: str, *, allow_download: bool = True, progress: Progress |
 
 
 def resolve_with(reference: str, download: Download) -> Resolved:
-    """Return the model that a reference names. Call `download` if it is not on this machine."""
+    """Return the model that a reference names. Call `download` if the model is not on this machine."""
     typed = reference.strip()
     match parsed := follow_aliases(typed):
         case PathReference(path):
@@ -164,7 +164,7 @@ def _resolve_name(typed: str, reference: NameReference, download: Download) -> R
     if os.path.exists(full_name):
         return resolve_path(Path(full_name))
     if stored:
-        # Raises an error, because the model is unusable.
+        # This call raises an error, because the model is unusable.
         return _resolve_stored(typed, stored)
     _refuse_head(full_name)
     nearest = catalogue.nearest(full_name, [*user_aliases(), *ollama_names()])

@@ -35,7 +35,7 @@ _CHUNK_BYTES = 1 << 16
 # A safetensors file begins with the length of its header, stored in this many bytes.
 _LENGTH_BYTES = 8
 _WITH_METADATA = (".gguf", ".safetensors", "config.json", ".index.json")
-# Endings of PyTorch files, which list their tensors at the end.
+# Extensions of PyTorch files, which list their tensors at the end.
 _WITHOUT_HEADER = (".bin", ".pt")
 
 
@@ -43,7 +43,7 @@ def resolve_metadata(reference: str, folder: Path, progress: Progress | None = N
     """Return the model that a reference names. If it is not on this machine, download its metadata only.
 
     Args:
-        reference: What the user typed.
+        reference: The reference that the user typed.
         folder: Folder for the downloaded metadata.
         progress: Called during the download. Returning False cancels it.
 

@@ -33,8 +33,8 @@ def estimate_acceptance_rate(size_ratio: float, shared_token_fraction: float = 1
 
     Args:
         size_ratio: Parameters of the draft model divided by those of the target.
-        shared_token_fraction: Fraction of the target's tokens that the draft model has. It cannot propose the
-            other tokens.
+        shared_token_fraction: Fraction of the target's tokens that the draft model has. The draft model
+            cannot propose the other tokens.
     """
     rate = _RATE_AT_EQUAL_SIZE + _RATE_PER_DECADE * math.log10(max(size_ratio, 1e-9))
     return min(max(rate, _MIN_RATE), _MAX_RATE) * shared_token_fraction

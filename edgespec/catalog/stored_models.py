@@ -36,10 +36,11 @@ class StoredModel:
     """A model file on this machine, and the program that stores it.
 
     Attributes:
-        store: The program that stores it. `hub` is the Hugging Face cache; `embedded` is edgespec itself.
-        names: References to the model, shortest first. The last one is unique.
-        path: Its file or folder. None if the model is unusable.
-        format: Name of its file format.
+        store: The program that stores the model. `hub` is the Hugging Face cache, and `embedded` edgespec
+            itself.
+        names: References to the model, shortest first. The last reference is unique.
+        path: The model's file or folder. None if the model is unusable.
+        format: Name of the model's file format.
         problem: Why the model is unusable. Empty if it is usable.
         adapters: Adapters that are part of the model.
     """
@@ -53,7 +54,7 @@ class StoredModel:
 
 
 def find_child(folder: Path, name: str) -> Path | None:
-    """Return the entry named `name` in a folder. Prefers an exact match over one that differs in case."""
+    """Return the entry named `name` in a folder. Prefers an exact match to a match that differs in case."""
     if name in ("", ".", ".."):
         return None
     try:

@@ -9,13 +9,13 @@ from edgespec.catalog.catalogue import ModelEntry, load_catalogue
 
 __all__ = ["Suggestion", "needed_bytes", "short_name", "suggest_models"]
 
-# Endings of the aliases of recommended models, such as `8b-q4`, by file format.
+# Suffixes of the aliases of recommended models, such as `8b-q4`, by file format.
 _ALIAS_SUFFIX = {"gguf": "-q4", "mlx": "-mlx"}
 # Maximum download size. Larger models take hours to download, and are slow on most machines that can hold
 # them.
 _MAX_DOWNLOAD_BYTES = 10_000_000_000
-# Memory for a KV cache of 8,192 tokens of a model with eight billion parameters. For other models, it is
-# scaled by the square root of their number of parameters.
+# Memory for a KV cache of 8,192 tokens of a model with eight billion parameters. For other models, this
+# amount is scaled by the square root of their number of parameters.
 _CACHE_BYTES, _CACHE_PARAMETERS = 1 << 30, 8e9
 # Memory for compute buffers, the draft model's KV cache and Python.
 _OTHER_BYTES = 768 << 20

@@ -38,7 +38,7 @@ class AttachedFile:
         longest = max(map(len, re.findall("`+", self.text)), default=0)
         fence = "`" * max(3, longest + 1)
         line_break = "" if self.text.endswith("\n") or not self.text else "\n"
-        # A backtick after the fence would end the code block at once.
+        # Ignore unusual file extensions, because a backtick after the fence would end the code block at once.
         language = re.fullmatch(r"\.([\w+#-]+)", PurePath(self.name).suffix)
         return f"{self.name}:\n{fence}{language[1] if language else ''}\n{self.text}{line_break}{fence}"
 

@@ -156,6 +156,6 @@ def _mapped(value: Any, function: Callable[[str], str]) -> Any:
 
 
 def _mapped_json(text: str, function: Callable[[str], str]) -> str:
-    """Apply a function to all strings in a JSON object, or to the whole text if it is not one."""
+    """Apply a function to all strings in `text` if it is a JSON object, or else to the whole text."""
     value = parse_object(text)
     return function(text) if value is None else json.dumps(_mapped(value, function), ensure_ascii=False)

@@ -19,7 +19,7 @@ from edgespec.files import error_reason
 __all__ = ["FORMATS", "as_html", "as_json", "as_markdown", "messages_as_markdown", "write_export"]
 
 _NAMES = {"user": "You", "assistant": "Model", "system": "System", "tool": "Tool"}
-# A page must not tell other servers that it was opened, so pictures in replies are not loaded.
+# Blocks pictures in replies, because loading them would tell other servers that the page was opened.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _STYLE = (
     "body{font:16px/1.5 system-ui,sans-serif;max-width:46rem;margin:2rem auto;padding:0 1rem}"
@@ -30,10 +30,10 @@ _STYLE = (
 
 
 def messages_as_markdown(messages: tuple[Message, ...], *, reasoning: bool = False) -> str:
-    """Return messages as Markdown. Each one is preceded by the name of its author.
+    """Return messages as Markdown, each preceded by the name of its author.
 
     Args:
-        messages: The messages. Of attached files, only the names are returned.
+        messages: The messages. Attached files are included only by name.
         reasoning: Whether to include the model's reasoning, as block quotes.
     """
     return "\n\n".join(_message_as_markdown(message, reasoning) for message in messages)
@@ -99,7 +99,7 @@ def _called(name: str, arguments: str) -> str:
 
 
 def _code(text: str) -> str:
-    """Return a text in one line as Markdown code."""
+    """Return a text as inline code in Markdown, on a single line."""
     fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     space = " " if "`" in text else ""
     return f"{fence}{space}{' '.join(text.split())}{space}{fence}"
@@ -141,7 +141,7 @@ def write_export(chat: SavedChat, file: str) -> Path:
     except FileExistsError:
         raise OptionError(f"the file {path} exists already", "choose another file name") from None
     except (OSError, ValueError) as error:
-        # Names with null characters raise ValueError.
+        # Opening a file whose name contains a null character raises ValueError.
         raise OptionError(f"cannot write {path}: {error_reason(error)}", "choose another file") from None
     return path.resolve()
 

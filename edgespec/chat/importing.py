@@ -106,7 +106,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         with path.open("rb") as file:
             yield file
         return
-    # A temporary file, because errors in a compressed file appear only when it is read.
+    # Decompress the whole file first, because errors in a compressed file appear only when it is read.
     with tempfile.TemporaryFile() as unpacked:
         _unpack(path, unpacked)
         unpacked.seek(0)
@@ -126,7 +126,7 @@ def _unpack(path: Path, unpacked: BinaryIO) -> None:
     except OSError:
         raise
     except Exception as error:
-        # Each compression method raises errors of its own.
+        # The errors of a damaged file depend on its compression method, so catch all of them.
         raise OSError("the ZIP file is damaged or encrypted") from error
 
 
@@ -266,7 +266,7 @@ def _objects(value: Any) -> list[dict[str, Any]]:
 
 
 def _time(value: Any) -> datetime:
-    """Convert a time in seconds since 1970 or in ISO 8601. Return 1970 if it is neither."""
+    """Convert a time in seconds since 1970 or in ISO 8601. Return 1970 if the format is unknown."""
     try:
         if isinstance(value, str):
             time = datetime.fromisoformat(value)

@@ -59,7 +59,7 @@ class _Reader:
         return True
 
     def is_at_end(self) -> bool:
-        """Skip white space, and return whether that was the end of the text."""
+        """Skip whitespace, and return whether the text ends after it."""
         while True:
             while self._at < len(self._text) and self._text[self._at] in " \t\r\n":
                 self._at += 1

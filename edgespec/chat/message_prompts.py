@@ -52,8 +52,8 @@ class MessagePrompts:
         self.template = template
         self._cached_prefixes = cached_prefixes
         self._builder: PromptBuilder | None = None
-        # Reentrant, because garbage collection can end an abandoned reply in the middle of a build, and then
-        # calls `remember`.
+        # Reentrant, because garbage collection during a build can end an abandoned reply, which calls
+        # `remember`.
         self._lock = threading.RLock()
 
     def build(

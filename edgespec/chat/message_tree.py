@@ -69,29 +69,29 @@ class MessageTree(Generic[T]):
         return not self._children(place)
 
     def add(self, message: T, parent: int | None) -> MessageTree[T]:
-        """Add a message after `parent`, and end the current branch with it."""
+        """Return a tree with `message` added after `parent`, as the last message of the current branch."""
         place = len(self.messages)
         return replace(self, messages=(*self.messages, message), parents=(*self.parents, parent), tip=place)
 
     def ending_at(self, tip: int | None) -> MessageTree[T]:
-        """Make the branch that ends at the message `tip` current, or an empty one if `tip` is None."""
+        """Return a tree whose current branch ends at the message `tip`, or is empty if `tip` is None."""
         return replace(self, tip=tip)
 
     def opened(self, place: int) -> MessageTree[T]:
-        """Open the path that leads to a message and continues with the newest version of each later one."""
+        """Return a tree whose current branch leads to a message, then continues with the newest versions."""
         while children := self._children(place):
             place = children[-1]
         return replace(self, tip=place)
 
     def with_message(self, place: int, message: T) -> MessageTree[T]:
-        """Replace the message at `place`."""
+        """Return a tree in which `message` replaces the message at `place`."""
         return replace(self, messages=(*self.messages[:place], message, *self.messages[place + 1 :]))
 
     def without(self, place: int) -> MessageTree[T]:
-        """Delete a message and all messages after it.
+        """Return a tree in which a message and all messages after it are deleted.
 
-        If the message was on the current branch, the branch continues with the nearest other version of it.
-        If there is none, the path ends before the message.
+        If the message was on the current branch, the branch continues with the nearest other version of the
+        message. If there is no other version, the branch ends before the message.
         """
         tree = replace(self, deleted=(*self.deleted, place))
         if place not in self.path:
@@ -102,7 +102,7 @@ class MessageTree(Generic[T]):
         return tree.opened(min(others, key=lambda other: (abs(other - place), other)))
 
     def restored(self) -> MessageTree[T]:
-        """Restore the most recently deleted message and the messages after it, and open them."""
+        """Return a tree in which the most recently deleted messages are restored and shown."""
         return replace(self, deleted=self.deleted[:-1]).opened(self.deleted[-1])
 
     def pruned(self) -> MessageTree[T]:

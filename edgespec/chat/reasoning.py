@@ -198,7 +198,7 @@ def split_reasoning(text: str, reply_start: str = "") -> tuple[str, str]:
 
     Args:
         text: The text of the reply.
-        reply_start: See `ReasoningSplitter`. It is not part of the result.
+        reply_start: See `ReasoningSplitter`. This text is not part of the result.
     """
     reasoning, answer, _ = ReasoningSplitter(reply_start).finish(text)
     return reasoning, answer

@@ -27,8 +27,8 @@ _MAX_TITLE = 60
 MAX_CHAT_BYTES = 64 << 20
 """Size of a chat's file from which on the chat takes no further messages."""
 
-# Files above this size are neither written nor read. The distance from `MAX_CHAT_BYTES` is far more than a
-# message and its reply can have, so that no reply is lost.
+# Files above this size are neither written nor read. The room above `MAX_CHAT_BYTES` is far more than a
+# message and its reply need, so that no reply is lost.
 _MAX_FILE_BYTES = 2 * MAX_CHAT_BYTES
 _TEXTS = ("id", "created", "updated", "title", "target")
 _KINDS: dict[type, str] = {
@@ -131,7 +131,7 @@ def _message_json(message: Message) -> dict[str, object]:
 
 
 def _tree_json(tree: MessageTree[Message]) -> list[dict[str, object]]:
-    """Return all messages. `parent` is the index of a message's parent, omitted if it is the previous one."""
+    """Return all messages as JSON. `parent` is a message's parent, omitted if it is the previous message."""
     previous: int | None = None
     items = []
     for place, (message, parent) in enumerate(zip(tree.messages, tree.parents, strict=True)):
@@ -145,7 +145,9 @@ def read_chat(path: Path, chat_id: str) -> SavedChat:
     try:
         size_bytes = regular_file_bytes(path)
         if size_bytes > _MAX_FILE_BYTES:
-            raise ValueError(f"the file has {size_bytes:,} bytes, which is too large for a chat")
+            raise ValueError(
+                f"the file has {size_bytes:,} bytes, but at most {_MAX_FILE_BYTES:,} are allowed"
+            )
         return _checked(path, chat_id, json.loads(path.read_bytes().decode("utf-8")))
     except FileNotFoundError:
         raise ChatFileError(f"there is no saved chat at {path}", "choose from the list of chats") from None

@@ -40,7 +40,7 @@ def search(chats: Sequence[StoredChat], query: str) -> list[FoundChat]:
 
 
 def find_chat(chats: Sequence[StoredChat], wanted: str) -> StoredChat | None:
-    """Return the chat with the ID `wanted`, or else the first one whose title contains this text.
+    """Return the chat with the ID `wanted`, or else the first chat whose title contains `wanted`.
 
     Args:
         chats: The chats, newest first.
@@ -57,7 +57,7 @@ def find_chat(chats: Sequence[StoredChat], wanted: str) -> StoredChat | None:
 
 
 def _best_line(chat: StoredChat, words: Sequence[str]) -> str:
-    """Return the line that contains the most of `words`, cut off shortly before the first of these words."""
+    """Return the line that contains the most of `words`, starting shortly before the first of them."""
     lines = chat.folded_text.splitlines()
     with_all = (number for number, line in enumerate(lines) if all(word in line for word in words))
     number = next(with_all, -1)

@@ -42,7 +42,7 @@ class TemplateSettings:
             enabled = self.thinking == "on"
             variables |= {"enable_thinking": enabled, "thinking": enabled}
         if self.thinking == "off":
-            # gpt-oss always reasons. `low` is its shortest reasoning.
+            # gpt-oss cannot be prevented from reasoning. With `low`, it reasons as little as possible.
             variables["reasoning_effort"] = "low"
         return variables
 
@@ -54,8 +54,8 @@ class ChatTemplate:
     """Renders messages with a model's Jinja template. Can be used from any thread.
 
     Templates come with the model and can contain any code, so they are rendered in a sandboxed child process.
-    It starts on first use, which takes about 0.1 seconds, and stops on `close` or when this object is
-    garbage-collected. If a template exceeds a limit, the process is stopped, and the next use starts a new
+    The process starts on first use, which takes about 0.1 seconds, and stops on `close` or when this object
+    is garbage-collected. If a template exceeds a limit, the process is stopped, and the next use starts a new
     one.
 
     Args:
@@ -73,7 +73,7 @@ class ChatTemplate:
         self._tool_support = ToolSupport(source, self.call_form)
         # Mistral's templates accept only tool call ids of nine characters.
         self._has_short_ids = bool(re.search(r"length\s*!=\s*9", source))
-        # DeepSeek R1's templates take a message for a tool call if its content is missing.
+        # DeepSeek R1's templates treat a message without content as a tool call.
         self._empty_content = None if re.search(r"content['\"]\]\s+is none", source) else ""
         self._tokens = {"bos_token": bos_text, "eos_token": eos_text}
         self._lock = threading.Lock()
@@ -215,11 +215,11 @@ def _with_valid_arguments(messages: Sequence[Message]) -> list[Message] | None:
 
 
 def _without_later_system(messages: Sequence[Message]) -> list[Message] | None:
-    """Merge later system messages into user messages. Return None if there is no later one.
+    """Merge later system messages into user messages. Return None if there are no later system messages.
 
     System messages at the start are joined. Each later one is merged into the user message before or after
-    it, because many templates require that roles alternate. Its place does not change, so that the cached
-    prefix of the conversation remains valid.
+    it, because many templates require that roles alternate. The place of its text does not change, so that
+    the cached prefix of the conversation remains valid.
     """
     if all(message.role != "system" for message in messages[1:]):
         return None

@@ -40,7 +40,7 @@ def memory_limit_bytes(request_bytes: int) -> int:
     """Return the memory limit for a request.
 
     The interpreter and a short chat need about 100 MiB. Each character of a long chat takes up to 4 bytes,
-    and up to 8 copies of it exist at a time.
+    and up to 8 copies of the chat exist at a time.
     """
     return (512 << 20) + 32 * request_bytes
 

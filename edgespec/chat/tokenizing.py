@@ -39,7 +39,7 @@ def tokenize(
 def check_size(vocabulary: Vocabulary, texts: Sequence[str], context_tokens: int) -> None:
     """Raise ContextFullError if the texts certainly do not fit in the context.
 
-    Texts that pass may still have too many tokens. The check avoids the time to tokenise very long texts.
+    This check avoids tokenizing very long texts. Texts that pass may still have too many tokens.
     """
     if sum(map(len, texts)) <= context_tokens:
         return

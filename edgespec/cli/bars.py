@@ -153,7 +153,7 @@ def _spread(spread: SpreadPrediction) -> list[str]:
     if spread.tokens_per_second is not None:
         speed = rate(spread.tokens_per_second)
         lines.append(f"Expected speed without drafting: about {speed} tokens per second.")
-    else:
+    elif spread.unmeasured:
         lines.append(
             f"The speed is unknown. Run `edgespec recommend` on {', '.join(spread.unmeasured)}, then start"
             " the workers again."

@@ -24,7 +24,7 @@ class Server:
     """The server that a program should use.
 
     Attributes:
-        url: Its address, without a path.
+        url: The server's address, without a path.
         model: The model that the program should name.
         key: The API key. A placeholder if the server needs none, because many programs require a key.
         context_tokens: The model's context length, from which agents know when to shorten the
@@ -44,10 +44,10 @@ class Client:
     Attributes:
         about: What the program is, for the list of programs.
         configuration: Returns the text of the configuration.
-        use: What to do once the configuration is in place. `{path}` stands for its file.
+        use: What to do once the configuration is in place. `{path}` stands for the configuration file.
         path: Returns the path of the configuration file. None if there is no such file, or if edgespec cannot
             edit it without risking the user's other settings.
-        shared: Whether the file is a list with entries of the user, to which edgespec adds its own.
+        shared: Whether the file is a list of the user's entries, to which edgespec adds one.
     """
 
     about: str

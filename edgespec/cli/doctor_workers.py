@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgespec.cli.screen import rate
+from edgespec.cluster.libraries import LLAMA_CPP, Library
 from edgespec.cluster.link import probe_worker, usable_bytes
 from edgespec.cluster.link_speed import LinkSpeed, measure_link
-from edgespec.cluster.machines import WorkerAddress, parse_machines
+from edgespec.cluster.machines import SshAddress, WorkerAddress, parse_machines
+from edgespec.cluster.ssh import reach_worker
 from edgespec.cluster.status import WorkerStatus
 from edgespec.errors import EdgespecError
 from edgespec.files import format_bytes
@@ -18,7 +20,7 @@ __all__ = ["CheckedWorker", "check_workers"]
 
 @dataclass(frozen=True, slots=True)
 class CheckedWorker:
-    """A worker, as far as it could be checked.
+    """The results of checking a worker.
 
     Attributes:
         address: The worker's address.
@@ -27,21 +29,22 @@ class CheckedWorker:
         error: Why a model cannot use the worker now. None if it can.
     """
 
-    address: WorkerAddress
+    address: WorkerAddress | SshAddress
     status: WorkerStatus | None = None
     link: LinkSpeed | None = None
     error: EdgespecError | None = None
 
     @property
     def finding(self) -> str:
-        """The worker's status in words, after the error if there is one."""
+        """The error, if there is one, and the worker's status in words."""
         facts = []
         if self.status is not None:
             devices = (
                 f"{each.name} with {format_bytes(each.free_bytes)} free" for each in self.status.devices
             )
             facts = [
-                f"edgespec {self.status.edgespec}, llama-cpp-python {self.status.llama_cpp}",
+                f"edgespec {self.status.edgespec}, llama-cpp-python {self.status.llama_cpp},"
+                + (f" mlx-lm {self.status.mlx_lm}" if self.status.mlx_lm else " no mlx-lm"),
                 f"offers {format_bytes(self.status.memory_bytes)} ({', '.join(devices)})",
             ]
         if self.link is not None:
@@ -50,7 +53,7 @@ class CheckedWorker:
         return "; ".join(filter(None, (self.error.what if self.error else "", *facts)))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the findings as values for JSON."""
+        """Return the findings as JSON-compatible values."""
         return {
             "address": str(self.address),
             "reachable": self.status is not None,
@@ -64,6 +67,8 @@ class CheckedWorker:
 def check_workers(text: str, llama_cpp: str) -> list[CheckedWorker]:
     """Check the workers in a list such as `host:port=16GiB,host:port`, without reserving them.
 
+    Workers that are reached by SSH are started, and ended again.
+
     Args:
         text: The value of `--workers`.
         llama_cpp: The version of llama-cpp-python on this machine.
@@ -74,12 +79,13 @@ def check_workers(text: str, llama_cpp: str) -> list[CheckedWorker]:
     return [_check(address, llama_cpp) for address in parse_machines("--workers", text).workers]
 
 
-def _check(address: WorkerAddress, llama_cpp: str) -> CheckedWorker:
+def _check(machine: WorkerAddress | SshAddress, llama_cpp: str) -> CheckedWorker:
     status = link = None
     try:
-        status = probe_worker(address)
-        link = measure_link(address)
-        usable_bytes(address, status, llama_cpp)
+        with reach_worker(machine) as address:
+            status = probe_worker(address)
+            link = measure_link(address)
+            usable_bytes(address, status, Library(LLAMA_CPP, llama_cpp))
     except EdgespecError as error:
-        return CheckedWorker(address, status, link, error)
-    return CheckedWorker(address, status, link)
+        return CheckedWorker(machine, status, link, error)
+    return CheckedWorker(machine, status, link)

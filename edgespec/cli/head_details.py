@@ -53,7 +53,7 @@ def head_lines(reference: str, entry: HeadEntry | None, info: ModelInfo | None) 
     Args:
         reference: The reference that the user typed.
         entry: The head's catalogue entry, if there is one.
-        info: Metadata of its files. None if the head is not on this machine.
+        info: Metadata of the head's files. None if the head is not on this machine.
     """
     from edgespec.catalog import method_of
 

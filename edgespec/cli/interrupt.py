@@ -85,8 +85,8 @@ def interruptible(
 ) -> _Result:
     """Run `work` in a thread and turn Ctrl-C and SIGTERM into stop requests.
 
-    Call it from the main thread, and not from `work`. A second signal ends the process immediately with exit
-    status 130.
+    Call this function from the main thread, not from `work`. A second signal ends the process immediately
+    with exit status 130.
 
     Args:
         work: Called with a `Stop`. Must return soon after a stop is requested, unless `first_message` says

@@ -19,7 +19,7 @@ from edgespec.files import write_private_file
 __all__ = ["command"]
 
 _CONNECT_SECONDS = 5.0
-# Comment lines that mark our entry among the user's entries.
+# Comment lines that mark edgespec's entry among the user's entries.
 _BEGIN, _END = "# begin: written by edgespec launch\n", "# end: written by edgespec launch\n"
 
 
@@ -106,12 +106,12 @@ def _list(as_json: bool) -> None:
 
 
 def _server(url: str, model: str | None, api_key: str | None) -> Server:
-    """Return the server to use, with its model and context length if it runs.
+    """Return the server to use, with its model and context length if the server is running.
 
     Args:
-        url: Its address.
-        model: The model to use. None for the one that the server uses for requests that name none.
-        api_key: Its API key.
+        url: The server's address.
+        model: The model to use. None for the server's default model.
+        api_key: The server's API key.
 
     Raises:
         EdgespecError: The server does not answer, although `model` is None.
@@ -138,7 +138,7 @@ def _server(url: str, model: str | None, api_key: str | None) -> Server:
 
 
 class _Written(NamedTuple):
-    """A file with a configuration, whether writing changed it, and the copy of its old contents, if any."""
+    """A configuration file, whether writing changed it, and the copy of its old contents, if any."""
 
     path: Path
     changed: bool
@@ -146,7 +146,7 @@ class _Written(NamedTuple):
 
     @property
     def lines(self) -> list[str]:
-        """What happened, for the user."""
+        """Lines that tell the user what was written."""
         if not self.changed:
             return [f"{self.path} already has this configuration."]
         copied = [f"Copied the old {self.path} to {self.copy.name}."] if self.copy else []
@@ -177,7 +177,7 @@ def _write(path: Path, text: str, shared: bool) -> _Written:
 
 
 def _with_entry(old: str, entry: str) -> str:
-    """Append our entry to a YAML list, replacing our earlier entry."""
+    """Append edgespec's entry to a YAML list, replacing an earlier version of the entry."""
     others = re.sub(f"{re.escape(_BEGIN)}.*?{re.escape(_END)}", "", old, flags=re.DOTALL)
     if others and not others.endswith("\n"):
         others += "\n"

@@ -206,7 +206,7 @@ def declared_options(
     Args:
         names: Names of declared options.
         per_run: Names of options that ignore the settings file and the environment.
-        defaults: Defaults that differ from the declared ones.
+        defaults: Defaults that differ from the declared defaults.
     """
     defaults = defaults or {}
     return [

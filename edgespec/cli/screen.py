@@ -29,7 +29,7 @@ __all__ = [
     "write_text",
 ]
 
-# Control characters, and characters that change the text direction and can disguise a file name.
+# Matches control characters, and characters that change the text direction and can disguise a file name.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 _CLEAR_LINE = "\r\x1b[K"
 # Seconds before a progress line appears on a terminal.

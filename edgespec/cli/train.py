@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["command", "print_result"]
 
 _MIN_TOKENS = 1_000
-# Chosen. With fewer tokens per pass, drafting and wider passes cost most of the time that a drafter saves.
+# Minimum tokens per pass of a useful drafter. With fewer, drafting and wider passes cost most of the time
+# saved. A heuristic.
 _USEFUL_TOKENS_PER_PASS = 2.0
 _SAME_FOLDER = "The heads need no conversion to GGUF."
 _CONTINUE = "run the same command again to continue"
@@ -63,14 +64,14 @@ class _Kind(NamedTuple):
 
 
 class _Request(NamedTuple):
-    """What to train.
+    """A request to train a head or a draft model.
 
     Attributes:
         kind: Name of the command, such as `eagle3` or `draft`.
         draft: Reference to the draft model to train. None for heads.
         lora: Whether to train a LoRA adapter instead of the draft model's weights.
 
-    The others are the options that `_training_options` adds.
+    The other attributes are the options that `_training_options` adds.
     """
 
     kind: str
@@ -271,7 +272,7 @@ def _train(stop: Stop, request: _Request, prompts: Sequence[TrainingPrompt]) -> 
 
 @contextmanager
 def _hint_to_continue() -> Iterator[None]:
-    """Add to every CancelledError how the user can continue."""
+    """Add advice on how to continue to a CancelledError in the block."""
     try:
         yield
     except CancelledError as error:

@@ -143,7 +143,7 @@ def _verify(
 
     if options["parallel"] > 1:
         lengths = pick(options, ("temperatures", "draft_lengths"))
-        # Without --methods, at least these two are compared.
+        # Without --methods, count the cases of the two methods that are always available.
         cases = all_cases(prompts, methods or ("suffix", "ngram"), **lengths)
         check_at_once(acceptance, len(cases))
     wanted = pick(options, (*MODEL_NAMES, *WORKER_NAMES))

@@ -68,8 +68,8 @@ def command(trusts_network: bool, **options: Any) -> int:
     same version of llama-cpp-python. When it is ready, it prints a line of JSON with its address, versions,
     devices and memory.
 
-    Without --i-trust-this-network, only programs on this machine can connect. To use the worker from another
-    machine, forward its port there with `ssh -L 50052:127.0.0.1:50052 THIS-MACHINE`.
+    Without --i-trust-this-network, only programs on this machine can connect. From another machine, use SSH:
+    `--workers ssh://THIS-MACHINE` there also starts the worker, so that you need not run this command.
 
     Press Ctrl-C to end the worker. If stdin is a pipe, as with `ssh HOST edgespec worker`, the worker also
     ends when the pipe is closed.
@@ -79,7 +79,7 @@ def command(trusts_network: bool, **options: Any) -> int:
     if not (trusts_network or _is_loopback(host)):
         raise OptionError(
             f"--listen {options['listen']} can be reached by other machines, and workers have no password",
-            "forward the port with ssh -L, or add --i-trust-this-network",
+            "use --workers ssh://HOST on the other machine, or add --i-trust-this-network",
         )
     interruptible(lambda stop: _serve(stop, host, port, options))
     return DONE
@@ -123,7 +123,7 @@ def _serve(stop: Stop, host: str, port: int, options: dict[str, Any]) -> None:
 
 
 def _close_with_stdin(close: Callable[[], None]) -> None:
-    """Call `close` when stdin ends, if it is a pipe, which the program that started the worker holds."""
+    """If stdin is a pipe from the program that started the worker, call `close` when the pipe is closed."""
     if sys.stdin is None:
         return
     number = sys.stdin.fileno()

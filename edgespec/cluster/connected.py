@@ -7,8 +7,10 @@ from contextlib import ExitStack
 from typing import TypeVar
 
 from edgespec.cluster.guarded_calls import GuardedCalls
+from edgespec.cluster.libraries import Library
 from edgespec.cluster.link import Link
 from edgespec.cluster.machines import Machines
+from edgespec.cluster.ssh import ConnectProgress, reach_worker
 
 __all__ = ["ConnectedWorkers"]
 
@@ -18,29 +20,34 @@ _REASON_SECONDS = 2.0
 
 
 class ConnectedWorkers:
-    """Reserves all workers of a target until `close`. Calls into llama.cpp that reach them go through `call`.
+    """Reserves all workers of a target until `close`, and starts those that are reached by SSH.
+
+    Calls that reach the workers go through `call`.
 
     Args:
         machines: The machines named in `--workers`.
-        llama_cpp: The version of llama-cpp-python on this machine.
+        library: The library that runs the target, with its version on this machine.
+        progress: Called while `ssh` connects. Returning False cancels the connection.
 
     Attributes:
         links: The reserved workers.
         local_bytes: Memory of this machine for layers of the target.
 
     Raises:
-        WorkerError, MemoryBudgetError: See `Link`. No worker is reserved then.
+        WorkerError, MemoryBudgetError, CancelledError: See `Link` and `reach_worker`. No worker is reserved
+            then.
     """
 
-    def __init__(self, machines: Machines, llama_cpp: str) -> None:
+    def __init__(self, machines: Machines, library: Library, progress: ConnectProgress | None = None) -> None:
         self.local_bytes = machines.local_bytes
         with ExitStack() as undo:
             links = []
-            for address in machines.workers:
-                links.append(Link(address, llama_cpp))
+            for machine in machines.workers:
+                address = undo.enter_context(reach_worker(machine, progress))
+                links.append(Link(address, library))
                 undo.callback(links[-1].close)
             self.links: tuple[Link, ...] = tuple(links)
-            undo.pop_all()
+            self._undo = undo.pop_all()
         self._calls = GuardedCalls()
         for link in self.links:
             link.watch(self._calls.fail)
@@ -54,14 +61,17 @@ class ConnectedWorkers:
         """Return the result of `work`. Raises WorkerLostError as soon as a worker is lost."""
         return self._calls.call(work)
 
+    def lose(self, what: str, next_step: str) -> None:
+        """Make all calls fail, because a worker was lost. See `GuardedCalls.fail`."""
+        self._calls.fail(what, next_step)
+
     def report_abort(self) -> None:
         """Make all calls fail, because llama.cpp lost the connection to a worker."""
         self._calls.wait_for_failure(_REASON_SECONDS)
         names = ", ".join(str(link.address) for link in self.links)
-        self._calls.fail(f"the connection to a worker broke ({names})")
+        self._calls.fail(f"the connection to a worker broke ({names})", self.links[0].address.restart_advice)
 
     def close(self) -> None:
         """Release the workers. Repeated calls have no effect."""
         self._calls.close()
-        for link in self.links:
-            link.close()
+        self._undo.close()

@@ -32,7 +32,7 @@ class GuardedCalls:
     def __init__(self) -> None:
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         self._changed = threading.Condition()
-        self._lost = ""
+        self._lost = self._next_step = ""
         self._thread = threading.Thread(target=self._run, name="edgespec-workers", daemon=True)
         self._thread.start()
 
@@ -52,16 +52,24 @@ class GuardedCalls:
         with self._changed:
             self._changed.wait_for(lambda: call.is_done or self._lost)
         if not call.is_done:
-            raise WorkerLostError(self._lost, "start `edgespec worker` there again, then try again")
+            raise WorkerLostError(self._lost, self._next_step)
         if call.error is not None:
             raise call.error
         result: _Result = call.result
         return result
 
-    def fail(self, what: str) -> None:
-        """Make the current call and all later ones fail. Can be called from any thread."""
+    def fail(self, what: str, next_step: str) -> None:
+        """Make the current call and all later ones fail. Can be called from any thread.
+
+        Only the first call sets the message.
+
+        Args:
+            what: Which worker was lost, and why.
+            next_step: What the user can do about it.
+        """
         with self._changed:
-            self._lost = self._lost or what
+            if not self._lost:
+                self._lost, self._next_step = what, next_step
             self._changed.notify_all()
 
     def wait_for_failure(self, timeout_seconds: float) -> None:

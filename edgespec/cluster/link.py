@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from edgespec.cluster.libraries import MLX, Library
 from edgespec.cluster.machines import WorkerAddress
-from edgespec.cluster.status import LEAD, MAX_STATUS_BYTES, PROBE, WorkerStatus
+from edgespec.cluster.status import LAYERS, LEAD, MAX_STATUS_BYTES, PROBE, WorkerStatus
 from edgespec.errors import MemoryBudgetError, WorkerError
 from edgespec.files import format_bytes
 
-__all__ = ["Link", "probe_worker", "set_timeouts", "usable_bytes", "worker_connection"]
+__all__ = ["Link", "open_layers", "probe_worker", "set_timeouts", "usable_bytes", "worker_connection"]
 
 _CONNECT_SECONDS = 5.0
 # A worker reports its status when its RPC server is ready, which takes a few seconds after another target has
@@ -49,16 +50,28 @@ def worker_connection(
         yield connection, _status(connection, address, greeting)
 
 
-def usable_bytes(address: WorkerAddress, status: WorkerStatus, llama_cpp: str) -> int:
+def open_layers(address: WorkerAddress) -> socket.socket:
+    """Return a connection to a process on a reserved worker that runs layers of an MLX target.
+
+    Receiving raises TimeoutError if the worker hangs. Raises WorkerError.
+    """
+    connection = _connect(address)
+    with suppress(OSError):
+        # The next call notices that the connection broke.
+        connection.sendall(LAYERS)
+    return connection
+
+
+def usable_bytes(address: WorkerAddress, status: WorkerStatus, library: Library) -> int:
     """Return the memory that a target may use on a worker.
 
     Args:
         address: The worker, with the memory that the user asked for.
         status: What the worker reports about itself.
-        llama_cpp: The version of llama-cpp-python on this machine.
+        library: The library that runs the target, with its version on this machine.
 
     Raises:
-        WorkerError: The worker is busy or has another version.
+        WorkerError: The worker is busy, or lacks the library or has another version of it.
         MemoryBudgetError: The worker offers less memory than requested.
     """
     if status.busy:
@@ -66,17 +79,19 @@ def usable_bytes(address: WorkerAddress, status: WorkerStatus, llama_cpp: str) -
             f"the worker {address} is busy with another model",
             "wait until that model is closed, or use another worker",
         )
-    if status.llama_cpp != llama_cpp:
+    if (version := status.version_of(library.name)) != library.version:
+        theirs = f"{library.name} {version}" if version else f"no {library.name}"
+        setup = "scripts/setup mlx" if library.name == MLX else "scripts/setup workers"
         raise WorkerError(
-            f"the worker {address} has llama-cpp-python {status.llama_cpp}, but this machine has {llama_cpp}",
-            "install the same version of edgespec on both machines with `scripts/setup workers`",
+            f"the worker {address} has {theirs}, but this machine has {library.version or 'none'}",
+            f"install the same version of edgespec on both machines with `{setup}`",
         )
     wanted = address.memory_bytes
     if wanted is not None and wanted > status.memory_bytes:
         raise MemoryBudgetError(
             f"the worker {address} offers {format_bytes(status.memory_bytes)} of memory, but --workers asks"
             f" for {format_bytes(wanted)}",
-            "close programs there, start the worker with more --memory, or ask for less",
+            "close programs there, ask for less, or start the worker with more --memory if it has a limit",
         )
     return status.memory_bytes if wanted is None else wanted
 
@@ -86,7 +101,8 @@ class Link:
 
     Args:
         address: The worker.
-        llama_cpp: The version of llama-cpp-python on this machine, which must be the worker's too.
+        library: The library that runs the target, with its version on this machine, which must be the
+            worker's too.
 
     Attributes:
         address: The worker.
@@ -98,22 +114,25 @@ class Link:
         MemoryBudgetError: The worker offers less memory than requested.
     """
 
-    def __init__(self, address: WorkerAddress, llama_cpp: str) -> None:
+    def __init__(self, address: WorkerAddress, library: Library) -> None:
         self.address = address
         self._is_closed = False
         self._connection = _connect(address)
         try:
             self.status = _status(self._connection, address, LEAD)
-            self.memory_bytes = usable_bytes(address, self.status, llama_cpp)
+            self.memory_bytes = usable_bytes(address, self.status, library)
         except BaseException:
             self._connection.close()
             raise
 
-    def watch(self, on_lost: Callable[[str], None]) -> None:
-        """Call `on_lost` with the reason, from another thread, when the worker ends or hangs."""
+    def watch(self, on_lost: Callable[[str, str], None]) -> None:
+        """Call `on_lost` from another thread when the worker ends or hangs.
+
+        Its arguments are which worker was lost and why, and what the user can do.
+        """
         threading.Thread(target=self._watch, args=(on_lost,), name="edgespec-link", daemon=True).start()
 
-    def _watch(self, on_lost: Callable[[str], None]) -> None:
+    def _watch(self, on_lost: Callable[[str, str], None]) -> None:
         why = "ended, or the connection to it broke"
         self._connection.settimeout(SILENCE_SECONDS)
         try:
@@ -124,7 +143,7 @@ class Link:
         except OSError as error:
             why = f"is not reachable any more ({error.strerror})"
         if not self._is_closed:
-            on_lost(f"the worker {self.address} {why}")
+            on_lost(f"the worker {self.address} {why}", self.address.restart_advice)
 
     def close(self) -> None:
         """Release the worker. Repeated calls have no effect."""

@@ -9,26 +9,62 @@ from dataclasses import dataclass
 from edgespec.checks import parse_size
 from edgespec.errors import OptionError
 
-__all__ = ["Machines", "WorkerAddress", "parse_address", "parse_machines"]
+__all__ = ["Machines", "SshAddress", "WorkerAddress", "parse_address", "parse_machines"]
 
 _LOCAL = "local"
-_HINT = "use a list such as 192.168.1.20:50052=16GiB,local=8GiB"
+_SSH = "ssh://"
+_HINT = "use a list such as 192.168.1.20:50052=16GiB,ssh://user@host=16GiB,local=8GiB"
 # A host name or an IPv4 address. llama.cpp's RPC client supports no IPv6 addresses.
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,252}[A-Za-z0-9])?")
+# `ssh` knows more names than DNS, because ~/.ssh/config can define them, and supports IPv6.
+_SSH_URL = re.compile(
+    rf"{_SSH}([A-Za-z0-9_][A-Za-z0-9._-]*@)?({_HOST.pattern}|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]{{1,5}}))?"
+)
 # llama.cpp splits a model over at most 16 devices.
 _MAX_WORKERS = 15
+_MAX_PORT = 65535
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerAddress:
-    """A worker named in `--workers`. `memory_bytes` is None to use all memory that the worker offers."""
+    """The address of a worker.
+
+    Attributes:
+        host: The host name or IPv4 address.
+        port: The port.
+        memory_bytes: The memory to use there, or None for all memory that the worker offers.
+        ssh_url: The machine's `ssh://` address if edgespec started the worker. `host` and `port` are then the
+            local end of the tunnel. Empty otherwise.
+    """
 
     host: str
     port: int
     memory_bytes: int | None = None
+    ssh_url: str = ""
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
+        return self.ssh_url or f"{self.host}:{self.port}"
+
+    @property
+    def restart_advice(self) -> str:
+        """What the user can do after the worker was lost."""
+        if self.ssh_url:
+            return "check that this machine runs and is reachable, then try again"
+        return "start `edgespec worker` there again, then try again"
+
+
+@dataclass(frozen=True, slots=True)
+class SshAddress:
+    """A machine on which edgespec starts a worker by SSH, such as `ssh://user@host:22`.
+
+    `memory_bytes` is None to use all memory that the worker offers.
+    """
+
+    url: str
+    memory_bytes: int | None = None
+
+    def __str__(self) -> str:
+        return self.url
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +76,13 @@ class Machines:
         local_bytes: Memory of this machine for layers, which are the first ones. 0 if it holds no layers.
     """
 
-    workers: tuple[WorkerAddress, ...]
+    workers: tuple[WorkerAddress | SshAddress, ...]
     local_bytes: int = 0
 
 
 def parse_machines(name: str, text: str) -> Machines:
-    """Parse a list such as `host:port=16GiB,host:port,local=8GiB`. Raises OptionError."""
-    workers: list[WorkerAddress] = []
+    """Parse a list such as `host:port=16GiB,ssh://user@host,local=8GiB`. Raises OptionError."""
+    workers: list[WorkerAddress | SshAddress] = []
     local_bytes = 0
     for item in map(str.strip, text.split(",")):
         place, equals, size = item.partition("=")
@@ -55,12 +91,9 @@ def parse_machines(name: str, text: str) -> Machines:
             raise OptionError(
                 f"the memory of {place!r} in {name} must be greater than 0, not {size!r}", _HINT
             )
-        if place.startswith("ssh://"):
-            raise OptionError(
-                f"{name} does not support ssh:// addresses, such as {item!r}",
-                "run `ssh -L 50052:127.0.0.1:50052 HOST edgespec worker`, and name 127.0.0.1:50052",
-            )
-        if place != _LOCAL:
+        if place.startswith(_SSH):
+            workers.append(SshAddress(_check_ssh_url(name, place), memory_bytes))
+        elif place != _LOCAL:
             host, port = parse_address(f"worker in {name}", place, _HINT)
             workers.append(WorkerAddress(host, port, memory_bytes))
         elif memory_bytes is None or local_bytes:
@@ -77,6 +110,15 @@ def parse_machines(name: str, text: str) -> Machines:
     return Machines(tuple(workers), local_bytes)
 
 
+def _check_ssh_url(name: str, text: str) -> str:
+    match = _SSH_URL.fullmatch(text)
+    if match is None:
+        raise OptionError(f"an SSH address in {name} must be ssh://user@host:port, not {text!r}", _HINT)
+    if match["port"] and not 0 < int(match["port"]) <= _MAX_PORT:
+        raise OptionError(f"the port of {text!r} must be between 1 and {_MAX_PORT}", _HINT)
+    return text
+
+
 def parse_address(
     what: str, text: str, hint: str, *, accepts: Callable[[int], bool] = bool
 ) -> tuple[str, int]:
@@ -91,6 +133,6 @@ def parse_address(
     host, _, port = text.rpartition(":")
     if not _HOST.fullmatch(host) or not re.fullmatch(r"[0-9]{1,5}", port):
         raise OptionError(f"the address of a {what} must be host:port, not {text!r}", hint)
-    if int(port) > 65535 or not accepts(int(port)):
-        raise OptionError(f"the port of {text!r} must be between 1 and 65535", hint)
+    if int(port) > _MAX_PORT or not accepts(int(port)):
+        raise OptionError(f"the port of {text!r} must be between 1 and {_MAX_PORT}", hint)
     return host, int(port)

@@ -7,13 +7,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["LEAD", "MAX_STATUS_BYTES", "MEASURE", "PROBE", "Device", "WorkerStatus"]
+from edgespec.cluster.libraries import LLAMA_CPP, MLX
+
+__all__ = ["LAYERS", "LEAD", "MAX_STATUS_BYTES", "MEASURE", "PROBE", "Device", "WorkerStatus"]
 
 # The first line of a connection. `PROBE` asks for the status only. `LEAD` also reserves the worker: after the
 # status, the worker sends a byte every second, until either side closes the connection. After `MEASURE`, the
-# worker sends its status and answers the messages of `link_speed.py`.
+# worker sends its status and answers the messages of `link_speed.py`. `LAYERS` starts a process that runs
+# layers of an MLX target. The worker accepts it once while it is reserved. The connection then carries the
+# messages of `messages.py`.
 PROBE, LEAD = b"edgespec worker probe\n", b"edgespec worker lead\n"
-MEASURE = b"edgespec worker measure\n"
+MEASURE, LAYERS = b"edgespec worker measure\n", b"edgespec worker layers\n"
 MAX_STATUS_BYTES = 65536
 
 
@@ -31,13 +35,15 @@ class WorkerStatus:
 
     Attributes:
         edgespec: The version of edgespec.
-        llama_cpp: The version of llama-cpp-python. It must be the same on all machines.
+        llama_cpp: The version of llama-cpp-python. It must be the same on all machines of a GGUF target.
         protocol: The version of llama.cpp's RPC protocol.
         devices: The devices that the worker lends.
         memory_bytes: The memory that the worker offers, on all devices together.
         busy: Whether another target uses the worker.
         speed: The measured speed of the machine, as written by `edgespec.assembly.worker_speed`. Empty if
             it was not measured.
+        mlx_lm: The versions of mlx-lm and mlx, which must be the same on all machines of an MLX target. Empty
+            if they are not installed.
     """
 
     edgespec: str
@@ -47,12 +53,18 @@ class WorkerStatus:
     memory_bytes: int
     busy: bool = False
     speed: Mapping[str, Any] = field(default_factory=dict)
+    mlx_lm: str = ""
+
+    def version_of(self, library: str) -> str:
+        """Return the version of `LLAMA_CPP` or `MLX`. Empty if it is not installed."""
+        return {LLAMA_CPP: self.llama_cpp, MLX: self.mlx_lm}[library]
 
     def to_json(self) -> dict[str, Any]:
         """Return the status as values for JSON."""
         return {
             "edgespec": self.edgespec,
             "llama_cpp": self.llama_cpp,
+            "mlx_lm": self.mlx_lm,
             "protocol": self.protocol,
             "devices": [asdict(device) for device in self.devices],
             "memory_bytes": self.memory_bytes,
@@ -77,6 +89,7 @@ class WorkerStatus:
                 memory_bytes=int(given["memory_bytes"]),
                 busy=given["busy"] is True,
                 speed=dict(given["speed"]),
+                mlx_lm=_short(given["mlx_lm"]),
             )
         except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError("not a worker's status") from error

@@ -13,13 +13,15 @@ from typing import Any
 
 import psutil
 
+from edgespec.cluster.layer_child import LayerChild
+from edgespec.cluster.libraries import installed_mlx
 from edgespec.cluster.link import set_timeouts
 from edgespec.cluster.link_speed import answer_messages
 from edgespec.cluster.rpc_child import LOOPBACK, RpcChild
 from edgespec.cluster.rpc_probe import HELLO
-from edgespec.cluster.status import LEAD, MEASURE, PROBE, Device, WorkerStatus
+from edgespec.cluster.status import LAYERS, LEAD, MEASURE, PROBE, Device, WorkerStatus
 from edgespec.cluster.weight_cache import WeightCache
-from edgespec.errors import WorkerError
+from edgespec.errors import EdgespecError, WorkerError
 
 __all__ = ["WorkerServer"]
 
@@ -44,10 +46,12 @@ class WorkerServer:
     """Listens on one port for a target on another machine. Call `serve`, and from any thread `close`.
 
     A target opens two kinds of connections. The first reserves the worker until the target closes it, and
-    carries a byte from the RPC server every second. The others are relayed to the RPC server. They are
-    accepted only while the worker is reserved.
+    carries a byte from the RPC server every second. The others are accepted only while the worker is
+    reserved. Those of a GGUF target are relayed to the RPC server. That of an MLX target is handed to a child
+    process, of which there is at most one.
 
-    The RPC server is a child process. It is replaced after each target, so that its memory is freed.
+    The RPC server is a child process too. After each target, it is replaced, so that its memory is freed, and
+    the child process for MLX layers is ended.
 
     Args:
         version: The version of edgespec.
@@ -80,6 +84,7 @@ class WorkerServer:
         self._lock = threading.Lock()
         self._released = threading.Condition(self._lock)
         self._leader: socket.socket | None = None
+        self._layers: LayerChild | None = None
         self._is_closed = False
         self._failure: WorkerError | None = None
         self._slots = threading.BoundedSemaphore(_MAX_CONNECTIONS)
@@ -120,6 +125,7 @@ class WorkerServer:
             memory_bytes=offered,
             busy=self._leader is not None,
             speed=self._speed,
+            mlx_lm=installed_mlx(),
         )
 
     def serve(self) -> None:
@@ -147,6 +153,7 @@ class WorkerServer:
         self._is_closed = True
         with self._lock:
             self._child.close()
+            self._end_layers()
 
     def _handle(self, connection: socket.socket) -> None:
         try:
@@ -166,6 +173,8 @@ class WorkerServer:
                 elif greeting == MEASURE:
                     connection.sendall(self._status_line())
                     answer_messages(connection)
+                elif greeting == LAYERS:
+                    self._lend_layers(connection)
         except OSError:
             # The client went away, or sent nothing. A lost RPC server was reported to the target.
             return
@@ -203,8 +212,25 @@ class WorkerServer:
                 self._released.notify_all()
             self._note("the model was closed")
 
+    def _lend_layers(self, connection: socket.socket) -> None:
+        """Hand the connection to a process that runs layers. Closes it if the worker is not reserved."""
+        memory_bytes = self.status().memory_bytes
+        with self._lock:
+            if self._leader is not None and self._layers is None and not self._is_closed:
+                connection.settimeout(None)
+                try:
+                    self._layers = LayerChild(connection, memory_bytes)
+                except EdgespecError as error:
+                    self._note(str(error))
+
+    def _end_layers(self) -> None:
+        if self._layers is not None:
+            self._layers.close()
+            self._layers = None
+
     def _replace_child(self) -> None:
         self._child.close()
+        self._end_layers()
         if self._is_closed:
             return
         for _ in range(_START_ATTEMPTS):
@@ -275,7 +301,7 @@ def _copy(source: socket.socket, sink: socket.socket) -> None:
 
 def _greeting(connection: socket.socket) -> bytes:
     line = b""
-    while len(line) < max(len(PROBE), len(LEAD), len(MEASURE)) and not line.endswith(b"\n"):
+    while len(line) < max(map(len, (PROBE, LEAD, MEASURE, LAYERS))) and not line.endswith(b"\n"):
         more = connection.recv(1)
         if not more:
             break

@@ -21,14 +21,14 @@ _PROMPT_END_TOKENS = 40
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """The start of a reply, where reasoning can begin. `tokens` are the marker's tokens generated so far."""
+    """The phase before any reasoning or answer. `tokens` are the opening marker's tokens generated so far."""
 
     tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Inside the reasoning, until the marker `close`. `tail` holds the last bytes of the reasoning."""
+    """The phase of the reasoning, which the marker `close` ends. `tail` holds the reasoning's last bytes."""
 
     close: bytes
     tail: bytes = b""
@@ -36,19 +36,19 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Between the reasoning and the answer. The first token here can be whitespace."""
+    """The phase between the reasoning and the answer. Its first token can be whitespace."""
 
     allows_space: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Inside the answer. The constraint applies here."""
+    """The phase of the answer, to which the constraint applies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unconstrained:
-    """After the end of the reply, or after a drafted token that the target cannot choose."""
+    """The phase after the end of the reply, or after a drafted token that the target cannot choose."""
 
 
 Phase: TypeAlias = Opening | Reasoning | Gap | Answer | Unconstrained

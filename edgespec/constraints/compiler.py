@@ -29,13 +29,13 @@ __all__ = ["ConstraintCompiler"]
 _MAX_CHARACTERS = 1 << 18
 # Maximum number of characters to quote in an error message.
 _MAX_SHOWN_CHARACTERS = 300
-# Match the reason in llguidance's error messages about regular expressions and JSON schemas.
+# Matches the reason in llguidance's error messages about regular expressions and JSON schemas.
 _REGEX_ERROR = re.compile(r"^error: (.+)$", re.MULTILINE)
 _UNSUPPORTED_KEYWORDS = re.compile(r"Unimplemented keys: \[(.+)\]", re.DOTALL)
 # Matches the beginning of a rule in llama.cpp's grammars.
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
-# Maximum number and total bytes of cached constraints. They are cached because programs often send the same
-# schema with every request. The size is limited because a constraint of 10 characters can use 50 MiB.
+# Maximum number and total bytes of cached constraints. Programs often send the same schema with every
+# request. The size is limited because a constraint of 10 characters can use 50 MiB.
 _MAX_KEPT = 8
 _MAX_KEPT_BYTES = 48 << 20
 

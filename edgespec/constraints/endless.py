@@ -43,7 +43,7 @@ class _Search:
         self._found = -1
 
     def finds_more(self) -> bool:
-        """Prepare another pass. Return whether it is needed because the last pass found something new."""
+        """Prepare another pass. Return False if it is not needed, because the last pass found nothing new."""
         self._visited.clear()
         found, self._found = self._found, len(self._finite)
         return self._found > found
@@ -94,7 +94,7 @@ def _list(schema: Mapping[str, Any], name: str) -> Sequence[Any]:
 
 
 def _target(root: Any, reference: str) -> Any:
-    """Return the part of a schema that a reference such as `#/$defs/node` points to, or None if missing."""
+    """Return the part of a schema that a reference such as `#/$defs/node` points to, or None."""
     if not reference.startswith("#"):
         return None
     node = root

@@ -31,9 +31,9 @@ def text_of(constraint: Constraint) -> str:
 
 
 def new_matcher(option: str, text: str, tokenizer: LLTokenizer) -> LLMatcher:
-    """Return a matcher at the start of the reply. It can have an error (`get_error`).
+    """Return a matcher at the start of the reply. Its `get_error` says whether the constraint is invalid.
 
-    This can crash the process, or take minutes. See `trial.py`.
+    Creating a matcher can crash the process, or take minutes. See `trial.py`.
 
     Args:
         option: Name of the option that sets the constraint: `schema`, `regex`, `grammar` or `choice`.

@@ -115,7 +115,7 @@ class ConstraintProcessor(LogitsProcessor):
             if state.mask is not None:
                 self._masked.append(state)
             if len(self._masked) > _MAX_MASKS:
-                # Also drop its descendants, because most of them belong to rejected drafts.
+                # Also drop the descendants of this state, because most of them belong to rejected drafts.
                 oldest = self._masked.popleft()
                 oldest.mask = None
                 oldest.children = {}

@@ -27,7 +27,8 @@ _MAX_TRIALS = 2
 class ConstraintTrial:
     """A child process that tries to compile constraints. It starts with the first constraint.
 
-    Use it from one thread at a time. The process ends with this object, and with the process that owns it.
+    Use it from one thread at a time. The process ends when this object is deleted, or when the process that
+    owns this object ends.
     """
 
     def __init__(self) -> None:

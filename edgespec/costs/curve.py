@@ -54,8 +54,8 @@ class CostCurve:
         widths: The measured widths in tokens, in ascending order starting at 1.
         seconds: The duration of a pass at each width, in seconds.
         is_padded: Whether the model pads its passes to the next measured width.
-        change_seconds: How much longer a pass takes if the pass before it had another width. It is measured
-            only for models that pad their passes, and `seconds` does not include it.
+        change_seconds: How much longer a pass takes if the pass before it had another width. Measured only
+            for models that pad their passes. `seconds` does not include this time.
 
     Raises:
         ValueError: The widths do not ascend from 1, or there is not one positive duration for each.
@@ -165,7 +165,8 @@ def measure_costs(
             if able.pass_widths and width == 1:
                 steady.append(_pass_seconds(model, 1))
     medians = [median(durations[1:] or durations) for _, durations in timed]
-    # A narrow pass that took much longer than a wider one was disturbed by another program.
+    # Limit the duration of a narrow pass that took much longer than a wider one, because another program
+    # slowed it down.
     plausible = [
         min(medians[i], *(_MAX_EXCESS * wider for wider in medians[i:])) for i in range(len(medians))
     ]

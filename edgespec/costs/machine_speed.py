@@ -68,7 +68,7 @@ class TypeSpeed:
 
 @dataclass(frozen=True, slots=True)
 class MachineSpeed:
-    """How fast this machine runs models of one file format.
+    """The speed of this machine with models of one file format.
 
     Attributes:
         types: The measured speed of each quantisation type.
@@ -167,7 +167,7 @@ def measure_machine(form: FileFormat, progress: Progress | None = None) -> Machi
 
 @contextmanager
 def _temporary_folder() -> Iterator[Path]:
-    """Create a temporary folder and delete it afterwards. Errors while writing to it say what to do."""
+    """Create a temporary folder, and delete it after the block. Write errors in the block say what to do."""
     parent = tempfile.gettempdir()
     try:
         with tempfile.TemporaryDirectory(prefix="edgespec-") as folder:
@@ -181,7 +181,7 @@ def _temporary_folder() -> Iterator[Path]:
 
 
 def _best_speed(speeds: Sequence[TypeSpeed]) -> TypeSpeed:
-    """Return the shortest durations in several measurements of one type, at the widths in all of them."""
+    """Return the shortest durations in several measurements of one type, at their common widths."""
     seconds = [dict(zip(each.curve.widths, each.curve.seconds, strict=True)) for each in speeds]
     widths = sorted(set.intersection(*map(set, seconds)))
     curve = CostCurve(tuple(widths), tuple(min(each[width] for each in seconds) for width in widths))

@@ -16,8 +16,8 @@ class PassLimits:
     Attributes:
         max_width: The maximum number of tokens in the tree, including the root token.
         max_branches: The maximum number of leaves in the tree. With 1, the tree must be a chain.
-        max_draft_passes: The number of levels of the tree that take a draft model pass each. Deeper ones are
-            free.
+        max_draft_passes: The number of levels of the tree that take a draft model pass each. Deeper levels
+            need no further pass.
     """
 
     max_width: int = 64

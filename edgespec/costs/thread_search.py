@@ -1,7 +1,7 @@
 """Find the fastest number of CPU threads for a model on this machine.
 
-It cannot be derived from the number of cores, because cores can have different speeds, share an execution
-unit, or compete for memory bandwidth.
+This number cannot be derived from the number of cores, because cores can have different speeds, share an
+execution unit, or compete for memory bandwidth.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ROUNDS = 3
 # After the first round, measure a number of threads again only if it is at most this much slower than the
 # fastest one.
 _MAX_SLOWDOWN = 1.25
-# Start no new round after this time.
+# Seconds after which no new round of measurements starts.
 _BUDGET_SECONDS = 2.0
 # Prefer the number of physical cores unless another number is faster by this factor.
 _MIN_GAIN = 1.05

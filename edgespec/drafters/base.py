@@ -69,14 +69,13 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
-        """Return a draft tree whose root is the last token. It is the only node if nothing is drafted.
+        """Return a draft tree whose root is the last token. If nothing is drafted, the root is the only node.
 
         Args:
             sampler: The target's sampler after the last token. The call leaves its state unchanged.
             acceptance: The acceptance rule. Drafters that return draft probabilities also use it to draw
                 tokens.
-            draft_length: Maximum depth of the tree. Tokens at its start that a constraint determines do not
-                count.
+            draft_length: Maximum depth of the tree. Leading tokens that a constraint determines do not count.
         """
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:  # noqa: B027
@@ -157,10 +156,10 @@ class BudgetedDrafter(Drafter):
     drafts_forced = False
 
     def propose_with_forced(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> ForcedDraft:
-        """Draft like `propose`, and add the tokens that a constraint determines wherever it determines any.
+        """Draft like `propose`, and add all tokens that a constraint determines.
 
         Instead of drafting these tokens one by one, the model runs them in one pass with the token before
-        them. Those at the start of the draft do not count towards `draft_length`. Drafters without
+        them. Such tokens at the start of the draft do not count towards `draft_length`. Drafters without
         `drafts_forced` add no such tokens.
         """
         return ForcedDraft(self.propose(sampler, acceptance, draft_length))
@@ -180,7 +179,11 @@ class BudgetedDrafter(Drafter):
 
     @abstractmethod
     def prefill(self, max_tokens: int) -> None:
-        """Prefill the draft model with the tokens it lacks, or with the most recent `max_tokens` of them."""
+        """Prefill the draft model with the tokens it lacks, or with the most recent of them.
+
+        Args:
+            max_tokens: Maximum number of tokens to prefill.
+        """
 
     def force_draft(self) -> None:
         """Make the next call to `propose` return a short draft, even if it is not expected to save time."""

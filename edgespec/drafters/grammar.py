@@ -18,7 +18,7 @@ MAX_FORCED_TOKENS = 16
 class GrammarDrafter(Drafter):
     """Drafts while the reply's schema, regular expression or grammar leaves the model no choice.
 
-    The target accepts nearly all of these tokens, so that the draft length does not limit them. Without a
+    The target accepts nearly all of these tokens, so the draft length does not limit them. Without a
     constraint, nothing is drafted.
     """
 

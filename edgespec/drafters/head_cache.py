@@ -23,10 +23,10 @@ _COPY = struct.Struct("<QQQ")
 class HeadCache(DraftCache):
     """Keeps a head's KV cache in step with the token sequence. Prefills only on request.
 
-    A head can only process tokens for which the target's previous hidden state is known. It is unknown for
-    old tokens. It is also unknown for a prefix that the target restored from the prefix cache, unless the
-    head's state was stored with the prefix (see `copy`). The head's KV cache then starts after these tokens,
-    which lowers the acceptance rate but does not change the reply.
+    A head can process a token only if the target's hidden state of the previous token is known. Old hidden
+    states are not kept. The hidden states of a prefix that the target restored from the prefix cache are also
+    unknown, unless the head's state was stored with the prefix (see `copy`). The head's KV cache then starts
+    after these tokens, which lowers the acceptance rate but does not change the reply.
 
     Args:
         model: The head.
@@ -87,7 +87,7 @@ class HeadCache(DraftCache):
         return common_prefix_length(self.visible_tokens[: self.model.length], tokens)
 
     def copy(self, tokens: Sequence[int], start: int) -> bytes:
-        """Return a copy of the head's state for `tokens[start:]`, or nothing if it cannot be copied.
+        """Return a copy of the head's state for `tokens[start:]`, or b"" if the state cannot be copied.
 
         The copy contains the head's KV cache, and the target's hidden state after the last token, which the
         next token needs. The head first processes the tokens that it lacks, which takes little time compared
@@ -99,7 +99,7 @@ class HeadCache(DraftCache):
         """
         try:
             if self._read_tokens(tokens) < len(tokens):
-                # The last token of a sequence is not prefilled, so any token will do.
+                # Append an arbitrary token, because the last token of a sequence is not prefilled.
                 self.begin([*tokens, tokens[-1]])
                 self.prefill()
             read, end, log = self._read_tokens(tokens), len(tokens), self.model.log
@@ -115,7 +115,7 @@ class HeadCache(DraftCache):
         If the copy is empty or does not fit, the head's KV cache starts after the tokens.
 
         Args:
-            tokens: All tokens in the target's KV cache. They end with the copied ones.
+            tokens: All tokens in the target's KV cache. The copied tokens are the last of these.
             copy: The result of `copy`, possibly from an earlier process.
         """
         log = self.model.log

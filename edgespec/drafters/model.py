@@ -114,7 +114,7 @@ class ModelDrafter(BudgetedDrafter):
         if self._model.length:
             return
         tokens = [0] * min(_WARM_UP_TOKENS, self._model.free_tokens - 1)
-        # Measure the second time, because a backend's first passes are slow.
+        # Keep only the second measurement, because a backend's first passes are slow.
         for _ in range(2):
             started = perf_counter()
             self._model.prefill(tokens)
@@ -196,7 +196,7 @@ class ModelDrafter(BudgetedDrafter):
         return self._model.vocabulary.is_end(tree.drafted.tokens[node])
 
     def _add_forced(self, tree: _DraftTree, node: int, sampler: Sampler) -> int:
-        """Add the tokens that a constraint determines after a node. Return the last of them, or the node."""
+        """Add the tokens that a constraint determines after `node`. Return the last added node, or `node`."""
         limit = min(tree.max_forced_tokens, tree.max_width - len(tree.model_tree))
         if limit > 0 and tree.can_expand(node):
             with tree.sampling_after(node, sampler):
@@ -213,7 +213,7 @@ class ModelDrafter(BudgetedDrafter):
         """See `Drafter.commit`. Tokens missing from the KV cache are run when the next draft is made."""
         if (tree := self._tree) and tree.model_tree_run:
             nodes = tree.drafted.build().walk(tokens)
-            # The last emitted token is not part of the KV cache.
+            # Exclude the last emitted token, which is not part of the KV cache.
             self._model.commit(tree.model_path(nodes[1 : len(tokens)]))
             for node, token in zip(nodes, tokens, strict=False):
                 if node in tree.draws:
@@ -280,7 +280,7 @@ class _DraftTree:
         return self.drafted.add(parent, token, probs)
 
     def add_forced(self, parent: int, token: int) -> int:
-        """Add a token that a constraint determines. The draft model runs it if it runs the parent."""
+        """Add a token that a constraint determines. The draft model runs the token if it runs the parent."""
         node = self.add(parent, token, None, self.path_probs[parent], self.model_nodes[parent] >= 0)
         self.forced.add(node)
         return node
@@ -291,7 +291,7 @@ class _DraftTree:
 
     @contextmanager
     def sampling_after(self, node: int, sampler: Sampler) -> Iterator[None]:
-        """Append the tokens of a drafted node and its ancestors to the sampler's history for a while."""
+        """Temporarily append the tokens of a drafted node and its ancestors to the sampler's history."""
         path = self.drafted.path(node)
         for each in path:
             sampler.push(self.drafted.tokens[each])

@@ -18,8 +18,8 @@ __all__ = ["NgramDrafter"]
 class NgramDrafter(Drafter):
     """Drafts the tokens that followed an earlier occurrence of the last tokens in the chat.
 
-    Implements Prompt Lookup Decoding (Saxena 2023). It uses the most recent occurrence of the longest
-    repeated n-gram. Every lookup scans the whole chat.
+    Implements Prompt Lookup Decoding (Saxena 2023), with the most recent occurrence of the longest repeated
+    n-gram. Every lookup scans the whole chat.
 
     Args:
         max_ngram_tokens: Maximum number of trailing tokens to look up.

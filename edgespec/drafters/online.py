@@ -155,7 +155,7 @@ class OnlineTrainer:
 
         Args:
             proposed: The draft.
-            verified: The tree that the target verified. It may lack parts of the draft.
+            verified: The tree that the target verified, which may lack parts of the draft.
             logits: The target's logits, one row per node of `verified`.
             tokens: The tokens emitted after verification.
         """

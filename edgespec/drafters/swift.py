@@ -176,7 +176,7 @@ class SwiftDrafter(Drafter):
 
 
 class ScoredLayerSet(NamedTuple):
-    """A set of layers to skip, and the speed-up expected from skipping them.
+    """A set of layers to skip, and the expected speed-up.
 
     Attributes:
         layers: The skipped layers.

@@ -16,7 +16,7 @@ DraftProbs: TypeAlias = Callable[[int], NDArray[np.float64]]
 
 
 class Children(NamedTuple):
-    """How many children to draft for one node of a tree, and how many of them get children themselves.
+    """The number of children to draft for a node of a tree, and how many of them get children themselves.
 
     Both numbers are chosen before any token is drawn, because dropping a drawn token would bias rejection
     sampling.
@@ -64,7 +64,7 @@ class TreeGrowth(ABC):
         """
 
     def force_draft(self) -> None:  # noqa: B027
-        """Make the next draft short but not empty, even if it is not expected to save time."""
+        """Make the next draft short but not empty, even if drafting is not expected to save time."""
 
     def finish_draft(self) -> None:  # noqa: B027
         """Record the time at which the draft is complete and the verify pass begins."""

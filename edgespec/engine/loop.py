@@ -122,7 +122,7 @@ def decode(
         try:
             asked = drafter if depth > 0 and not first_logits else None
             tree = asked.propose(sampler, acceptance, depth) if asked else None
-            # Discard a draft that does not continue the last token.
+            # Discard a draft whose root is not the last token.
             if tree is None or tree.tokens[0] != last_token:
                 tree = TokenTree.chain(last_token)
             tree = tree.pruned(vocab_size, room, width, max_branches)

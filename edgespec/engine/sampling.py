@@ -98,7 +98,7 @@ class Sampler:
         return distribution
 
     def draft_distribution(self, logits: Logits, row: int) -> Distribution | None:
-        """Return what `distribution` returns at temperatures above 0, or None if all tokens are forbidden."""
+        """Return the probabilities of the remaining tokens, even at temperature 0, or None if none remain."""
         tokens, log_probs = self._survivors(logits, row)
         peak = log_probs.max(initial=-np.inf)
         return None if peak == -np.inf else Distribution.normalised(tokens, np.exp(log_probs - peak))

@@ -17,7 +17,7 @@ __all__ = ["AttentionShape", "PrefixLayer"]
 
 
 class AttentionShape(NamedTuple):
-    """Settings of an attention layer that do not follow from its weights. Hydra++ heads use the target's.
+    """Settings of an attention layer that its weights do not determine. Hydra++ heads use the target's.
 
     Attributes:
         heads: Number of query heads. Multiple query heads can share a key head.

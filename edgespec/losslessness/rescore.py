@@ -169,8 +169,8 @@ def is_near_tie(
 ) -> bool:
     """Return whether the measured rounding error explains why two replies differ.
 
-    It does if each reply's token can be sampled from logits that differ from `rescored.plain` by at most
-    `rescored.error`.
+    This is the case if each reply's token can be sampled from logits that differ from `rescored.plain` by at
+    most `rescored.error`.
 
     Args:
         rescored: The logits at the first difference.

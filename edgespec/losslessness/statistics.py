@@ -27,7 +27,7 @@ def p_value(samples: Iterable[Sample]) -> float | None:
 
     The test statistic is the sum of the samples' G statistics. Tokens with an expected count below 1 share
     one bin. The p-value is found by simulation, because the expected counts are too small for the chi-square
-    approximation. It is None if there is nothing to compare.
+    approximation. The result is None if there is nothing to compare.
     """
     binned = [pair for sample in samples if len((pair := _binned(*sample))[0]) > 1]
     if not binned:

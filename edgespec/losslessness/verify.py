@@ -19,7 +19,7 @@ from edgespec.engine.processors import LogitsProcessor
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import CancelledError, OptionError
+from edgespec.errors import CancelledError, OptionError, shorten
 from edgespec.losslessness.cases import DEFAULT_SAMPLES, Case, all_cases, check_at_once, count_case_replies
 from edgespec.losslessness.findings import MethodFindings
 from edgespec.losslessness.prompts import Prompt, prompt_tokens
@@ -105,9 +105,12 @@ def verify(
         )
     check_integer("samples", samples, 1, 1 << 31)
     if not check_number("idle_seconds", idle_seconds, "from 0 up") >= 0:
-        raise OptionError(f"invalid idle_seconds: {idle_seconds}", "use 0 or more")
+        raise OptionError(f"idle_seconds must be at least 0, not {idle_seconds}", "use 0 or more")
     if len({prompt.name for prompt in prompts}) < len(prompts):
-        raise OptionError("two prompts have the same id", "give each prompt a unique id")
+        [(repeated, _)] = Counter(prompt.name for prompt in prompts).most_common(1)
+        raise OptionError(
+            f"two prompts have the same id: {shorten(repeated)}", "give each prompt a unique id"
+        )
     cases = all_cases(prompts, methods, temperatures, draft_lengths)
     if at_once:
         check_at_once(acceptance, len(cases))
@@ -205,7 +208,7 @@ class _Verification:
         return stream.reply
 
     def check_at_once(self, cases: Sequence[Case], findings: Mapping[str, MethodFindings]) -> None:
-        """Generate concurrent replies. Compare each one with plain decoding's reply, generated alone."""
+        """Generate concurrent replies, and compare each with a reply that plain decoding generated alone."""
         for case in cases:
             self.description = f"{case.prompt.name}, alone"
             self.runtime.clear_cache()

@@ -42,7 +42,8 @@ class Budget:
     Attributes:
         bytes: System memory that this process can use, in bytes.
         source: User-facing description of what determines `bytes`.
-        gpu_bytes: Usable memory on all graphics cards with their own memory, in bytes. None without one.
+        gpu_bytes: Usable memory on all graphics cards with their own memory, in bytes. None if there is no
+            such card.
         reserve_bytes: Memory to keep free for other programs, in bytes. If less is free, cached prefixes are
             dropped.
     """

@@ -22,7 +22,7 @@ _MIN_DRAFT_TOKENS = 256
 
 
 def has_room_to_resize(plan: MemoryPlan) -> bool:
-    """Return whether a memory plan leaves enough memory to resize the KV cache, which makes a copy of it.
+    """Return whether a memory plan leaves enough memory for a copy of the KV cache, as resizing needs.
 
     If not, the full context is allocated when the models are loaded.
     """
@@ -50,7 +50,7 @@ class ResizableContext:
         self._target = target
         self._draft = draft
         self._draft_follows = draft is not None
-        # Sizes below which the contexts never shrink.
+        # Initial size of each context, below which it never shrinks.
         self._first_tokens = {
             id(model): model.facts.context_tokens for model in (target, draft) if model is not None
         }

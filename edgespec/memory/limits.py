@@ -83,7 +83,7 @@ def _number(text: str) -> int:
 def address_limit() -> Limit | None:
     """Return the address space limit (`ulimit -v`), or None if it is not set.
 
-    Mapped files and thread stacks count towards it even if they are not in memory.
+    Mapped files and thread stacks count towards this limit even if they are not in memory.
     """
     if not address_space_is_limited():
         return None

@@ -45,7 +45,7 @@ class TargetCache:
         """Set the scales of the target's adapters for the next reply, and return whether they changed.
 
         A KV cache is only valid for the scales that it was computed with. The prefix cache holds sequences
-        for the scales that the target was loaded with, and is not used with others.
+        for the scales that the target was loaded with, and is not used with other scales.
 
         Raises:
             CapabilityError: The scales of the target's adapters are fixed.
@@ -104,7 +104,7 @@ class TargetCache:
     def prepare(
         self, tokens: list[int], extra_tokens: int, stats: Stats, progress: Progress | None
     ) -> Logits | None:
-        """Load all prompt tokens except the last into the target's cache, and verify the last if it is free.
+        """Prefill all prompt tokens except the last, and verify the last one in the same pass if possible.
 
         Args:
             tokens: The prompt. The caller appends the reply's tokens to this list.
@@ -158,14 +158,15 @@ class TargetCache:
         length = self._target.length
         if (whole := self._reusable(length)) < length:
             self._target.truncate(whole)
-            # Recurrent models may keep fewer tokens than `whole`. Clear their KV cache then.
+            # Recurrent models may keep fewer tokens than `whole`. In that case, clear the KV cache.
             if self._target.length < whole:
                 self._target.truncate(0)
 
     def _keep_for_heads(self, tokens: list[int]) -> int:
         """Drop the last token if a head needs its hidden state, and return how many tokens are left.
 
-        The prefill computes the hidden state. Otherwise, the head would lose all that it has read.
+        Prefilling the token again computes the hidden state, without which the head could not use its KV
+        cache.
         """
         length, capabilities = self._target.length, self._target.facts.capabilities
         # Exclude recurrent models, which would lose all tokens since their last checkpoint. They are the

@@ -40,7 +40,7 @@ def create_app(service: Service) -> ASGIApp:
     router = Router(routes, redirect_slashes=False, default=_unknown_path)
     app: ASGIApp = Guard(router, service.settings, _protocol_of, frozenset(public))
     if service.settings.allowed_origins:
-        # Answers CORS preflight requests: browsers ask whether a web page may use the server.
+        # Answers CORS preflight requests, in which browsers ask whether a web page may use the server.
         app = CORSMiddleware(
             app, service.settings.allowed_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
         )
@@ -55,7 +55,7 @@ def _by_path(protocol: Protocol) -> Mapping[str, Mapping[str, Endpoint]]:
 
 
 def _protocol_of(path: str) -> Protocol:
-    """Return the API that the path belongs to, which is the one with the longest matching prefix."""
+    """Return the API that the path belongs to: the API with the longest matching prefix."""
     prefixes = {prefix: protocol for protocol in PROTOCOLS for prefix in protocol.prefixes}
     return prefixes[max((prefix for prefix in prefixes if path.startswith(prefix)), key=len, default="/")]
 

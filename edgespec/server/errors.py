@@ -29,10 +29,10 @@ from edgespec.spelling import FOREIGN_NAMES, nearest
 
 __all__ = ["ApiError", "api_error", "invalid_request", "unsupported_content", "validation_error"]
 
-# Seconds after which a client should retry if the server is busy or is stopping.
+# Seconds after which a client should retry if the server is busy or stopping.
 _RETRY_SECONDS = 5
 _MAX_SHOWN_CHARACTERS = 100
-# Type names that pydantic adds to the path of an invalid field if the field allows several types.
+# Matches type names, which pydantic adds to the path of an invalid field that allows several types.
 _TYPE = re.compile(r"\[|-|^(?:str|int|float|bool|dict|[A-Z]\w*)$")
 
 
@@ -111,8 +111,8 @@ def _context_error(error: ContextFullError, prompt_field: str | None) -> ApiErro
     code, kind = "context_length_exceeded", "exceed_context_size_error"
     if error.prompt_tokens is None or error.context_tokens is None:
         return ApiError(400, str(error), kind, code, prompt_field)
-    # Use OpenAI's wording about the maximum context length, which programs such as opencode, and those that
-    # use LiteLLM, look for to know when to shorten the conversation.
+    # Use OpenAI's wording about the maximum context length. Programs such as opencode, and those that use
+    # LiteLLM, recognise it and shorten the conversation.
     message = (
         f"{error.what}; this model's maximum context length is {error.context_tokens} tokens, so shorten it,"
         " or start the server with a larger --context"

@@ -54,7 +54,7 @@ class RequestFields(BaseModel):
 
 # Maximum number of entries in a list or object. Bounds the validation time.
 _MAX_ENTRIES = 10_000
-# Options that interpret -1 as the default, as in llama.cpp and LM Studio.
+# Options for which -1 means the default, as in llama.cpp and LM Studio.
 _MINUS_ONE_IS_DEFAULT = ("max_tokens", "seed")
 
 
@@ -89,7 +89,7 @@ def _reply_field(name: str, option: Option, hint: Any) -> Any:
 
 
 def _integer_keys(value: dict[str, Any]) -> dict[Any, Any]:
-    """Convert the keys of a JSON object, which are strings, to integers if all of them are."""
+    """Convert the keys of a JSON object from strings to integers, if all of them are integers."""
     if all(key.isascii() and key.isdigit() and len(key) < 10 for key in value):
         return {int(key): item for key, item in value.items()}
     return dict(value)
@@ -103,7 +103,7 @@ def _reply_fields() -> dict[str, Any]:
 
 
 def _attribute(name: str) -> str:
-    """Return the attribute name for an option. It differs if pydantic has a method of that name."""
+    """Return the attribute name for an option, with `_` appended if pydantic has a method of that name."""
     return f"{name}_" if name in dir(BaseModel) else name
 
 
@@ -132,7 +132,7 @@ def combined_options(options: dict[str, Any], more: dict[str, Any]) -> dict[str,
 
 
 def require_fields(place: str, given: RequestFields, names: Sequence[str]) -> None:
-    """Raise ApiError if one of the named fields, required for this type of object, is missing."""
+    """Raise ApiError if one of the fields `names` is missing."""
     for name in names:
         if getattr(given, name) is None:
             raise invalid_request(f"{place}.{name} is missing; add this field", param=f"{place}.{name}")

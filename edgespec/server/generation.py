@@ -157,7 +157,7 @@ class Generation:
         return stream.stats
 
     def cancel(self) -> None:
-        """End all replies, also during prefill. Has no effect on finished ones."""
+        """End all replies, even during prefill. Has no effect on finished replies."""
         self._cancelled.set()
         for reply in list(self._replies):
             reply.cancel()

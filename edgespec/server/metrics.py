@@ -35,7 +35,7 @@ class Metrics:
         self._totals: dict[str, float] = dict.fromkeys(_STATS, 0)
 
     def count_request(self, path: str, status: int) -> None:
-        """Count an HTTP request. `path` must be one of the server's own, to limit the number of counters."""
+        """Count an HTTP request. `path` must be a path of an endpoint, to limit the number of counters."""
         with self._lock:
             self._requests[path, status] += 1
 
@@ -48,7 +48,7 @@ class Metrics:
                     self._totals[name] += getattr(reply.stats, name)
 
     def text(self, waiting: Mapping[str, int]) -> str:
-        """Return all metrics.
+        """Return all metrics in Prometheus's text format.
 
         Args:
             waiting: Number of waiting requests for each loaded model.

@@ -23,7 +23,7 @@ from edgespec.server.settings import ServerSettings
 
 __all__ = ["KnownModel", "LoadedModel", "ModelPool"]
 
-# How often to look for models that were not used for `idle_unload_seconds`.
+# Seconds between checks for models that were not used for `idle_unload_seconds`.
 _IDLE_CHECK_SECONDS = 1.0
 # Options that name files of one model. They apply to the target that the user chose, not to other models.
 _SINGLE_MODEL_OPTIONS = {name for name, option in LOAD_OPTIONS.items() if option.per_run} | {"head"}
@@ -37,8 +37,8 @@ class KnownModel:
 
     Attributes:
         name: The name.
-        created: Modification time of its file (Unix time in seconds), or 0 if unknown.
-        info: The metadata in its files, or None if they could not be read.
+        created: Modification time of the model's file (Unix time in seconds), or 0 if unknown.
+        info: The metadata in the model's files, or None if they could not be read.
         loaded: The loaded model, or None if it is not loaded.
     """
 
@@ -66,7 +66,7 @@ class LoadedModel:
 
     @property
     def memory_bytes(self) -> int:
-        """Maximum system memory of the model, excluding Python's own memory."""
+        """Maximum system memory of the model in bytes, excluding Python's own memory."""
         plan = self.runtime.plan
         if plan is None:
             return 0
@@ -80,7 +80,7 @@ class LoadedModel:
 
 
 class _Entry:
-    """A model from the first request for it until it is chosen for unloading.
+    """The pool's record of a model, from the first request for the model until it is chosen for unloading.
 
     Attributes:
         users: Number of requests that wait for the model or use it.
@@ -203,7 +203,7 @@ class ModelPool:
 
         Args:
             name: The name.
-            found: The model that the name refers to, if it is known. It can be a file in the current folder.
+            found: The model that the name refers to, if known. The model can be a file in the current folder.
         """
         is_path = isinstance(parse_reference(name), PathReference)
         is_file = found is not None and found.source == "path" and name.lower() not in user_aliases()

@@ -65,10 +65,10 @@ class Protocol:
     """One of the APIs that the server provides, such as OpenAI's.
 
     Attributes:
-        name: Its name in the OpenAPI description.
-        prefixes: Prefixes of its paths. Errors for unknown paths have the format of the API with the longest
-            matching prefix.
-        endpoints: Its endpoints.
+        name: The API's name in the OpenAPI description.
+        prefixes: Prefixes of the API's paths. Errors for unknown paths have the format of the API with the
+            longest matching prefix.
+        endpoints: The API's endpoints.
         error_body: Returns the body of an error response.
         stream_media_type: The media type of streams.
     """

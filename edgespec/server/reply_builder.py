@@ -21,7 +21,7 @@ Event: TypeAlias = dict[str, Any]
 
 
 class ReplyBuilder(Protocol):
-    """Builds a response from the chunks of its reply, and the events of a streamed response.
+    """Builds a response from the chunks of a reply, and yields the events of a streamed response.
 
     Events share objects with the response, which later calls change. Encode each event before requesting the
     next one.

@@ -52,7 +52,7 @@ class EventStream(Response):
         self._pings = media_type == "text/event-stream"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
-        """Send the stream. An error after its start is sent as its last event."""
+        """Send the stream. If an error occurs after the start, it is sent as the last event."""
         try:
             await _send_within_limit(
                 send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
@@ -77,7 +77,7 @@ class EventStream(Response):
             await self._parts.aclose()
 
     def _take(self) -> bytes | None:
-        """Return the part that is ready and start generating the next one. None at the end."""
+        """Return the next part, or None at the end, and start generating the part after it."""
         try:
             part = self._next.result()
         except StopAsyncIteration:

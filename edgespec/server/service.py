@@ -101,7 +101,7 @@ class Service:
         Args:
             model: Reference to the model, or None for the server's own model.
             prompt: The prompt.
-            thinking: The reply's option `thinking`. Defaults to the one in the settings.
+            thinking: The reply's option `thinking`. Defaults to the value in the settings.
 
         Raises:
             EdgespecError: The model cannot be loaded, or the prompt is invalid.
@@ -119,5 +119,5 @@ class Service:
             try:
                 return await asyncio.shield(counting)
             finally:
-                # If the client disconnects, the thread still uses the model.
+                # Wait for the thread even if the client disconnects, because the thread still uses the model.
                 await asyncio.wait({counting})

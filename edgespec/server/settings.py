@@ -12,7 +12,7 @@ from edgespec.errors import OptionError
 __all__ = ["ServerSettings", "is_loopback"]
 
 DEFAULT_PORT = 11435  # Next to Ollama's port 11434, so that both can run.
-# Ollama also unloads models after five minutes.
+# Default number of seconds without requests after which a model is unloaded, as in Ollama.
 DEFAULT_IDLE_UNLOAD_SECONDS = 300.0
 DEFAULT_MAX_WAITING = 16
 

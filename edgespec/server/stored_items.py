@@ -16,11 +16,11 @@ _MAX_BYTES = 16 * 2**20
 class StoredItems:
     """Items of recent responses by id, as JSON. Used in the event loop only.
 
-    If they become too large, the oldest are removed. Clients that know the id of an item can use it, so ids
-    must be impossible to guess.
+    If their total size exceeds `max_bytes`, the oldest items are removed. Clients that know the id of an item
+    can use it, so ids must be impossible to guess.
 
     Args:
-        max_bytes: Maximum total size.
+        max_bytes: Maximum total size of the items in bytes.
     """
 
     def __init__(self, max_bytes: int = _MAX_BYTES) -> None:

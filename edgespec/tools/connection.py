@@ -34,10 +34,11 @@ class ServerConnection:
     """A connection to an MCP server. Call its methods in one event loop. Any thread may read its attributes.
 
     Attributes:
-        config: How to reach the server.
-        tools: The server's tools. Empty unless the server is running.
+        config: The server's configuration.
+        tools: The server's tools. Kept if the server ends by itself, because the next call starts it again.
+            Empty before the first start and after `stop`.
         left_out: Number of tools that were left out because they are invalid or too many.
-        problem: Why the server is not running. Empty if it is running or was never started.
+        problem: Why the server could not be started or has ended by itself. Otherwise empty.
     """
 
     def __init__(self, config: ServerConfig) -> None:
@@ -71,13 +72,15 @@ class ServerConnection:
         await self._started.wait()
 
     async def stop(self) -> None:
-        """Stop the server if it is running."""
+        """Stop the server if it is running, and forget its tools."""
         self._stop.set()
+        self.tools = ()
         if self._task is not None:
             self._client = None
             if not self._started.is_set():
                 self._task.cancel()
             await asyncio.wait([self._task], timeout=_STOP_SECONDS)
+        self.problem = ""
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
         """Call a tool. Restart the server if it has ended. Failures are returned as results, not raised."""
@@ -96,13 +99,13 @@ class ServerConnection:
             problem = f"{name} did not answer within {self.config.timeout:g} seconds"
         except Exception as error:
             # The SDK can raise any exception, for example if the server returns a result of the wrong type.
-            problem = f"{name} failed: {_reason(error)}"
+            problem = _reason(error)
             if is_connection_lost(error):
                 # Wait briefly for the transport to find out why the connection was lost.
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._ended.wait(), _REASON_SECONDS)
             if self.problem:
-                problem = f"{name} failed: the server {self.config.name} has ended: {self.problem}"
+                problem = f"the server {self.config.name} has ended: {self.problem}"
         return ToolResult.failure(problem, monotonic() - began)
 
     async def _serve(self, started: asyncio.Event, stop: asyncio.Event) -> None:
@@ -124,7 +127,7 @@ class ServerConnection:
                     await _first(stop.wait(), problems.ended.wait())
                     if not stop.is_set():
                         self.problem = problems.describe() or "it closed the connection"
-                    self._client, self.tools = None, ()
+                    self._client = None
                     self._ended.set()
         except TimeoutError:
             self.problem = _problem(problems, f"it did not start within {_START_SECONDS:g} seconds")
@@ -132,7 +135,6 @@ class ServerConnection:
             self.problem = self.problem or _problem(problems, _reason(error))
         finally:
             self._client = None
-            self.tools = ()
             started.set()
 
     async def _list_tools(self, client: Client) -> tuple[tuple[Tool, ...], int]:

@@ -25,7 +25,7 @@ _MAX_TIMEOUT_SECONDS = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """How to reach an MCP server: either a command that starts it, or the URL of a running one.
+    """An MCP server that the user configured: a command that starts it, or the URL of a running server.
 
     Attributes:
         name: The user's name for the server.

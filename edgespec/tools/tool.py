@@ -25,7 +25,11 @@ _INVISIBLE = re.compile(
 
 
 def visible(text: str) -> str:
-    r"""Replace control characters and invisible characters by escapes such as `\u200b`."""
+    r"""Replace control characters and invisible characters by escapes such as `\u200b`.
+
+    Newlines and tabs stay, and the line ends of Windows become newlines.
+    """
+    text = text.replace("\r\n", "\n")
     return _INVISIBLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 

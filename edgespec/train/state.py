@@ -31,7 +31,7 @@ _SETTINGS, _PROGRESS = "settings.json", "progress.json"
 
 @dataclass(frozen=True, slots=True)
 class TrainingSettings:
-    """The settings of a training. An interrupted training can only be continued with the same settings.
+    """The settings of a training run, which can only be continued with the same settings.
 
     Attributes:
         method: Kind of drafter, such as `eagle3` or `draft`.
@@ -69,7 +69,7 @@ class CurvePoint:
 
 @dataclass(slots=True)
 class TrainingProgress:
-    """The progress of a training.
+    """The progress of a training run.
 
     Attributes:
         steps: Number of finished training steps.
@@ -85,7 +85,7 @@ class TrainingProgress:
 
     @property
     def best(self) -> CurvePoint:
-        """The evaluation with the most tokens per pass. If several are equal, the last of them."""
+        """The evaluation with the most tokens per pass, or the last of several equal ones."""
         return max(self.curve, key=lambda point: (point.tokens_per_pass, point.steps))
 
     def add_point(self, tokens_per_pass: float) -> None:
@@ -113,7 +113,7 @@ class TrainingFolder:
         file = path / _SETTINGS
         if not file.exists():
             # The folder is deleted after training, so it must not contain unrelated files. If an earlier run
-            # was killed early, the folder contains its temporary file.
+            # was killed while it wrote the settings, the folder contains a temporary file.
             if {each.name for each in path.iterdir()} - {LOCK_FILE, f"{_SETTINGS}.tmp"}:
                 raise OptionError(
                     f"{path} contains files that edgespec did not create", "choose another folder with --to"
@@ -152,7 +152,7 @@ class TrainingFolder:
         return self._figures_file(drafter).exists()
 
     def save_figures(self, drafter: str, figures: DrafterFigures) -> None:
-        """Save the figures of a drafter (`new` or `earlier`). Raises OSError."""
+        """Save the figures of a drafter (`new` or `earlier`). Raises OSError if writing fails."""
         _write_json(self._figures_file(drafter), asdict(figures))
 
     def figures(self, drafter: str) -> DrafterFigures:

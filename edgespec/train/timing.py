@@ -20,8 +20,8 @@ __all__ = ["TrainingSpeed", "measure_speed"]
 # Maximum number of tokens to write per conversation. Enough to estimate a real batch's time per token within
 # a factor of two.
 _TRIAL_TOKENS = 24
-# Number of conversations in each trial step. Larger steps need less time per token and are closer to real
-# ones. But no step can be interrupted, so a slow machine runs only the first.
+# Number of conversations in each trial step. Larger steps take less time per token and are closer to real
+# ones. A step cannot be interrupted, so a slow machine runs only the first.
 _TRIAL_CONVERSATIONS = (1, 8, BATCH_CONVERSATIONS)
 _LONG_STEP_SECONDS = 1.0
 

@@ -43,8 +43,8 @@ _TICK_SECONDS = 1 / 25
 _QUIT_SECONDS = 5.0
 # Python's thread switch interval during the chat, in seconds. The default of 5 ms can slow down small models.
 _SWITCH_SECONDS = 5e-5
-# Number of collections of newer objects after which Python's garbage collector examines all objects, which
-# takes about 100 ms. `Transcript` collects garbage earlier, while the user presses no key.
+# Number of partial collections after which Python's garbage collector examines all objects, which takes about
+# 100 ms. `Transcript` usually collects garbage before that, while the user presses no key.
 _FULL_COLLECTION_THRESHOLD = 1000
 _NO_CONTROLS = NoControls()
 
@@ -158,7 +158,7 @@ class ChatApp(App[None]):
             return
         self.register_theme(theme)
         if self.theme == theme.name:
-            # The user has edited the theme's file.
+            # The theme has the same name as before, but the user has edited its file.
             self.mutate_reactive(ChatApp.theme)
         self.theme = theme.name
 
@@ -205,7 +205,7 @@ class ChatApp(App[None]):
             self.run_worker(self._switch_model(event.reference))
 
     async def _switch_model(self, reference: str) -> None:
-        """Continue the chat with another model. If loading it fails, show the error and keep the old one."""
+        """Continue the chat with another model. If loading fails, show the error and keep the old model."""
         chat = self.chat
         assert chat is not None
         self._loading = LoadingScreen(reference)
@@ -262,9 +262,9 @@ class ChatApp(App[None]):
             self.chat.save_turn()
 
     def stop_model(self) -> bool:
-        """Stop the reply and close the model. Return False if it takes longer than five seconds."""
+        """Stop the reply and close the model. Return False if this takes longer than five seconds."""
         if self.chat is not None:
-            # A reply that stops after `begin_leaving` is saved as unfinished.
+            # Call `begin_leaving` before the reply stops, so that it is saved as unfinished.
             self.chat.begin_leaving()
             self.chat.tool_use.close()
         self.model_thread.close()
@@ -282,11 +282,12 @@ class ChatApp(App[None]):
 
 @contextmanager
 def quick_screen() -> Iterator[None]:
-    """Let the threads of Python and its garbage collector delay the screen less."""
+    """Return a context manager that reduces the delays caused by Python's threads and garbage collector."""
     interval, thresholds = sys.getswitchinterval(), gc.get_threshold()
     sys.setswitchinterval(_SWITCH_SECONDS)
     gc.set_threshold(*thresholds[:2], _FULL_COLLECTION_THRESHOLD)
-    # Collections then need not examine the modules. The model is loaded later, so its memory can be freed.
+    # Exclude all existing objects, such as modules, from garbage collection. The model is loaded later, so
+    # its memory can be freed.
     gc.freeze()
     try:
         yield

@@ -33,7 +33,7 @@ class Archive:
     Attributes:
         unsaved: The errors of chats whose last save failed, by chat ID. Each message names the chat.
         branched: Set to True when a chat was saved under a new ID, because another program had changed it.
-            The caller resets it to False after telling the user.
+            The caller resets this to False after telling the user.
         hidden: The IDs of deleted chats that can still be restored, most recently deleted last.
     """
 
@@ -43,7 +43,8 @@ class Archive:
         self.hidden: list[str] = []
         self._store = store
         self._lock = Lock()
-        # The chats in `unsaved`, to be saved later even if another chat is open then, and their models.
+        # The chats in `unsaved`, with the names of their models. They are saved again later, even if the user
+        # has opened another chat.
         self._waiting: dict[str, tuple[OpenChat, str]] = {}
 
     def check_size(self, chat: OpenChat, turn: RunningTurn) -> None:
@@ -143,7 +144,7 @@ class Archive:
             return self._store.list()
 
     async def find(self, wanted: str) -> StoredChat | None:
-        """Return the chat with this ID, or the newest one whose title contains this text.
+        """Return the chat with the ID `wanted`, or else the newest chat whose title contains `wanted`.
 
         `last` means the newest chat. Returns None if there is no such chat.
         """
@@ -173,17 +174,17 @@ class Archive:
     def add_now(self, chats: Iterable[SavedChat]) -> None:
         """Do the same as `add`, but block until all chats are saved."""
         for chat in chats:
-            # Let replies be saved between the chats of a large import.
+            # Lock for each chat separately, so that replies can be saved during a large import.
             with self._lock:
                 self._store.add(chat)
 
     async def change(self, chat_id: str, *, title: str | None = None, pinned: bool | None = None) -> None:
-        """Rename, pin or unpin a saved chat. It keeps its place in the list of chats.
+        """Rename, pin or unpin a saved chat. The chat keeps its place in the list of chats.
 
         Args:
             chat_id: The chat, which must not be the open one.
             title: The new title. None keeps the title.
-            pinned: Whether the chat stays at the top of the list. None keeps that.
+            pinned: Whether the chat stays at the top of the list. None leaves that unchanged.
         """
         await asyncio.to_thread(self._change, chat_id, title, pinned)
 
@@ -194,7 +195,8 @@ class Archive:
                 saved,
                 title=saved.title if title is None else title,
                 pinned=saved.pinned if pinned is None else pinned,
-                # The time tells other programs that the file has changed. The smallest step keeps the order.
+                # Other programs notice the change by this time. A microsecond does not change the order of
+                # chats.
                 updated=saved.updated + timedelta(microseconds=1),
             )
             self._store.save_after(changed, saved.updated)

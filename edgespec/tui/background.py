@@ -49,7 +49,7 @@ async def in_thread(function: Callable[[], _T]) -> _T:
 class CallThread:
     """Runs calls one after another in a thread, such as searches for files. The first call starts the thread.
 
-    It is a daemon thread, so that the program can exit even if a network drive, for example, does not
+    The thread is a daemon, so that the program can exit even if a network drive, for example, does not
     respond.
     """
 

@@ -27,9 +27,10 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 # Maximum time in seconds for the chats to save and end when the server stops.
 _STOP_SECONDS = 8.0
-# Seconds that a browser has to confirm the end of a connection, and seconds between checks that it answers.
+# Seconds that a browser has to confirm the end of a connection, and seconds between checks that it still
+# responds.
 _CLOSE_SECONDS, _HEARTBEAT_SECONDS = 2.0, 15.0
-# Errors of textual-serve if a browser sends something other than its messages.
+# Exceptions that textual-serve raises if a browser sends an invalid message.
 _INVALID_MESSAGE = (
     AssertionError,
     AttributeError,
@@ -39,7 +40,7 @@ _INVALID_MESSAGE = (
     TypeError,
     ValueError,
 )
-# The page needs nothing from other servers. This policy also blocks the Google fonts that it would load.
+# Blocks requests to other servers, which the page does not need. It would otherwise load Google fonts.
 _POLICY = (
     "default-src 'none'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline';"
     " img-src 'self' data:; font-src 'self'; connect-src 'self' ws:; frame-ancestors 'none'; base-uri 'none'"
@@ -169,7 +170,7 @@ class BrowserChat(Server):
         }
 
     async def handle_websocket(self, request: web.Request) -> web.WebSocketResponse:
-        """Start a chat process and connect it to the browser. Both end together."""
+        """Start a chat process and connect it to the browser. When one of them ends, so does the other."""
         websocket = web.WebSocketResponse(timeout=_CLOSE_SECONDS, heartbeat=_HEARTBEAT_SECONDS)
         await websocket.prepare(request)
         chat = ChatProcess(self._words, websocket)

@@ -1,4 +1,4 @@
-"""The process of a chat in a browser tab. It ends with its connection, whatever state it is in."""
+"""The process of a chat in a browser tab. It ends when the connection ends, even if the chat is stuck."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from textual_serve.download_manager import DownloadManager
 
 __all__ = ["ChatProcess"]
 
-# Largest size of a chat in characters. Larger ones would need gigabytes of memory. An 8K display in a small
-# font has about 800 x 230 characters.
+# Maximum size of a chat in columns and rows. Larger sizes would need gigabytes of memory. An 8K display in a
+# small font has about 800 x 230 characters.
 _MAX_COLUMNS, _MAX_ROWS = 1000, 500
 # Seconds that a chat has to save and end after its connection was closed. Then it is killed.
 _END_SECONDS = 6.0
@@ -45,7 +45,7 @@ class ChatProcess(AppService):
         self._ending: asyncio.Task[None] | None = None
 
     async def _open_app_process(self, width: int = 80, height: int = 24) -> Process:
-        # Without a shell between them, killing the process ends the chat.
+        # Start the chat without a shell, so that killing the process ends the chat.
         self._process = process = await asyncio.create_subprocess_exec(
             *self._words,
             stdin=PIPE,
@@ -57,7 +57,7 @@ class ChatProcess(AppService):
         return process
 
     async def set_terminal_size(self, width: int, height: int) -> None:
-        """Resize the chat, within the limits.
+        """Resize the chat to this number of columns and rows, within the limits.
 
         Raises:
             TypeError, ValueError: A size is not a number.
@@ -75,10 +75,10 @@ class ChatProcess(AppService):
         """End the process. Kill it if it does not end in time, or if the caller is cancelled."""
         if self._process is None:
             return
-        # Both the end of the connection and the end of the server stop the process.
+        # `stop` may be called twice: when the connection ends and when the server ends.
         self._ending = self._ending or asyncio.create_task(self._end(self._process))
         try:
-            # Not `asyncio.timeout`, because `run` ignores that it is cancelled.
+            # Use `asyncio.wait`, because `asyncio.timeout` has no effect if `run` ignores cancellation.
             await asyncio.wait({self._ending}, timeout=_END_SECONDS)
         finally:
             with suppress(ProcessLookupError):
@@ -87,7 +87,7 @@ class ChatProcess(AppService):
 
     async def _end(self, process: Process) -> None:
         await super().stop()
-        # The process cannot end while it waits for a full pipe.
+        # Read the remaining output, because the process cannot end while a full pipe blocks it.
         await asyncio.gather(_drain(process.stdout), _drain(process.stderr))
         await process.wait()
 

@@ -12,7 +12,7 @@ __all__ = ["ChatEnd", "resume_value"]
 
 
 class ChatEnd(NamedTuple):
-    """How the terminal chat ended.
+    """The outcome of a terminal chat.
 
     Attributes:
         signalled: Whether a signal ended the chat.

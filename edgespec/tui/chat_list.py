@@ -55,7 +55,7 @@ async def _change(
 async def delete_chat(screen: ChatScreen, chat: StoredChat) -> None:
     """Remove a chat from the list. It is permanently deleted after a minute, or when edgespec quits.
 
-    Cached data that may contain its text is deleted at the same time.
+    Cached data that may contain the chat's text is deleted at the same time.
     """
 
     async def begin() -> None:

@@ -121,7 +121,7 @@ class ChatScreen(TurnScreen):
             refusal = sentences(error.what, error.next_step)
             await self.transcript.note(refusal)
             if text == self._refused:
-                # A second note with the same text is easily overlooked.
+                # The user can easily overlook a second note with the same text, so show a message too.
                 self.say(refusal)
             self._refused = text
             if self.give_back(text) and typed.command is None:
@@ -255,7 +255,7 @@ class ChatScreen(TurnScreen):
         self.post_message(self.PreferencesChanged())
 
     async def show_chats(self, query: str = "") -> None:
-        """Show the list of chats and focus it. It contains the chats that match `query`."""
+        """Show and focus the list of chats that match `query`."""
         if "sidebar" not in self._panels:
             await self.toggle_panel("sidebar")
         self.sidebar.filter(query)
@@ -321,13 +321,18 @@ class ChatScreen(TurnScreen):
     async def action_select_message(self, step: int) -> None:
         await selection.select(self, step)
 
+    async def action_undo(self) -> None:
+        await selection.undo(self)
+
     async def action_message_key(self, key: str) -> None:
         await selection.run(self, key)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Leave Ctrl+R and Ctrl+P to the list of chats while it has the focus."""
+        """Leave Ctrl+R and Ctrl+P to the list of chats while it has the focus, and `u` to other widgets."""
         if action in ("regenerate", "edit_last") and self.sidebar.has_focus:
             return False
+        if action == "undo":
+            return self.can_undo_all
         return super().check_action(action, parameters)
 
     def on_key(self, event: events.Key) -> None:

@@ -15,7 +15,7 @@ from textual.message import Message as Event
 from textual.reactive import Reactive
 from textual.screen import Screen
 from textual.widget import Widget
-from textual.widgets import Static
+from textual.widgets import Collapsible, Static
 
 from edgespec.chat.saved_chat import Setting
 from edgespec.errors import ChatFileError
@@ -50,7 +50,7 @@ _MEMORY_SECONDS = 3.0
 class ChatView(Screen[None]):
     """The widgets of the chat screen. Subclasses generate replies and handle keys."""
 
-    # Textual would draw the whole screen again whenever another widget gets the focus.
+    # By default, Textual redraws the whole screen whenever another widget gets the focus.
     focused: Reactive[Widget | None] = Reactive(None, repaint=False)
 
     class PreferencesChanged(Event):
@@ -106,7 +106,7 @@ class ChatView(Screen[None]):
         self._last_stats: Stats | None = None
         self._state = ChatState()
         self._memory_bytes = runtime.memory_bytes()
-        # The title and the subtitle of the input. Setting them draws the input again.
+        # The current title and subtitle of the input, to avoid setting them again, which redraws the input.
         self._hints = "", ""
         self._panels: set[str] = set()
         self._width_class = ""
@@ -203,7 +203,7 @@ class ChatView(Screen[None]):
             (self._models, Content.assemble(("edgespec", "bold"), "  ", (models, "$muted"))),
             (self._title, Content(self.current_chat.shown_title)),
         ):
-            # Each update of a `Static` lays out the whole screen again.
+            # Skip needless updates, because each update of a `Static` lays out the whole screen again.
             if line.content != content:
                 line.update(content)
         self._refresh_hints()
@@ -233,7 +233,9 @@ class ChatView(Screen[None]):
         if (message := self.selected) is not None:
             label = "" if message.place is None else version_label(self.current_chat.tree, message.place)
             title = f"Version {label}" if label else ""
-            hint = selection.hint(prompt.size.width - 2, versions=bool(label), folds=message.has_folds)
+            hint = selection.hint(prompt.size.width - 2, versions=bool(label), fold=message.fold_hint)
+        elif self.can_undo_all:
+            hint = "u undoes · Esc back"
         elif self.sidebar.has_focus:
             hint = chat_list_hint(narrow=narrow)
         elif editing:
@@ -255,14 +257,21 @@ class ChatView(Screen[None]):
         """The selected message, or None."""
         return self.focused if isinstance(self.focused, MessageWidget) else None
 
+    @property
+    def can_undo_all(self) -> bool:
+        """True while the transcript has the focus because the user has just deleted all messages."""
+        tree = self.current_chat.tree
+        return self.transcript.has_focus and not tree.path and bool(tree.deleted)
+
     @on(events.DescendantFocus)
     @on(PromptInput.Changed)
     def _input_changed(self) -> None:
         self._refresh_hints()
         self.prompt.follow_references()
 
+    @on(Collapsible.Toggled)
     @on(PromptInput.ModeChanged)
-    def _mode_changed(self) -> None:
+    def _hints_changed(self) -> None:
         self._refresh_hints()
 
     @on(PromptInput.SelectionChanged)

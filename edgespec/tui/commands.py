@@ -239,7 +239,7 @@ _PATH = re.compile(r"/(?:import|schema) +(?!none$)(.*)")
 
 @dataclass(frozen=True, slots=True)
 class Typed:
-    """A slash command that the user typed. `command` is None if its name is unknown."""
+    """A slash command that the user typed. `command` is None if the typed name is unknown."""
 
     name: str
     argument: str

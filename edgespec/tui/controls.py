@@ -10,7 +10,7 @@ from textual.filter import LineFilter
 
 __all__ = ["NoControls", "without_controls"]
 
-# Control characters, and characters that change the text direction and can disguise a name.
+# Matches control characters, and characters that change the text direction and can disguise a name.
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 

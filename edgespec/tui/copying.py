@@ -18,7 +18,7 @@ __all__ = ["CodeCopier", "copy_text", "numbered_place", "unknown_copy_argument"]
 
 
 async def copy_text(screen: ChatScreen, text: str, name: str) -> None:
-    """Copy `text` to the clipboard and show a confirmation that refers to it as `name`."""
+    """Copy `text` to the clipboard and show a confirmation that refers to the text as `name`."""
     if not text:
         screen.say(f"There is no {name} to copy yet.")
         return

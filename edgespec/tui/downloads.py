@@ -67,7 +67,7 @@ class Downloads:
         self._downloads: dict[str, Download] = {}
 
     def start(self, download: Download) -> None:
-        """Start a download. It resumes where an earlier one stopped."""
+        """Start a download, or resume it where an earlier download of the same model stopped."""
         self._downloads[download.reference] = download
         # A daemon thread does not delay quitting. The next download resumes where this one stopped.
         Thread(target=download.run, name="edgespec-download", daemon=True).start()

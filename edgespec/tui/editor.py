@@ -47,13 +47,13 @@ def show_message(screen: ChatScreen, message: Message) -> None:
     """Show a message in the editor, including its reasoning and attached files. Edits are discarded.
 
     Raises:
-        OptionError: No editor is set, or it failed.
+        OptionError: No editor is set, or the editor failed.
     """
     _edited(screen.app, message.with_files_as_text().text)
 
 
 def _edited(app: App[None], text: str) -> str:
-    """Open `text` in the editor and return it as saved. Raises OptionError if the editor fails."""
+    """Open `text` in the editor and return the saved text. Raises OptionError if the editor fails."""
     command = _editor()
     with tempfile.TemporaryDirectory(prefix="edgespec-") as folder:
         path = Path(folder, "message.md")
@@ -90,7 +90,7 @@ def _editor() -> list[str]:
 def _run(app: App[None], command: list[str]) -> int:
     """Run the editor in the terminal and return its exit status."""
     with app.suspend():
-        # The terminal sends Ctrl+C to edgespec as well as to the editor. It must not end the chat.
+        # Ignore Ctrl+C, which the terminal sends to both the editor and edgespec, so that the chat continues.
         before = signal.signal(signal.SIGINT, lambda *_: None)
         try:
             return subprocess.run(command, check=False).returncode

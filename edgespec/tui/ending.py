@@ -47,7 +47,7 @@ class EndWatch:
 
     Args:
         save: Saves the chat.
-        leave: Asks the app to quit. Returns False if it has not started yet. Called once per signal.
+        leave: Asks the app to quit. Returns False if the app has not started yet. Called once per signal.
         stop: Stops the reply and closes the model. Called if the terminal is closed.
         is_open: Returns whether the terminal is open. Ignored if it returns False at the start.
 

@@ -15,7 +15,7 @@ class History:
     """The messages that the user has sent, and the unsent text in the input.
 
     Args:
-        saved: The file of prompts from earlier runs, which also receives new ones. If None, no prompts are
+        saved: The file of prompts from earlier runs, which also receives new prompts. If None, no prompts are
             read or saved.
     """
 
@@ -45,7 +45,7 @@ class History:
             self._append(text)
 
     def older(self, current: str) -> str | None:
-        """Go to the previous message and return it, or None. `current` is the text now in the input."""
+        """Go to the previous message and return it, or None at the oldest. `current` is the input's text."""
         if self._place == 0:
             return None
         if self._place == len(self._sent):

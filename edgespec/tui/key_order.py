@@ -37,7 +37,7 @@ class KeyOrder:
         self._handled_now: object | None = None
 
     async def add(self, event: events.Event) -> None:
-        """Pass on a key or a pasted text, after the keys before it."""
+        """Pass on a key or a pasted text once the keys before it have been handled."""
         if self._handled_now is None:
             await self._pass_on(event)
         else:
@@ -57,18 +57,18 @@ class KeyOrder:
         return (self._app.focused or self._app.screen).ancestors_with_self
 
     async def _follow(self, key: object, path: deque[DOMNode], *, is_last: bool) -> None:
-        """Wait until each node of the path, one after the other, has handled the messages in its queue."""
+        """Wait until each node of the path in turn has handled the messages in its queue."""
         while path:
             if path.popleft().call_later(self._follow, key, path, is_last=is_last):
                 return
         if is_last:
             await self._end(key)
         else:
-            # The key may have opened a dialog, which now prepares its widgets.
+            # The key may have opened a dialog, so wait until the dialog is ready too.
             await self._follow(key, deque(self._path), is_last=True)
 
     async def _end(self, key: object) -> None:
-        """Pass on the next key if `key` is the one that was being handled."""
+        """Pass on the next key, unless `key` is no longer the key that is being handled."""
         if key is self._handled_now:
             self._handled_now = None
             if self._held:
@@ -80,7 +80,7 @@ class KeyOrder:
             return
         if self._held:
             await self._dispatch(self._held.popleft())
-            # The key may have called `Widget.focus`, which moves the focus when the app is free.
+            # The widgets may have called `Widget.focus`, which moves the focus only once the app is idle.
             self._app.call_later(self._give_up, key)
         else:
             self._handled_now = None

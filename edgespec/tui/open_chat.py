@@ -101,8 +101,8 @@ class RunningTurn:
     def with_reply(self, message: Message) -> MessageTree[ChatEntry]:
         """Return the chat's messages, including the finished reply.
 
-        A continued reply replaces the unfinished one. If messages follow the unfinished reply, it becomes
-        another version instead, because these messages refer to the shorter text.
+        A continued reply replaces the unfinished one. If messages follow the unfinished reply, the continued
+        reply becomes another version instead, because these messages refer to the shorter text.
         """
         tree, place = self.tree, self.continued
         if place is not None and tree.is_last(place):

@@ -252,7 +252,7 @@ class PlainChat:
             self._reporting(lambda: plain_commands.run(self, typed))
 
     def _reporting(self, work: Callable[[], None]) -> None:
-        """Do some work, and print its error if it fails."""
+        """Call `work`, and print the error if it fails."""
         try:
             work()
         except EdgespecError as error:
@@ -264,7 +264,7 @@ class PlainChat:
         self.take_turn(self.current_chat.send(message))
 
     def take_turn(self, turn: RunningTurn) -> None:
-        """Generate a reply, print it as it arrives, and save it. Make the tool calls in it, and go on.
+        """Generate, print and save a reply. If it calls tools, run them and let the model continue.
 
         Raises:
             OptionError: The chat is too long for a further message.

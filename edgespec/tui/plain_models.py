@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["choose_model", "list_models"]
 
 _WAIT_SECONDS = 0.1
-# A download reports its progress each time that this fraction is added.
+# Fraction of a download between two reports of its progress.
 _REPORTED_SHARE = 0.1
 
 

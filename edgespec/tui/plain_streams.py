@@ -19,7 +19,7 @@ _PIECE_CHARACTERS = 60
 
 
 class ReplyPieces:
-    """Writes a growing text to stdout: whole lines, or long pieces that end at a space."""
+    """Writes a reply to stdout as it grows, in whole lines or in long pieces that end at a space."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -55,7 +55,7 @@ class InputLines:
     """Reads stdin line by line.
 
     Python runs a signal handler only after the current system call. A signal that arrives just before
-    `sys.stdin.readline()` blocks would wait for the next line. So on POSIX, this waits in short steps.
+    `sys.stdin.readline()` blocks would wait for the next line. So on POSIX, `read_line` waits in short steps.
     """
 
     def __init__(self) -> None:

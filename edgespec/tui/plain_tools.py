@@ -26,6 +26,7 @@ from edgespec.tui.tool_access import (
     add_result,
     call_rounds,
     no_servers_text,
+    server_state,
     tools_argument,
     unanswered_calls,
 )
@@ -76,8 +77,7 @@ class PlainTools(ToolAccess):
 
     def _list(self) -> None:
         for name, server in self.toolbox.servers.items():
-            state = f"on, {count(len(server.tools), 'tool')}" if server.running else server.problem or "off"
-            self._chat.answer(f"Server {name}: {state}")
+            self._chat.answer(f"Server {name}: {server_state(server)}")
             for tool in server.tools:
                 description = " ".join(visible(tool.description).split())
                 self._chat.answer(f"  {visible(tool.name)}: {description}")

@@ -41,7 +41,7 @@ class Preferences:
         if not isinstance(data, dict):
             return cls()
         if data.get("light") is True:
-            # This file was written by a version whose only themes were light and dark.
+            # Earlier versions had only a light and a dark theme, and saved the choice under this name.
             data.setdefault("theme", "light")
         kinds = {field.name: type(field.default) for field in fields(cls)}
         known: dict[str, Any] = {

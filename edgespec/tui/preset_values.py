@@ -20,7 +20,7 @@ NO_PRESETS = (
 
 
 class PresetValues(NamedTuple):
-    """What a preset changes in a chat.
+    """The values that a preset sets in a chat.
 
     Attributes:
         settings: All settings of the chat with this preset.

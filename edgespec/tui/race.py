@@ -31,7 +31,7 @@ class StartedRace(NamedTuple):
 async def open_race(screen: ChatScreen, argument: str) -> None:
     """Open a screen that generates a reply twice: with plain decoding, and with the chat's method.
 
-    The message to reply to is `argument`, or the chat's last message if that is empty.
+    The message to reply to is `argument`, or the chat's last message if `argument` is empty.
 
     Raises:
         OptionError: There is no message, or a reply is being generated.

@@ -65,7 +65,7 @@ async def edit(screen: ChatScreen, place: int) -> None:
 
 
 async def finish_edit(screen: ChatScreen, place: int, message: Message) -> None:
-    """Add a version of the message at `place`. If it is the user's, generate a reply to it."""
+    """Add a version of the message at `place`. If the user wrote the message, generate a reply to it."""
     chat = screen.current_chat
     role = chat.tree.messages[place].role
     if role == "user":
@@ -137,7 +137,7 @@ async def delete(screen: ChatScreen, place: int) -> None:
         path = chat.tree.path
         number = len(path) - path.index(place)
         await _show(screen, chat.tree.without(place), path.index(place))
-        undo_keys = "Type /undo" if screen.selected is None else "Press u or type /undo"
+        undo_keys = "Type /undo" if screen.prompt.has_focus else "Press u or type /undo"
         screen.say(f"Deleted {count(number, 'message')}. {undo_keys} to undo.")
 
     await screen.when_free(begin)
@@ -179,14 +179,17 @@ async def _switch(screen: ChatScreen, place: int, step: int) -> None:
 
 
 async def _show(screen: ChatScreen, tree: MessageTree[ChatEntry], index: int) -> None:
-    """Save a changed tree and redraw the chat from the `index`-th message, which stays selected."""
-    selecting = screen.selected is not None
+    """Save a changed tree and redraw the chat from the `index`-th message, which stays selected.
+
+    If all messages are deleted, the empty transcript has the focus, so that `u` still restores them.
+    """
+    selecting = screen.selected is not None or screen.transcript.has_focus
     screen.current_chat.change_messages(tree)
     await screen.transcript.show_from(index)
     message = screen.transcript.message_at(min(index, len(tree.path) - 1)) if selecting else None
-    screen.set_focus(message or screen.prompt)
+    screen.set_focus(message or (screen.transcript if selecting else screen.prompt))
     if not tree.path:
-        # A note such as "This is a new chat with 1 message" no longer applies.
+        # Remove notes that no longer apply, such as "This is a new chat with 1 message".
         await screen.transcript.remove_notes()
     screen.open_in_model(screen.current_chat)
     await screen.save()
@@ -216,15 +219,15 @@ async def run(screen: ChatScreen, key: str) -> None:
         await _BY_KEY[key].run(screen, message.place)
 
 
-def hint(width: int, *, versions: bool, folds: bool) -> str:
+def hint(width: int, *, versions: bool, fold: str) -> str:
     """Return the hint line for a selected message: as many keys as fit.
 
     Args:
         width: Maximum width of the hint in cells.
         versions: Whether the message has other versions.
-        folds: Whether the message contains reasoning or a tool call.
+        fold: What Enter does. Empty if the message contains neither reasoning nor a tool call.
     """
-    first = [*(["←→ version"] if versions else []), *(["Enter unfold"] if folds else [])]
+    first = [*(["←→ version"] if versions else []), *([fold] if fold else [])]
     keys = [*first, *(action.label for action in ACTIONS if action.label)]
     for number in range(len(keys), 0, -1):
         text = " · ".join((*keys[:number], "Esc back"))

@@ -74,7 +74,7 @@ def read_schema(path: str) -> Setting:
 
 
 def accepted(settings: Mapping[str, Setting]) -> tuple[dict[str, Setting], list[str]]:
-    """Split saved settings into the valid ones and an error message for each invalid one."""
+    """Return the valid settings, and an error message for each invalid setting."""
     valid: dict[str, Setting] = {}
     problems: list[str] = []
     for name, value in settings.items():

@@ -52,12 +52,12 @@ _SOURCES = {
 # If the standard error of a speed-up exceeds this value, the status line shows the speed-up as approximate.
 _ROUGH_GAIN = 0.1
 _AFTER_LOSS = (
-    "Start `edgespec worker` there again, then type /continue or send a message. The model is loaded again"
-    " first. To go on with a model on this machine instead, type /model."
+    "/continue or your next message loads the model again. To go on with a model on this machine instead,"
+    " type /model."
 )
 # Matches the words for drafts, but not `draft model`.
-_DRAFT = re.compile(r"(?<!-)\bdraft(ing|s|)\b(?! model)")
-_GUESS = {"ing": "guessing", "s": "guesses", "": "guess"}
+_DRAFT = re.compile(r"(?<!-)\bdraft(ing|ed|s|)\b(?! model)")
+_GUESS = {"ing": "guessing", "ed": "guessed", "s": "guesses", "": "guess"}
 # Matches drafter names in the text that explains why a method is used.
 _DRAFTERS_IN_REASON = re.compile(r"[a-z+]+(?= is retried occasionally| found no draft)")
 
@@ -161,7 +161,7 @@ def was_cpu_busy(stats: Stats) -> bool:
 
 
 def notices(runtime: Runtime, open_list: str = "Press F9") -> list[str]:
-    """Return notices about the loaded models. For the demo, suggest real models that fit instead.
+    """Return notices about the loaded models or, for the demo, a suggestion of real models that fit.
 
     Args:
         runtime: The loaded models.
@@ -234,7 +234,7 @@ def worst_case(
 
     Args:
         stats: Statistics of the reply.
-        method: Its drafting method.
+        method: Drafting method of the reply.
         limits: Maximum slowdown allowed, as in `Runtime.loss_limits`.
 
     Returns:
@@ -313,7 +313,7 @@ def _starts_with_word(text: str) -> bool:
 def error_text(error: Exception) -> tuple[str, str]:
     """Return a title that says what failed, and advice on what to do."""
     if isinstance(error, WorkerLostError):
-        return sentences(error.what), _AFTER_LOSS
+        return sentences(error.what), sentences(error.next_step, _AFTER_LOSS)
     if isinstance(error, EdgespecError):
         return sentences(error.what), sentences(error.next_step)
     message = " ".join(str(error).split())

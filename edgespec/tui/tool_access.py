@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from edgespec.chat.message import Message
 from edgespec.chat.tool_calls.calls import ToolCall, parse_object
 from edgespec.errors import ConfigurationError, OptionError
+from edgespec.tools.connection import ServerConnection
 from edgespec.tools.result import ToolResult, limited
 from edgespec.tools.server_config import allow_always, read_servers, servers_path
 from edgespec.tools.tool import Tool
@@ -30,6 +31,7 @@ __all__ = [
     "add_result",
     "call_rounds",
     "no_servers_text",
+    "server_state",
     "tools_argument",
     "unanswered_calls",
 ]
@@ -122,7 +124,7 @@ class ToolAccess:
         self.toolbox.close()
 
     def check(self, call: ToolCall) -> AllowedCall | ToolResult:
-        """Return the tool and the arguments of a call, or the result that says why it is invalid."""
+        """Return the tool and the arguments of a call, or an error result if the call is invalid."""
         tool = next((each for each in self.tools if each.call_name == call.name), None)
         if tool is None:
             names = ", ".join(each.call_name for each in self.tools) or "none"
@@ -148,8 +150,8 @@ class ToolAccess:
         """Remember the user's decision about a tool if it also applies to later calls.
 
         Raises:
-            ConfigurationError: The decision `always` could not be saved. It applies until the chat is closed.
-            OptionError: The same.
+            ConfigurationError, OptionError: The decision `always` could not be saved, so it applies only
+                until the chat is closed.
         """
         if decision == "chat":
             self._approved.add(tool.call_name)
@@ -194,8 +196,22 @@ def tools_argument(argument: str) -> str:
     return word
 
 
+def server_state(server: ServerConnection) -> str:
+    """Return whether a server is running, and if not, why."""
+    if server.starting:
+        return "starting…"
+    if server.running:
+        left_out = f", {server.left_out:,} more left out" if server.left_out else ""
+        return f"on, {count(len(server.tools), 'tool')}{left_out}"
+    if not server.problem:
+        return "off"
+    if server.tools:
+        return f"ended: {server.problem.rstrip('.')}. The next call starts it again"
+    return f"not running: {server.problem}"
+
+
 def no_servers_text() -> str:
-    """Return the explanation how to add tools."""
+    """Return an explanation of how to add tools."""
     return (
         "There are no tools yet. They come from MCP servers, which you list in the file"
         f' {servers_path()}. For example:\n\n[files]\ncommand = "npx"\n'

@@ -89,7 +89,7 @@ class TurnScreen(ChatView):
         self.call_after_refresh(self.open_in_model, chat)
 
     def open_in_model(self, chat: OpenChat) -> None:
-        """Count the chat's tokens in the model thread. This would delay the first drawing of a long chat."""
+        """Count the chat's tokens in the model thread. Slow, so call this after the chat is drawn."""
         if chat is self.current_chat and not self.writing:
             self._start(self._thread.open_chat(chat.system, chat.messages))
 
@@ -124,7 +124,10 @@ class TurnScreen(ChatView):
             )
         error = self.archive.unsaved.get(self.current_chat.id)
         if error is not None and not self._failure_shown:
-            await self.show_error(error)
+            advice = sentences(
+                error.next_step, "To save a copy elsewhere, type /export and a path that ends in .json"
+            )
+            await self.show_error(ChatFileError(error.what, advice))
         self._failure_shown = error is not None
         return error is None
 

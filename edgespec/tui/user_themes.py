@@ -27,7 +27,7 @@ _COLOURS = (
 
 
 def theme_names() -> list[str]:
-    """Return the names of the built-in themes and then of the user's, including invalid ones."""
+    """Return the names of the built-in themes, then those of the user's themes, including invalid ones."""
     try:
         stems = sorted(path.stem for path in themes_folder().iterdir() if path.suffix == ".toml")
     except OSError:

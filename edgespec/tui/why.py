@@ -22,9 +22,9 @@ __all__ = ["show_why", "why", "why_text"]
 
 # Below this acceptance rate, guesses are rejected too often for a large speed-up.
 _LOW_ACCEPTANCE = 0.5
-# Shorter replies have too few passes to tell from them whether guessing saved time.
+# Minimum reply length in tokens. Shorter replies have too few passes to show whether guessing saved time.
 _MIN_TOKENS = 20
-# From this gain on (0.3 is 1.3 times as fast), `/why` suggests no changes.
+# Gain from which `/why` suggests no changes. 0.3 means 1.3 times as fast.
 _GOOD_GAIN = 0.3
 
 
@@ -37,7 +37,7 @@ async def show_why(screen: ChatScreen, _argument: str) -> None:
 def why_text(
     runtime: Runtime, method: MethodReport, stats: Stats | None, settings: Mapping[str, Setting]
 ) -> str:
-    """Return the three sentences about the last reply in a chat with these settings."""
+    """Return the three sentences of `/why` about the last reply in a chat with these settings."""
     if stats is None:
         return (
             "No reply was generated since this chat was opened or its model was changed. Send a message, then"

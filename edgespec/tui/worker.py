@@ -79,7 +79,7 @@ class ChatState(NamedTuple):
 
 
 class Switched(NamedTuple):
-    """The result of switching models: the loaded model, and the error if it is not the requested one."""
+    """The loaded model after switching, and the error if the requested model could not be loaded."""
 
     runtime: Runtime
     failure: Exception | None = None
@@ -115,7 +115,7 @@ class ModelThread:
 
     @property
     def runtime(self) -> Runtime | None:
-        """The model, which is another object after a lost worker. None before it is loaded."""
+        """The loaded model. None before it is loaded. Replaced if it is reloaded after losing a worker."""
         return self._runtime
 
     def start(self) -> Future[Runtime]:

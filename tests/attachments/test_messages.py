@@ -13,6 +13,7 @@ from edgespec import AttachedFile, Message, Runtime
 from edgespec.chat.attached_file import as_attached_files
 from edgespec.chat.message import as_message
 from edgespec.errors import ContextFullError, OptionError
+from tests.cases import covering
 from tests.forced import Begin
 
 CODE = Path(__file__).read_text(encoding="utf-8")[:900]
@@ -48,8 +49,7 @@ def test_damaged_files_of_a_message_are_reported(items: object) -> None:
         as_attached_files(3, items)
 
 
-@pytest.mark.parametrize("temperature", [0, 0.8])
-@pytest.mark.parametrize("method", ["suffix", "auto"])
+@pytest.mark.parametrize(("method", "temperature"), covering(["suffix", "auto"], [0.8, 0]))
 def test_a_reply_that_copies_a_file_is_drafted_from_it(
     demo: Runtime, method: str, temperature: float
 ) -> None:

@@ -405,7 +405,7 @@ def test_matrices_are_read_from_the_file(gguf_target: GgufTarget, tmp_path: Path
 
 def test_a_file_without_the_matrix_is_refused(tmp_path: Path) -> None:
     path = write_matrix(tmp_path / "model.gguf", "output_norm.weight", np.ones(5, np.float32))
-    with pytest.raises(ModelFileError, match="contains no token_embd.weight"):
+    with pytest.raises(ModelFileError, match="contains no tensor token_embd.weight"):
         FileMatrix(path, "token_embd.weight")
 
 

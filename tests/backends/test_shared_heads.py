@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -50,7 +50,7 @@ def _eagle(folder: Path, write: Callable[[Path], Path], layers: tuple[int, int, 
     return Pair(target, Head("eagle", write_eagle(folder / "head.gguf", layers=layers)))
 
 
-def _dflash(folder: Path, **options: int) -> Pair:
+def _dflash(folder: Path, **options: Any) -> Pair:
     target = write_llama(folder / "target.gguf", layers=3)
     head = write_dflash(folder / "head.gguf", layers=(0, 1, 3), block=6, mask=7, **options)
     return Pair(target, Head("dflash", head))

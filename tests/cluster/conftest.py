@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import queue
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -18,6 +16,7 @@ import psutil
 import pytest
 
 from edgespec.cluster.rpc_probe import HELLO
+from scripts.delayed_connection import forward
 
 
 class Worker:
@@ -96,7 +95,7 @@ def unconnected() -> Iterator[Callable[[int], int]]:
                     if client.recv(1, socket.MSG_PEEK) == bytes([HELLO]):
                         client.close()
                     else:
-                        threading.Thread(target=_forward, args=(client, port, 0.0), daemon=True).start()
+                        threading.Thread(target=forward, args=(client, port, 0.0), daemon=True).start()
 
         threading.Thread(target=serve, args=(servers[-1],), daemon=True).start()
         return int(servers[-1].getsockname()[1])
@@ -128,40 +127,4 @@ def _proxy(server: socket.socket, port: int, seconds: float) -> None:
     with suppress(OSError):
         while True:
             client, _ = server.accept()
-            threading.Thread(target=_forward, args=(client, port, seconds), daemon=True).start()
-
-
-def _forward(client: socket.socket, port: int, seconds: float) -> None:
-    with suppress(OSError), client, socket.create_connection(("127.0.0.1", port)) as target:
-        threads = []
-        for source, sink in ((client, target), (target, client)):
-            sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            arrived: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
-            threads.append(threading.Thread(target=_read, args=(source, arrived), daemon=True))
-            threads.append(threading.Thread(target=_write, args=(sink, arrived, seconds), daemon=True))
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-
-def _read(source: socket.socket, arrived: queue.SimpleQueue[tuple[float, bytes]]) -> None:
-    data = b"."
-    while data:
-        try:
-            data = source.recv(1 << 20)
-        except OSError:
-            data = b""
-        arrived.put((time.monotonic(), data))
-
-
-def _write(sink: socket.socket, arrived: queue.SimpleQueue[tuple[float, bytes]], seconds: float) -> None:
-    data = b"."
-    while data:
-        at, data = arrived.get()
-        time.sleep(max(0.0, at + seconds - time.monotonic()))
-        with suppress(OSError):
-            if data:
-                sink.sendall(data)
-            else:
-                sink.shutdown(socket.SHUT_RDWR)
+            threading.Thread(target=forward, args=(client, port, seconds), daemon=True).start()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import edgespec
 from edgespec.cli.doctor_workers import check_workers
+from edgespec.cluster.libraries import installed_mlx
 from tests.cluster.conftest import Worker
 from tests.cluster.test_spread_targets import run
 
@@ -21,6 +22,7 @@ def test_the_command_reports_each_worker(workers: tuple[Worker, Worker]) -> None
     assert reachable["reachable"]
     assert reachable["error"] is None
     assert reachable["llama_cpp"] == workers[0].facts["llama_cpp"]
+    assert reachable["mlx_lm"] == installed_mlx()
     assert reachable["round_trip_seconds"] > 0
     assert reachable["bytes_per_second"] > 1e6
     assert not unreachable["reachable"]

@@ -17,7 +17,6 @@ import pytest
 
 import edgespec
 from edgespec.backends.llamacpp.native import library
-from edgespec.catalog.catalogue import models_folder
 from edgespec.cluster import link
 from edgespec.errors import CapabilityError, MemoryBudgetError, OptionError, WorkerError, WorkerLostError
 from edgespec.load_options import LoadArguments
@@ -239,11 +238,6 @@ def test_options_that_workers_do_not_support_are_refused(options: LoadArguments)
     options["workers"] = "127.0.0.1:1"
     with pytest.raises(OptionError, match="does not work with --workers yet"):
         edgespec.load("demo", **options)
-
-
-def test_models_in_other_formats_refuse_workers() -> None:
-    with pytest.raises(OptionError, match="not a GGUF model"):
-        edgespec.load(str(models_folder() / "demo-mlx"), None, workers="127.0.0.1:1")
 
 
 def test_a_target_on_workers_cannot_draft_for_itself(workers: tuple[Worker, Worker]) -> None:

@@ -14,8 +14,9 @@ import pytest
 
 import edgespec
 from edgespec.cluster import link
+from edgespec.cluster.libraries import LLAMA_CPP, Library
 from edgespec.cluster.link import Link, probe_worker
-from edgespec.cluster.machines import Machines, WorkerAddress, parse_machines
+from edgespec.cluster.machines import Machines, SshAddress, WorkerAddress, parse_machines
 from edgespec.cluster.rpc_probe import HELLO, probe_rpc_server
 from edgespec.cluster.status import LEAD, PROBE, Device, WorkerStatus
 from edgespec.cluster.weight_cache import WeightCache
@@ -81,25 +82,26 @@ def test_a_worker_survives_garbage(sent: bytes, workers: tuple[Worker, Worker]) 
 def test_garbage_for_the_rpc_server_loses_only_that_connection(workers: tuple[Worker, Worker]) -> None:
     """The RPC server accepts connections while a model reserves the worker, and may abort."""
     address = WorkerAddress("127.0.0.1", workers[1].port)
-    reserved = Link(address, workers[1].facts["llama_cpp"])
+    reserved = Link(address, Library(LLAMA_CPP, workers[1].facts["llama_cpp"]))
     with socket.create_connection(("127.0.0.1", workers[1].port), timeout=10) as connection:
         hello = bytes([HELLO]) + (24).to_bytes(8, "little") + bytes(24)
         read_answer(connection, hello + os.urandom(4000))
     reserved.close()
-    Link(address, workers[1].facts["llama_cpp"]).close()
+    Link(address, Library(LLAMA_CPP, workers[1].facts["llama_cpp"])).close()
 
 
 def test_a_worker_can_be_reserved_again_at_once(start_worker: Callable[..., Worker]) -> None:
     """Stopping the worker lets it see the end of one connection and the next request together."""
     worker = start_worker()
-    address, version = WorkerAddress("127.0.0.1", worker.port), worker.facts["llama_cpp"]
+    address = WorkerAddress("127.0.0.1", worker.port)
+    library = Library(LLAMA_CPP, worker.facts["llama_cpp"])
     for _ in range(4):
-        reserved = Link(address, version)
+        reserved = Link(address, library)
         worker.process.send_signal(signal.SIGSTOP)
         reserved.close()
         resume = threading.Timer(0.2, worker.process.send_signal, [signal.SIGCONT])
         resume.start()
-        Link(address, version).close()
+        Link(address, library).close()
         resume.join()
 
 
@@ -162,8 +164,15 @@ def test_a_silent_and_an_unreachable_worker_are_errors(monkeypatch: pytest.Monke
 
 
 def test_a_list_of_machines() -> None:
-    machines = parse_machines("workers", "a.local:1=16GiB, 10.0.0.2:65535,local=2GiB")
-    expected = (WorkerAddress("a.local", 1, 16 << 30), WorkerAddress("10.0.0.2", 65535))
+    machines = parse_machines(
+        "workers", "a.local:1=16GiB, 10.0.0.2:65535,local=2GiB,ssh://mac=1GiB,ssh://me.too@[fe80::1]:22"
+    )
+    expected = (
+        WorkerAddress("a.local", 1, 16 << 30),
+        WorkerAddress("10.0.0.2", 65535),
+        SshAddress("ssh://mac", 1 << 30),
+        SshAddress("ssh://me.too@[fe80::1]:22"),
+    )
     assert machines == Machines(expected, 2 << 30)
 
 
@@ -171,7 +180,8 @@ def test_a_list_of_machines() -> None:
     "text",
     [
         "", "a", "a:0", "a:65536", "a:b", ":1", "[::1]:1", "a:1=", "a:1=0GiB", "a:1,a:1", "local=1GiB",
-        "local,a:1", "ssh://me@mac", "a:1,", "a b:1", ",".join(f"a:{i}" for i in range(1, 20)),
+        "local,a:1", "ssh://", "ssh://-oX", "ssh://-x@a", "ssh://a b", "ssh://a:0", "ssh://a:65536", "ssh://a,ssh://a",
+        "ssh://a/b", "a:1,", "a b:1", ",".join(f"a:{i}" for i in range(1, 20)),
     ],
 )  # fmt: skip
 def test_a_wrong_list_of_machines_is_an_error(text: str) -> None:

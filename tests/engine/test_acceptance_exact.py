@@ -17,6 +17,7 @@ from edgespec.engine.acceptance import Acceptance, RandomDraws, Rejection
 from edgespec.engine.loop import decode
 from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
+from tests.cases import first
 from tests.engine.exact import (
     AllChances,
     ExactModel,
@@ -102,21 +103,21 @@ class TestOneRound:
 
     @pytest.mark.parametrize("rule", RULES)
     @pytest.mark.parametrize("guess", [(0,), (2,), (1, 1), (2, 0, 1), (0, 0, 0, 0)])
-    @pytest.mark.parametrize("seed", range(4))
+    @pytest.mark.parametrize("seed", first(range(4), 2))
     def test_drafts_without_probabilities(self, rule: Rule, guess: Path, seed: int) -> None:
         target = random_table(seed, 3)
         assert_law(one_round(rule, target, lambda *_: TokenTree.chain(0, guess)), target, ROOT, 3)
 
     @pytest.mark.parametrize("rule", RULES)
     @pytest.mark.parametrize("depth", [1, 2, 3])
-    @pytest.mark.parametrize("seed", range(4))
+    @pytest.mark.parametrize("seed", first(range(4), 2))
     def test_chain_of_a_draft_model(self, rule: Rule, depth: int, seed: int) -> None:
         target, draft = random_table(seed, 3), random_table(seed + 100, 3)
         emitted = one_round(rule, target, proposal(lambda: model_drafter(draft), depth))
         assert_law(emitted, target, ROOT, 3)
 
     @pytest.mark.parametrize("rule", RULES)
-    @pytest.mark.parametrize("seed", [0, 1, 2, 4, 5, 6])
+    @pytest.mark.parametrize("seed", first([0, 1, 2, 4, 5, 6], 2))
     def test_chain_whose_length_depends_on_drawn_tokens(self, rule: Rule, seed: int) -> None:
         target, draft = random_table(seed, 3), random_table(seed + 102, 3, zeros=0)
         confidence = float(max(draft(ROOT))) - 1e-9
@@ -132,7 +133,7 @@ class TestOneRound:
 
     @pytest.mark.parametrize("rule", RULES)
     @pytest.mark.parametrize("branches", [(), (2, 2)])
-    @pytest.mark.parametrize("seed", range(4))
+    @pytest.mark.parametrize("seed", first(range(4), 2))
     def test_nothing_is_drafted_after_an_end_token(
         self, rule: Rule, branches: tuple[int, ...], seed: int
     ) -> None:
@@ -146,7 +147,7 @@ class TestOneRound:
         assert_law(one_round(rule, target, proposal(ending, 2)), target, ROOT, 3)
 
     @pytest.mark.parametrize("branches", [(2,), (3,), (2, 2), (1, 2), (3, 2), (1, 1, 2)])
-    @pytest.mark.parametrize("seed", range(3))
+    @pytest.mark.parametrize("seed", first(range(3)))
     def test_siblings_without_replacement(self, branches: tuple[int, ...], seed: int) -> None:
         target, draft = random_table(seed, 3), random_table(seed + 100, 3, zeros=0.4)
         emitted = one_round(
@@ -154,7 +155,7 @@ class TestOneRound:
         )
         assert_law(emitted, target, ROOT, 3)
 
-    @pytest.mark.parametrize("seed", range(3))
+    @pytest.mark.parametrize("seed", first([2, 0, 1]))
     def test_siblings_of_a_tree_whose_depth_depends_on_drawn_tokens(self, seed: int) -> None:
         target, draft = random_table(seed, 3), random_table(seed + 100, 3, zeros=0)
         propose = proposal(lambda: model_drafter(draft, branches=(2, 2), min_confidence=0.34), 3)
@@ -162,7 +163,7 @@ class TestOneRound:
 
     @pytest.mark.parametrize("guess", [(0,), (1, 1), (2, 0), (0, 1, 2)])
     @pytest.mark.parametrize("branches", [(), (2,), (2, 2)])
-    @pytest.mark.parametrize("seed", range(3))
+    @pytest.mark.parametrize("seed", first(range(3)))
     def test_draft_model_merged_with_a_deterministic_draft(
         self, guess: Path, branches: tuple[int, ...], seed: int
     ) -> None:
@@ -177,7 +178,7 @@ class TestOneRound:
 
     @pytest.mark.parametrize("limits", [(2, 9), (3, 9), (9, 2), (4, 1)])
     @pytest.mark.parametrize("guess", [(0,), (1, 1), (2, 0)])
-    @pytest.mark.parametrize("seed", range(2))
+    @pytest.mark.parametrize("seed", first(range(2)))
     def test_tree_pruned_to_the_limits_of_a_pass(
         self, limits: tuple[int, int], guess: Path, seed: int
     ) -> None:

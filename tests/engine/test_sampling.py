@@ -113,7 +113,7 @@ def _held(
 
 
 class TestAgainstTheReference:
-    @settings(max_examples=600)
+    @settings(max_examples=250)
     @given(rows(), settings_of(), histories)
     def test_distribution_equals_the_reference(
         self, row: NDArray[np.float32], params: SamplingParams, history: list[int]
@@ -126,7 +126,7 @@ class TestAgainstTheReference:
         for token in expected.keys() | got.keys():
             assert got.get(token, 0.0) == pytest.approx(expected.get(token, 0.0), abs=1e-9)
 
-    @settings(max_examples=300)
+    @settings(max_examples=150)
     @given(rows(), settings_of(), histories, st.integers(0, 2**63 - 1))
     def test_token_equals_the_reference(
         self, row: NDArray[np.float32], params: SamplingParams, history: list[int], seed: int

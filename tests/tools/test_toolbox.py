@@ -148,7 +148,7 @@ def test_servers_that_do_not_start(
         ("huge", "the server sent more than 8 MiB at once"),
         ("floods", "the server sent more than 8 MiB at once"),
         ("pings", ""),
-        ("wrong", "act failed"),
+        ("wrong", "Input should be a valid list"),
     ],
 )
 def test_servers_that_misbehave_during_a_call(boxes: list[Toolbox], mode: str, problem: str) -> None:
@@ -158,9 +158,12 @@ def test_servers_that_misbehave_during_a_call(boxes: list[Toolbox], mode: str, p
     assert time.monotonic() - began < 20
     assert result.failed
     assert problem in visible(result.text)
-    # The next call restarts the server if it has ended.
-    box.start("bad").result(SECONDS)
+    # The model still sees the tools of a server that has ended, and the next call restarts it.
     assert box.tools
+    box.start("bad").result(SECONDS)
+    assert box.servers["bad"].running
+    box.stop("bad").result(SECONDS)
+    assert not box.tools
 
 
 @pytest.mark.parametrize("mode", ["garbage", "evil"])
@@ -232,3 +235,7 @@ def test_long_results_are_limited() -> None:
 def test_the_chat_does_not_import_the_sdk_before_its_first_use() -> None:
     code = "import sys, edgespec.tui.app; sys.exit(bool({'mcp', 'httpx2', 'anyio'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_line_ends_of_windows_are_line_ends() -> None:
+    assert visible("one\r\ntwo\rthree\n") == "one\ntwo\\rthree\n"

@@ -50,6 +50,7 @@ def test_a_training_stopped_in_an_evaluation_repeats_only_the_evaluation(
     assert [each.partition(",")[0] for each in again.seen[-2:]] == ["evaluating", "training"]
 
 
+@pytest.mark.long
 def test_a_training_killed_between_publishing_and_saving_its_best_weights(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -157,6 +157,7 @@ def test_an_interrupted_training_gives_the_same_draft_model(
     assert not (tmp_path / "parts" / "training").exists()
 
 
+@pytest.mark.long
 def test_a_draft_model_that_does_not_improve_is_not_kept(
     target: TrainingTarget, model: Path, draft: Path, tmp_path: Path
 ) -> None:

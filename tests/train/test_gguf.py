@@ -67,6 +67,7 @@ def test_a_converted_head_guesses_the_same_tokens(tmp_path: Path) -> None:
     assert len(set(own)) > 5
 
 
+@pytest.mark.long
 def test_a_training_stopped_before_its_conversion_converts_the_head(train: Train, tmp_path: Path) -> None:
     gguf, folder = write_llama(tmp_path / "model.gguf", layers=LAYERS), tmp_path / "head"
     with pytest.raises(CancelledError, match="run the same command again to continue"):
@@ -89,7 +90,9 @@ def test_a_training_stopped_before_its_conversion_converts_the_head(train: Train
 
 
 # The initial weights of Hydra heads already differ from head to head.
-@pytest.mark.parametrize(("method", "steps"), [("medusa", 3), ("hydra", 0)])
+@pytest.mark.parametrize(
+    ("method", "steps"), [pytest.param("medusa", 3, marks=pytest.mark.long), ("hydra", 0)]
+)
 def test_heads_without_a_cache_are_used_unchanged(tmp_path: Path, method: str, steps: int) -> None:
     demo = models_folder() / "demo-target-q8_0.gguf"
     teacher = load_teacher(str(models_folder() / "demo-mlx"), "demo-mlx")

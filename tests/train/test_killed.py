@@ -31,6 +31,7 @@ def largest_file(size_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.long
 def test_a_training_killed_while_it_saved_its_settings(
     finished: TrainingResult, train: Train, tmp_path: Path
 ) -> None:
@@ -40,6 +41,7 @@ def test_a_training_killed_while_it_saved_its_settings(
     assert same_head(tmp_path, finished)
 
 
+@pytest.mark.long
 def test_a_training_killed_while_it_saved_its_state(
     finished: TrainingResult, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,7 +87,8 @@ def test_a_training_killed_while_it_published_the_head(
     assert result.plot.exists()
 
 
-@pytest.mark.parametrize("deleted", [1, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("deleted", [1, 4])
 def test_a_training_killed_while_it_deleted_its_files(
     finished: TrainingResult, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deleted: int
 ) -> None:

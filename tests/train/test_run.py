@@ -82,6 +82,7 @@ def test_written_conversations_are_counted(train: Train, tmp_path: Path) -> None
     assert [each for each in fractions if each] == [tokens / 5_000] * 2
 
 
+@pytest.mark.long
 def test_a_missing_file_of_conversations_is_written_again(
     finished: TrainingResult, train: Train, tmp_path: Path
 ) -> None:
@@ -92,6 +93,7 @@ def test_a_missing_file_of_conversations_is_written_again(
     assert same_head(tmp_path, finished)
 
 
+@pytest.mark.long
 def test_an_interrupted_evaluation_continues_without_training_or_measuring_again(
     finished: TrainingResult, train: Train, tmp_path: Path
 ) -> None:
@@ -134,7 +136,8 @@ def test_the_speed_is_measured_once(train: Train, tmp_path: Path) -> None:
     assert "estimating the time" not in second.seen
 
 
-@pytest.mark.parametrize("method", [pytest.param("medusa", marks=pytest.mark.long), "hydra"])
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["medusa", "hydra"])
 def test_an_interrupted_training_of_other_heads_gives_the_same_heads(
     train: Train, tmp_path: Path, method: str
 ) -> None:

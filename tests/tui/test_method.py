@@ -131,3 +131,12 @@ def test_names_at_the_start_of_a_sentence_are_not_capitalised() -> None:
     )
     assert sentences("top_p is 2", "don't") == "top_p is 2. Don't."
     assert sentences("the file is gone") == "The file is gone."
+
+
+def test_no_form_of_draft_is_left_on_the_screen() -> None:
+    said = "No drafted tokens of auto were accepted. It drafts, and a draft that drafting finds is drafted."
+    told = plain_words(said)
+    assert (
+        told
+        == "No guessed tokens of auto were accepted. It guesses, and a guess that guessing finds is guessed."
+    )

@@ -19,6 +19,7 @@ from edgespec.chat.store import ChatStore
 from edgespec.chat.tool_calls.calls import ToolCall
 from edgespec.settings_file import quoted
 from edgespec.tools.server_config import read_servers, servers_path
+from edgespec.tools.tool import Tool
 from edgespec.tui.screens.approval import ApprovalScreen
 from edgespec.tui.screens.tools import ToolsScreen
 from edgespec.tui.tool_access import ToolAccess
@@ -118,6 +119,7 @@ async def test_a_call_is_shown_approved_made_and_answered(
         await d.sees("▌ ▶ Tool good_colour")
         await d.press("enter")
         await d.sees(results(d)[0])
+        await d.sees("Enter fold")
         (path,) = d.saved()
     saved = json.loads(path.read_text("utf-8"))["messages"]
     assert saved[1]["tool_calls"][0]["function"]["name"] == "good_colour"
@@ -261,7 +263,17 @@ async def test_a_hostile_server_cannot_draw_on_the_screen_or_end_the_chat(
             await finished(d)
             assert roles(d)[:3] == ["user", "assistant", "tool"]
         assert "the program ended with status 3" in results(d)[0]
-        await d.sees("failed")
+        await d.sees("failed: the server dies has ended")
+        await d.say("/tools")
+        await until(d.pilot, lambda: isinstance(d.app.screen, ToolsScreen), "the list")
+        await d.sees("dies  ended: the program ended with status 3")
+        await d.press("escape")
+        # The model can still call the tool, which starts the server again.
+        forced.append("dies_act")
+        await d.send("Act")
+        await asked(d)
+        await d.press("escape")
+        await finished(d)
 
 
 async def test_long_results_are_limited(demo: Load, tmp_path: Path, forced: list[str]) -> None:
@@ -351,3 +363,23 @@ async def test_a_saved_call_with_huge_arguments_is_refused_without_asking(tmp_pa
         await until(d.pilot, lambda: len(results(d)) == 1, "the result", 30)
         await d.settled()
         assert results(d)[0].startswith("Error: The arguments have 200,012 characters")
+
+
+@pytest.mark.parametrize("size", [(100, 30), (40, 20)])
+async def test_long_arguments_are_read_with_the_keyboard(tmp_path: Path, size: tuple[int, int]) -> None:
+    arguments = json.dumps({"text": "word " * 1000, "hidden": "delete everything"})
+    async with driving(loading(ScriptedRuntime()), tmp_path, size=size) as d:
+        d.app.push_screen(ApprovalScreen(Tool("good", "act", "", {}), arguments))
+        await asked(d)
+        await d.sees("PgUp PgDn scroll")
+        assert "delete everything" not in shown(d)
+        for _ in range(60):
+            await d.press("pagedown")
+        await d.sees("delete everything")
+        await d.press(*["pageup"] * 60)
+        await d.sees('"text": "word')
+        await d.press("escape")
+        d.app.push_screen(ApprovalScreen(Tool("good", "act", "", {}), "{}"))
+        await asked(d)
+        await d.sees("Enter · Esc stops the reply")
+        assert "PgUp" not in shown(d)

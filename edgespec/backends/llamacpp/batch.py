@@ -43,7 +43,7 @@ class Batch:
         sequences: Sequence[Sequence[int]],
         logits: bool | Sequence[bool],
     ) -> None:
-        """Fill the batch with new inputs. `logits` says whether all inputs or which of them need logits."""
+        """Replace the batch's contents. `logits` is one flag for all inputs, or one flag per input."""
         count = self.native.n_tokens = len(inputs)
         self._inputs[:count] = inputs
         self._position[:count] = positions

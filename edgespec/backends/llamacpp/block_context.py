@@ -101,6 +101,7 @@ class BlockContext(HeadContext):
         return HeadRows(logits, self._lattice(len(tokens)) if self._selects else none)
 
     def _lattice(self, count: int) -> NDArray[np.float32]:
+        """Return the candidates and scores for a block of `count` tokens. See `PathSelector`."""
         api = nextn_api()
         assert api is not None
         return copied_rows(api.address(self._context), count, library().llama_model_n_embd(self._model))

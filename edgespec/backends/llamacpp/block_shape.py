@@ -56,7 +56,7 @@ class BlockShape:
 
 
 def check_head_kind(path: Path) -> None:
-    """Raise CapabilityError if a GGUF file is a kind of block-diffusion head that edgespec cannot run."""
+    """Raise CapabilityError if edgespec cannot run the kind of block-diffusion head in a GGUF file."""
     if read_header(path).architecture_value("hyper_connection_count", 0):
         raise CapabilityError(
             f"{path} is a DeepSeek-V4 DSpark head, which edgespec cannot run",

@@ -85,7 +85,7 @@ class StateCheckpoints:
 
 @dataclass(frozen=True, eq=False)
 class ExportedCheckpoint:
-    """A copy of what later tokens overwrite in a model's state after the first `length` tokens."""
+    """A copy of the part of a model's state after `length` tokens that later tokens overwrite."""
 
     length: int
     state: memoryview
@@ -94,8 +94,8 @@ class ExportedCheckpoint:
 class ExportedCheckpoints:
     """Saves checkpoints of a model's state in main memory.
 
-    For models whose sequences cannot share KV cells. llama.cpp copies the whole KV cache of such a sequence,
-    but only at the start of the next forward pass, after the original may have changed.
+    This class is for models whose sequences cannot share KV cells. llama.cpp copies the whole KV cache of
+    such a sequence, and postpones the copy to the next forward pass. By then, the original may have changed.
     """
 
     def __init__(self, context: LlamaContext) -> None:
@@ -109,8 +109,8 @@ class ExportedCheckpoints:
             raise BackendError(
                 f"the state after {checkpoint.length:,} tokens cannot be restored", "load the model again"
             )
-        # Later tokens may still have KV cells, which are not part of the checkpoint.
+        # Remove the KV cells of later tokens, which importing the checkpoint leaves unchanged.
         self._context.drop(0, checkpoint.length)
 
     def release_dropped(self) -> None:
-        """Do nothing, because Python frees the memory."""
+        """Do nothing, because Python frees the memory of unused checkpoints."""

@@ -90,7 +90,7 @@ class LlamaContext(KvSequences):
         # rollback.
         params.swa_full = True
         params.kv_unified = True
-        # `Pooling` pools hidden states itself, because llama.cpp cannot pool long texts.
+        # Disable llama.cpp's pooling, which cannot pool long texts. `Pooling` implements it instead.
         params.pooling_type = lib.LLAMA_POOLING_TYPE_NONE
         params.no_perf = True
         self._model, self._target, self._adapters = model, target, adapters
@@ -98,9 +98,10 @@ class LlamaContext(KvSequences):
         self._taps = StateTaps(model)
         self._hook, self._always_hooked = hook or self._taps.hook, hook is not None
         self.kv_readers: list[LlamaContext] = []
-        # Counts the calls to `allocate`, so that the contexts of heads notice when this context is replaced.
+        # Number of calls to `allocate`. The contexts of heads compare it to notice that this context was
+        # replaced.
         self._generation = 0
-        # Settings of the current llama_context, which `is_stale` compares with those that are needed now.
+        # Settings of the current llama_context. `is_stale` compares them with the required settings.
         self._is_hooked, self._max_outputs, self._target_generation = False, 0, 0
         self.allocate(plan)
         # Ask llama.cpp how many tokens it can undo, because some architectures ignore the requested number.
@@ -157,7 +158,11 @@ class LlamaContext(KvSequences):
                 reader.allocate(reader.plan.with_tokens(plan.tokens))
 
     def apply_adapters(self) -> None:
-        """Use the adapters with their current scales from the next pass on. Raises BackendError."""
+        """Use the adapters with their current scales from the next pass on.
+
+        Raises:
+            BackendError: llama.cpp refused the adapters.
+        """
         if self._adapters:
             self._adapters.apply(self._context)
 
@@ -190,7 +195,7 @@ class LlamaContext(KvSequences):
 
     @property
     def needs_all_rows(self) -> bool:
-        """See `StateTaps.needs_all_rows`."""
+        """Whether passes must request the logits of all tokens to copy all tokens' hidden states."""
         return self._taps.needs_all_rows
 
     def tapped_rows(self, count: int) -> NDArray[np.float32]:

@@ -52,8 +52,8 @@ __all__ = [
 
 # Number of most recent tokens that llama.cpp can undo, by keeping a copy of the recurrent state for each.
 UNDO_TOKENS = 8
-# Keep copies of the recurrent state for rollback only up to this total size, because every forward pass
-# writes them.
+# Maximum total size in bytes of the recurrent-state copies kept for rollback. It is low, because every
+# forward pass writes all copies.
 _SMALL_STATES_BYTES = 128 * 2**20
 _F16 = KvTypes("f16", "f16")
 # Maximum size in bytes of the logits buffer of LayerSkip's lower layers. It limits their batch size.
@@ -62,8 +62,8 @@ _UNREAD_BYTES = 16 * 2**20
 _FEWEST_ROWS = 16
 # Size in bytes of an exported KV cell's header, which stores the cell's position and sequence ids.
 _CELL_BYTES = 12
-# The numbers of tokens that a compressed key of DeepSeek-V4 stands for. llama.cpp supports no others. It
-# allocates the cells of such keys in multiples of a block.
+# Numbers of tokens that DeepSeek-V4 combines into a compressed key. llama.cpp supports only these two. It
+# allocates the cells of compressed keys in whole blocks.
 _SHORT_RATIO, _LONG_RATIO = 4, 128
 
 
@@ -226,7 +226,7 @@ def _measured(weights: Any, options: LoadOptions) -> States:
 def measure_compressed_keys(weights: Any, options: LoadOptions) -> States:
     """Measure the KV cache sizes of a model with compressed keys. No tokens are processed."""
     sizes = []
-    # The second context is the smallest one with a second block of keys for four tokens.
+    # The second context is the smallest that needs two blocks of keys for every four tokens.
     for tokens in (BLOCK_TOKENS, BLOCK_TOKENS * (1 + _SHORT_RATIO)):
         small = ContextPlan(tokens, _F16, 1)
         context = LlamaContext(weights, replace(options, batch_tokens=BLOCK_TOKENS), small, threads=1)

@@ -121,10 +121,10 @@ def layer_bytes(path: str) -> list[int]:
 
 
 def read_bytes(path: str) -> int:
-    """Return the weight bytes that a pass reads: all of them, except a separate token embedding.
+    """Return the weight bytes that a pass reads, which exclude an untied token embedding.
 
     Raises:
-        ModelFileError: See `layer_bytes`.
+        ModelFileError: A file cannot be read or is truncated.
     """
     tensors = dict(_tensor_bytes(path))
     unread = tensors.get("token_embd.weight", 0) if "output.weight" in tensors else 0

@@ -42,7 +42,7 @@ from edgespec.heads.dflash_files import read_dflash
 
 __all__ = ["DFlashHead", "estimate_dflash_head", "load_dflash_head"]
 
-# Maximum number of tokens per pass. Kept small because compute buffers grow with it and the vocabulary size.
+# Maximum number of tokens per pass. It is small because compute buffers grow with it and the vocabulary size.
 _BATCH_TOKENS = MAX_BLOCK_TOKENS
 # Approximate size of the compute buffer in bytes, per token of a batch and per token of the vocabulary: for
 # most heads, for heads with a reduced draft vocabulary, and for heads with a Markov head and large blocks.
@@ -90,7 +90,7 @@ class DFlashHead(CachedHead):
 
     @property
     def free_tokens(self) -> int:
-        # If the first row of a block is unused, the block takes one more position than it drafts tokens.
+        # If the first row of a block is unused, the block needs one more position than it has draft tokens.
         return max(0, super().free_tokens - self._shape.first_row)
 
     @property
@@ -163,7 +163,7 @@ class DFlashHead(CachedHead):
         if self._markov:
             return np.stack([self._corrected(*node) for node in zip(tokens, depths, strict=True)])
         if (depths == depths[0]).all():
-            # Avoid a copy of the row per token, which would be slow for large vocabularies.
+            # Return a view, because copying the row for each token would be slow for large vocabularies.
             return np.broadcast_to(self._rows[depths[0]], (len(depths), self._rows.shape[1]))
         rows: NDArray[np.float32] = self._rows[depths]
         return rows
@@ -271,7 +271,7 @@ def _estimate(
         compute_bytes = _MARKOV_COMPUTE_BYTES
     return estimate_head(
         context_tokens,
-        # Includes the float32 copy of `markov_w2` that `MarkovHead` makes.
+        # Add the float32 copy of `markov_w2` that `MarkovHead` makes.
         weight_bytes=weight_bytes + 4 * markov_elements,
         token_bytes=token_bytes,
         vocabulary=vocabulary,

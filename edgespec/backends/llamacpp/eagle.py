@@ -86,7 +86,7 @@ def estimate_eagle_head(path: Path, context_tokens: int) -> MemoryEstimate:
 
 
 def estimate_published_head(folder: Path, target: Path, context_tokens: int) -> MemoryEstimate:
-    """Estimate the memory for a head in the Hugging Face layout, once it is converted to GGUF if necessary.
+    """Estimate the memory for a head in the Hugging Face layout, which is converted to GGUF if necessary.
 
     Raises ModelFileError if the folder's files are missing or damaged.
     """

@@ -94,7 +94,6 @@ class Eagle1Head(CachedStateHeadView):
             self._length += len(batch)
 
     def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
-        """See `LanguageModel.verify`."""
         self._check()
         check_tokens_fit(self, tree.width)
         check_draft_width(tree.width, self.facts.capabilities.max_width)
@@ -126,7 +125,7 @@ class Eagle1Head(CachedStateHeadView):
     def _run_nodes(
         self, tree: TokenTree, visible: NDArray[np.bool_], nodes: tuple[int, int], states: Array
     ) -> None:
-        """Run the nodes in a range (first, end), given their preceding hidden states."""
+        """Run the nodes [first, end), given the hidden state before each of them."""
         self._check_not_interrupted()
         begin, end = nodes
         places = TreeNodes(self._length + np.array(tree.depths[begin:end]), visible[begin:end, :end])
@@ -140,7 +139,7 @@ class Eagle1Head(CachedStateHeadView):
 
 
 def _ancestors(parents: Sequence[int]) -> NDArray[np.bool_]:
-    """Return a mask [nodes, nodes] of the nodes on the path to each node."""
+    """Return a mask [nodes, nodes] that is True where the second node is the first one or its ancestor."""
     result = np.eye(len(parents), dtype=bool)
     for node, parent in enumerate(parents[1:], 1):
         result[node] |= result[parent]

@@ -16,17 +16,17 @@ from edgespec.errors import CapabilityError
 
 __all__ = ["Pooling"]
 
-# Values of `pooling_type` in the metadata. Models that were not trained to embed texts have none.
+# Values of `pooling_type` in the metadata. Text-generation models have no `pooling_type`.
 _NONE, _MEAN, _CLS, _LAST = "0", "1", "2", "3"
 
 
 class Pooling(NamedTuple):
     """How a model turns the hidden states of a text into one vector.
 
-    The states are pooled here, because llama.cpp can only pool texts that fit in one pass.
+    edgespec pools the states itself, because llama.cpp can only pool texts that fit in one pass.
 
     Attributes:
-        kind: The value of `pooling_type` in the metadata. Without one, the vector is the mean over all
+        kind: The value of `pooling_type` in the metadata. If it is missing, the vector is the mean over all
             tokens.
         eos: The token that the model needs at the end of a text, or None.
     """
@@ -43,7 +43,7 @@ class Pooling(NamedTuple):
         return cls(architecture_metadata(weights, "pooling_type") or _NONE, eos)
 
     def whole_text(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Return the tokens of a text, with the token that the model needs at the end."""
+        """Return the tokens of a text, followed by the EOS token if the model needs one."""
         return tokens if self.eos in (None, tokens[-1]) else [*tokens, self.eos]
 
     def embed(

@@ -21,14 +21,14 @@ class FileMatrix:
     """A matrix in the files of a GGUF model. A vector is a matrix with one row.
 
     Args:
-        path: The model.
+        path: The model's GGUF file.
         *names: Names to try for the matrix. The first name that exists is used.
 
     Raises:
         ModelFileError: A file cannot be read, or contains no matrix with one of these names.
 
     Attributes:
-        shape: Number of rows, and their size.
+        shape: Number of rows and number of columns.
         kind: Type of the weights.
     """
 
@@ -42,11 +42,11 @@ class FileMatrix:
 
     @property
     def stored_bytes(self) -> int:
-        """Size of the matrix in the file."""
+        """Size of the matrix in the file, in bytes."""
         return self.shape[0] * self._row_bytes
 
     def stored(self) -> NDArray[np.uint8]:
-        """Return the whole matrix as in the file [rows, bytes of a row].
+        """Return the matrix as stored in the file, uint8 [rows, bytes per row].
 
         Raises:
             ModelFileError: The file has become shorter or unreadable.
@@ -54,7 +54,7 @@ class FileMatrix:
         return self._read([(0, self.shape[0])])
 
     def rows(self, ids: Sequence[int]) -> NDArray[np.float32]:
-        """Return the rows with these indices, as float32 [rows, size].
+        """Return the rows with these indices, dequantised to float32 [rows, columns].
 
         Raises:
             ModelFileError: The file has become shorter or unreadable.
@@ -70,7 +70,7 @@ class FileMatrix:
         return found
 
     def _read(self, ranges: Sequence[tuple[int, int]]) -> NDArray[np.uint8]:
-        """Return the rows in (first row, number of rows) ranges."""
+        """Return the rows in (first row, number of rows) ranges, uint8 [rows, bytes per row]."""
         try:
             with self._file.open("rb") as file:
                 parts = [self._read_range(file, *each) for each in ranges]
@@ -96,4 +96,4 @@ def _find(path: Path, names: Sequence[str]) -> tuple[Path, int, GgufTensor]:
             for tensor in header.tensors:
                 if tensor.name == name and len(tensor.shape) in (1, 2) and tensor.elements:
                     return part, header.size_bytes + tensor.offset_bytes, tensor
-    raise ModelFileError(f"{path} contains no {names[0]}", "choose another GGUF file of the model")
+    raise ModelFileError(f"{path} contains no tensor {names[0]}", "choose another GGUF file of the model")

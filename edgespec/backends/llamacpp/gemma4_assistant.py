@@ -79,7 +79,7 @@ def _checked_view(
     if target.length or not target.free_tokens:
         return head
     try:
-        # Without any tokens in the target's cache, the check in `HeadFile` has no effect.
+        # `HeadFile` cannot check the logits of this head while the target's cache is empty.
         target.prefill([0])
         check_finite(head, weights.path)
     except BaseException:
@@ -109,12 +109,13 @@ def estimate_assistant(path: Path, context_tokens: int) -> MemoryEstimate:
 class AssistantHead(SelfDraftView[HeadTarget]):
     """A head whose layers attend to the KV cells of the target's committed tokens.
 
-    Its input is a token and the hidden state before the token. For the last emitted token, that is the
-    target's. For draft tokens, it is the head's own hidden state after the parent in the draft tree. The head
-    adds no keys and values, so it runs all nodes of a draft tree at the position of the last emitted token.
+    Its input is a token and the preceding hidden state. For the last emitted token, this is the target's
+    hidden state. For draft tokens, it is the head's own hidden state after the parent in the draft tree. The
+    head stores no keys and values, so it runs all nodes of a draft tree at the position of the last emitted
+    token.
 
-    The head therefore has nothing to prefill, to commit or to roll back, and must not run while the target
-    verifies a draft.
+    The head therefore needs no prefill, commit or rollback. It must not run while the target verifies a
+    draft.
     """
 
     def __init__(
@@ -165,7 +166,7 @@ class AssistantHead(SelfDraftView[HeadTarget]):
         self._check()
 
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:  # noqa: ARG002
-        """Return a snapshot that starts at its end, because the target's snapshot contains everything."""
+        """Return an empty snapshot, because the head stores no keys and values of its own."""
         self._check()
         end = self.length if end is None else min(end, self.length)
         return Snapshot(end, b"", end)
@@ -175,14 +176,18 @@ class AssistantHead(SelfDraftView[HeadTarget]):
         check_tokens_fit(self, tree.width)
         check_draft_width(tree.width, self.facts.capabilities.max_width)
         self._own_states = self._own_states[:first]
-        # A node needs the hidden state after its parent, which an earlier pass has computed.
+        # Run each node in a later pass than its parent, because its input is the hidden state after the
+        # parent.
         *earlier, last = tree.independent_ranges(first)
         rows = [self._run(tree, *nodes).copy() for nodes in earlier]
         logits = self._run(tree, *last)
         return HostLogits(np.concatenate([*rows, logits]) if rows else logits)
 
     def _run(self, tree: TokenTree, first: int, end: int) -> NDArray[np.float32]:
-        """Run nodes whose parents have been run, and return their logits until the next pass."""
+        """Run the nodes [first, end) and return their logits, which the next pass overwrites.
+
+        The parents of these nodes must have been run before.
+        """
         position, count = self.length, end - first
         states = (
             self._own_states[np.array(tree.parents[first:end])]
@@ -212,7 +217,8 @@ def _open_context(weights: HeadWeights, target: HeadTarget, _row_size: int) -> P
     """Return a context for a head that reads the target's KV cells."""
     shared, options = target.context, weights.options
     plan = weights.max_plan.with_tokens(shared.tokens)
-    # llama.cpp empties the target's KV cache when it creates a context that reads it.
+    # Export the target's KV cells, because llama.cpp empties the cache when it creates a context that reads
+    # it.
     try:
         cells = shared.export_cells(0, 0, target.length)
     except MemoryError as error:

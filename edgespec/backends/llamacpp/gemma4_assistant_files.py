@@ -101,7 +101,8 @@ def _mismatch(own: GgufHeader, needed: GgufHeader) -> str:
     own_kv = layers - needed.architecture_number("attention.shared_kv_layers")
     for layer, is_windowed in enumerate(_windowed(own)):
         from_end = 2 if is_windowed else 1
-        # The target's last layers can use the KV cells of the last two layers that have some.
+        # The target's last layers may have no KV cells of their own, and share those of the last two layers
+        # that have some.
         read = layers - from_end if layers - from_end < own_kv else own_kv - from_end
         shape, target_shape = _kv_shape(own, layer, is_windowed), _kv_shape(needed, read, is_windowed)
         if shape != target_shape:
@@ -110,7 +111,7 @@ def _mismatch(own: GgufHeader, needed: GgufHeader) -> str:
 
 
 def _heads(header: GgufHeader, layer: int, key: str = "attention.head_count") -> int:
-    """Return the number of heads of a layer. A file has one number for all layers, or one for each."""
+    """Return the number of heads of a layer. The metadata has one value for all layers or one per layer."""
     value = header.architecture_value(key)
     if isinstance(value, np.ndarray):
         return int(value[layer]) if 0 <= layer < len(value) and value.dtype.kind in "iu" else 0
@@ -128,13 +129,13 @@ def _suffix(is_windowed: bool) -> str:
 
 
 def _rotated(header: GgufHeader, is_windowed: bool) -> int:
-    """Return the number of dimensions of each head that a layer rotates, with llama.cpp's defaults."""
+    """Return the number of dimensions per head that RoPE rotates, using llama.cpp's default if unset."""
     keys = ("rope.dimension_count_swa", "rope.dimension_count", "attention.key_length")
     present = (key for key in keys[not is_windowed :] if header.architecture_value(key) is not None)
     return header.architecture_number(next(present, ""))
 
 
 def _windowed(header: GgufHeader) -> list[bool]:
-    """Return for each layer whether it has a sliding window."""
+    """Return one flag per layer, which is True if the layer uses sliding-window attention."""
     pattern = header.architecture_value("attention.sliding_window_pattern")
     return [bool(each) for each in pattern] if isinstance(pattern, np.ndarray) else []

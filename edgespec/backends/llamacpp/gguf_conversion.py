@@ -34,11 +34,11 @@ def write_converted(
     Args:
         output: The file to write.
         architecture: The file's `general.architecture`.
-        what: What is converted, for error messages.
-        config: Its configuration.
+        what: Description of the head or draft model, for error messages.
+        config: The configuration of its transformer layers.
         tensors: (GGUF name, values) pairs.
         target_ids: Target token id for each draft token, or None if the two vocabularies are the same.
-        add_settings: Adds the metadata of this kind of head, or of the draft model.
+        add_settings: Function that adds all other metadata to the file.
 
     Raises:
         ModelFileError: A setting is missing, or a setting or a weight cannot be stored.
@@ -66,7 +66,11 @@ def write_converted(
 
 
 def interleaved(weights: NDArray[Any], head_size: int) -> NDArray[Any]:
-    """Reorder the rows of each attention head for llama.cpp, which rotates neighbours instead of halves."""
+    """Reorder the rows of each attention head, as llama.cpp's RoPE expects.
+
+    llama.cpp rotates pairs of neighbouring rows. Published weights pair each row of the first half with one
+    of the second half.
+    """
     heads = weights.reshape(-1, 2, head_size // 2, weights.shape[1])
     return heads.swapaxes(1, 2).reshape(weights.shape)
 

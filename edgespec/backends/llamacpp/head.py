@@ -105,7 +105,7 @@ class CachedHead(SelfDraftView[HeadTarget]):
         self._end_round()
 
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
-        """Copy the KV cells at positions [start, end). If the first ones do not exist, start after them."""
+        """Copy the KV cells at positions [start, end). Start at the first cached position if it is later."""
         self._check()
         self._end_round()
         end = self.length if end is None else min(end, self.length)

@@ -125,8 +125,8 @@ class PairContext(HeadContext):
         positions: Sequence[int],
         sequences: Sequence[Sequence[int]],
     ) -> HeadRows:
-        # Request the rows of all tokens or of none. For many heads, llama.cpp would return the hidden states
-        # of the first tokens instead of those of the requested tokens.
+        # Request logits for all tokens or for none. If only some are requested, llama.cpp returns the wrong
+        # hidden states for many heads: those of the first tokens.
         self._pairs.put(tokens, positions, sequences, kind == "draft")
         self._pairs.states[: len(tokens)] = inputs
         self._decode(self._pairs)

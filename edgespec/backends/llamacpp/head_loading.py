@@ -32,7 +32,7 @@ __all__ = [
     "target_layers",
 ]
 
-# Maximum number of tokens per pass of a head. Kept small because compute buffers grow with it and the
+# Maximum number of tokens per pass of a head. It is small because compute buffers grow with it and the
 # vocabulary size.
 BATCH_TOKENS = 64
 

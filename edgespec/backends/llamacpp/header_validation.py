@@ -50,8 +50,8 @@ _TABLES = ("tid2eid", "d2t")
 _ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
 # Architectures whose `ssm.inner_size` must be twice the `embedding_length`.
 _DOUBLE_WIDTH_SSM = ("jamba", "granitehybrid")
-# The only number of residual streams for which llama.cpp can run hyper-connections, and the architecture that
-# has them. The size of its indexer's keys must be a multiple of the second number.
+# The architecture with hyper-connections, and the only number of residual streams for which llama.cpp
+# supports them. The key size of the architecture's indexer must be a multiple of the last number.
 _STREAMS_ARCHITECTURE, _STREAMS, _INDEXER_KEY_MULTIPLE = "deepseek4", 4, 64
 # The alignment in bytes that llama.cpp requires for memory-mapped weights.
 _ALIGNMENT_BYTES = 32
@@ -134,7 +134,7 @@ def _expert_problem(header: GgufHeader) -> str:
 
 
 def _stream_problem(header: GgufHeader) -> str:
-    """Check the sizes of a model with several residual streams and compressed keys."""
+    """Check the sizes of a DeepSeek-V4 model, which has several residual streams and compressed keys."""
     if header.architecture != _STREAMS_ARCHITECTURE:
         return ""
     streams = header.architecture_number("hyper_connection.count")

@@ -13,7 +13,7 @@ __all__ = ["KvCells", "UnchangedPrefix"]
 
 @dataclass(eq=False, slots=True)
 class UnchangedPrefix:
-    """Counts the tokens at the start of the target's KV cache that a draft model has valid copies of.
+    """Number of tokens at the start of the target's KV cache of which a draft model has valid copies.
 
     Attributes:
         tokens: The number of tokens. The draft model sets it after copying, and every rollback of the target
@@ -137,7 +137,7 @@ class KvCells:
 
         A model that can neither roll back nor restore checkpoints loses its whole cache instead.
         """
-        # If `_replays` is set, the other llama.cpp sequences contain checkpoints.
+        # Keep the other llama.cpp sequences if `_replays` is set, because they contain checkpoints.
         if not self._replays:
             self.context.drop_others()
         self.length = length
@@ -148,5 +148,5 @@ class KvCells:
         self.clear_round()
 
     def clear_round(self) -> None:
-        """Forget the current token tree, without changing the KV cache."""
+        """Discard the record of the current token tree, without changing the KV cache."""
         self._sequences, self._positions = [], []

@@ -48,7 +48,7 @@ class KvTypes:
     values: str
 
     def bytes_per_token(self, f16_bytes: int) -> int:
-        """Return the cache size per token for these types, given the cache size per token in f16.
+        """Return the cache size per token in bytes, given the cache size per token in f16.
 
         Keys and values must have the same number of elements.
         """
@@ -107,9 +107,9 @@ def choose_kv_types(options: LoadOptions, f16_bytes: int, *, same_type: bool = F
 
 
 def prefill_kernel_differs(types: KvTypes, options: LoadOptions, threads: int) -> bool:
-    """Return whether decoding and verification use the same attention kernel and prefill a different one.
+    """Return whether prefill uses a different attention kernel than decoding and verification.
 
-    With more than one CPU thread, decoding and verification use different kernels.
+    Return False if decoding and verification also differ, as they do with more than one CPU thread.
     """
     return threads == 1 and on_cpu(options) and not types.has_single_kernel
 

@@ -19,13 +19,14 @@ __all__ = ["LayerPlacement", "place_layers"]
 
 @dataclass(frozen=True, slots=True)
 class LayerPlacement:
-    """The devices of a model's layers.
+    """The assignment of a model's layers to this machine and the workers.
 
     Attributes:
-        local: Number of layers on this machine, which are the first ones.
+        local: Number of layers on this machine. These are the first layers of the model.
         remote: Number of layers on each device of the workers, in the order of the workers.
-        workers: The share of each worker.
-        local_fraction: Fraction of the weights read by a pass that is in the layers on this machine.
+        workers: The layers and memory of each worker.
+        local_fraction: Weight bytes of the layers on this machine, as a fraction of all weight bytes that a
+            pass reads.
     """
 
     local: int
@@ -35,12 +36,12 @@ class LayerPlacement:
 
     @property
     def remote_weight_bytes(self) -> int:
-        """Weights on the workers."""
+        """Size of the weights on the workers, in bytes."""
         return sum(share.weight_bytes for share in self.workers)
 
     @property
     def remote_cache_bytes(self) -> int:
-        """KV cache on the workers."""
+        """Size of the KV cache on the workers, in bytes."""
         return sum(share.cache_bytes for share in self.workers)
 
 
@@ -53,8 +54,8 @@ def place_layers(
         path: The model file.
         name: The model's name, for messages.
         workers: The workers.
-        cache_bytes: The KV cache of all layers.
-        compute_bytes: The compute buffer. Each device has its own, which is at most this large.
+        cache_bytes: Size of the KV cache of all layers, in bytes.
+        compute_bytes: Maximum size of the compute buffer of a device, in bytes.
 
     Raises:
         MemoryBudgetError: The layers do not fit.
@@ -95,6 +96,6 @@ def place_layers(
 
 
 def _device_rooms(link: Link) -> Sequence[int]:
-    """Return the memory to use on each device. A worker's devices share its limit by their free memory."""
+    """Return the bytes to use on each of a worker's devices, in proportion to their free memory."""
     free = [device.free_bytes for device in link.status.devices]
     return [min(each, link.memory_bytes * each // max(1, sum(free))) for each in free]

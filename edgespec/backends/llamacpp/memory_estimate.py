@@ -211,7 +211,11 @@ class GgufMemoryEstimator:
         return MemoryEstimate(plan.share.tokens, plan.kv_types.text, present, machines)
 
     def placement(self, options: LoadOptions) -> LayerPlacement:
-        """Return the devices of the layers for load options with workers. Raises MemoryBudgetError."""
+        """Return the devices of the layers if the model is loaded on workers.
+
+        Raises:
+            MemoryBudgetError: The layers do not fit on the machines.
+        """
         assert options.workers is not None
         plans, part_options = self._plans(options)
         buffers = self._buffers(0, plans[0], part_options[0])

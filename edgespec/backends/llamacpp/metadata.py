@@ -30,7 +30,7 @@ def metadata(weights: Any, key: str) -> str | None:
 
 
 def architecture_metadata(weights: Any, key: str) -> str | None:
-    """Return the metadata value of `ARCHITECTURE.key`, such as `llama.block_count`, or None if missing."""
+    """Return the value of a key with the architecture as prefix, such as `llama.block_count`, or None."""
     return metadata(weights, f"{metadata(weights, 'general.architecture')}.{key}")
 
 
@@ -56,9 +56,9 @@ def has_state(weights: Any) -> bool:
 
 
 def has_compressed_keys(weights: Any) -> bool:
-    """Return whether layers attend to a window, and to compressed keys of the tokens before it.
+    """Return whether layers attend to a sliding window, and to compressed keys of the tokens before it.
 
-    llama.cpp keeps each sequence of such a model in memory of its own, and can copy only whole sequences.
+    llama.cpp stores the sequences of such a model separately, and can copy only whole sequences.
     """
     return metadata(weights, "general.architecture") == "deepseek4"
 
@@ -66,7 +66,8 @@ def has_compressed_keys(weights: Any) -> bool:
 def sliding_window(weights: Any) -> int:
     """Return the size of the sliding attention window in tokens, or 0 if all layers use full attention."""
     if has_compressed_keys(weights):
-        # llama.cpp reports only windows within which the cache can roll back, so it reports none here.
+        # `llama_model_n_swa` returns 0 for these models, because their cache cannot be rolled back within the
+        # window.
         return int(architecture_metadata(weights, "attention.sliding_window") or 0)
     return int(library().llama_model_n_swa(weights))
 

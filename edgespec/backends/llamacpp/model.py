@@ -121,8 +121,8 @@ class LlamaCppModel(GgufModel, HeadTarget):
             self.logs.append(self.length, self._context.tapped_rows(len(tokens)))
 
     def prefill_prompt(self, tokens: Sequence[int], progress: Progress | None = None) -> Logits | None:
-        # Do not verify the last token in the same pass if a head needs the final hidden states of all tokens,
-        # if a recurrent model needs a checkpoint before the last token, or if an exact model must compute the
+        # A separate pass verifies the last token if a head needs the final hidden states of all tokens, if a
+        # recurrent model needs a checkpoint before the last token, or if an exact model must compute the
         # logits of every token in the same way.
         if self._context.needs_all_rows or self._recurrent or self.facts.capabilities.exact:
             return super().prefill_prompt(tokens, progress)

@@ -30,7 +30,7 @@ __all__ = [
 
 
 class MtpGraph(NamedTuple):
-    """What llama.cpp's graph for the MTP layers of an architecture expects.
+    """The requirements of llama.cpp's computation graph for the MTP layers of an architecture.
 
     Attributes:
         reads_normed: Whether the layers read the target's final hidden states after the final norm rather
@@ -52,13 +52,13 @@ class MtpGraph(NamedTuple):
     streams: int = 1
 
     def states_read(self, layer_count: int) -> tuple[int, ...]:
-        """Return which hidden states of the target the layers read, numbered as in `HiddenStateSource`."""
+        """Return the indices of the target's hidden states that the layers read. See `HiddenStateSource`."""
         if self.streams > 1:
             return stream_states(self.streams)
         return (POST_NORM,) if self.reads_normed else (layer_count,)
 
 
-# Architectures whose MTP layers llama.cpp can run. For others, llama.cpp would end the process.
+# Architectures whose MTP layers llama.cpp can run. With any other architecture, it would end the process.
 MTP_GRAPHS = {
     "bailingmoe3": MtpGraph(),
     "cohere2moe": MtpGraph(),
@@ -84,8 +84,8 @@ _EXPERTS = (
     ("ffn_gate_inp.weight", "ffn_gate_up_exps.weight", "ffn_down_exps.weight"),
     ("ffn_gate_inp.weight", "ffn_up_exps.weight", "ffn_down_exps.weight"),
 )
-# Metadata keys that may differ between the target and a file that contains only MTP layers. Older files lack
-# `embedding_length_out`, and `_check_streams` checks it.
+# Metadata keys that may differ between the target and a file that contains only MTP layers. `_check_streams`
+# checks `embedding_length_out`, which older files lack.
 _INDEPENDENT_KEYS = frozenset(
     {"block_count", "nextn_predict_layers", "context_length", "vocab_size", "embedding_length_out"}
 )
@@ -101,8 +101,8 @@ class MtpLayers:
         weight_bytes: Size of the layers' weights.
         token_bytes: Size of the layers' KV cache per token, in f16.
         vocabulary: Number of tokens in the vocabulary.
-        state_size: Number of values that the layers read per token.
-        graph: What llama.cpp expects of the layers.
+        state_size: Number of hidden state values that the layers read per token.
+        graph: The requirements of llama.cpp for these layers.
     """
 
     count: int
@@ -231,7 +231,7 @@ def _layer_token_bytes(header: GgufHeader, layer: int) -> int:
 
 
 def _of_layer(value: Any, layer: int) -> int:
-    """Return the value for a layer. A file has one number for all layers, or one for each."""
+    """Return the value for a layer. The metadata has one value for all layers or one per layer."""
     if isinstance(value, np.ndarray):
         return int(value[layer]) if value.dtype.kind in "iu" and layer < len(value) else 0
     return value if isinstance(value, int) else 0

@@ -108,11 +108,11 @@ _THIS_THREAD = _ThisThread()
 
 @dataclass(slots=True)
 class _Slot:
-    """A slot of the shared context, and what the scheduler knows about its reply.
+    """A slot of the shared context, with the timing of its reply's passes.
 
     Attributes:
         caller: The thread that last requested a pass.
-        is_cancelled: Whether the reply's passes are to be cancelled.
+        is_cancelled: Whether the reply was cancelled.
         returned_at: When the reply's last pass ended.
         expected_by: Time until which to wait for the next request.
         pause_seconds: Moving average of the time between two of its passes, or None if unknown.
@@ -197,7 +197,7 @@ class PassScheduler:
             raise CancelledError("the model's computation was cancelled")
 
     def _mean_pause(self, mean_seconds: float | None, returned_at: float) -> float | None:
-        """Return the mean pause, updated with a pause that began at `returned_at` unless that is 0."""
+        """Return the average pause, including the pause since `returned_at` unless it is 0."""
         if not returned_at:
             return mean_seconds
         pause = min(now() - returned_at, _MAX_PAUSE_PASSES * self._pass_seconds)
@@ -282,7 +282,7 @@ class PassScheduler:
             return ()
 
     def _seconds_to_wait(self) -> float:
-        """Return how long to wait for more replies. 0 or less if all expected ones have requested a pass."""
+        """Return how long to wait for further requests, in seconds, or at most 0 if none are expected."""
         waiting = {part.slot for part in self._waiting}
         others = (slot for index, slot in enumerate(self._slots) if index not in waiting)
         return max(map(self._expected_by, others), default=0.0) - now()
@@ -291,7 +291,7 @@ class PassScheduler:
         """Return the time until which to wait for a reply's next request."""
         caller = slot.caller
         if caller.waiting_in is None:
-            # After a pass of one model, a reply may continue with any other one.
+            # After a pass of one model, a reply may next request a pass of any other model.
             return max(slot.expected_by, caller.returned_at + self._patience(caller.pause_seconds))
         # A pass of the target waits for replies that are drafting. A pass of the draft model does not wait
         # for replies that have finished their drafts.

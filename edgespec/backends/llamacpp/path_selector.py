@@ -11,7 +11,8 @@ __all__ = ["PathSelector"]
 class PathSelector:
     """The candidates for each draft token of a block, and their scores after each candidate before them.
 
-    llama.cpp computes both in the pass over the block. Only candidates have finite logits.
+    llama.cpp computes the candidates and scores in the pass over the block. Only candidates have finite
+    logits.
 
     Args:
         lattice: One row per draft token: the ids of `count` candidates, followed by a matrix
@@ -33,7 +34,7 @@ class PathSelector:
     def logits(self, token: int, depth: int) -> NDArray[np.float32]:
         """Return the logits [vocabulary] after `token`, which is at this depth below the block's first token.
 
-        A token that is no candidate is treated like the most likely one.
+        If `token` is not a candidate, the most likely candidate at that depth is used instead.
         """
         previous = 0
         if depth:

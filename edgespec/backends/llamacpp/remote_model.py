@@ -33,16 +33,18 @@ _Result = TypeVar("_Result")
 _OUTPUT_TENSORS = rb"^(output|token_embd)\.weight$"
 _UNLIMITED_BYTES = 1 << 62
 _MAX_DEVICES = 16
-# Verify passes are padded to these numbers of tokens, which are the draft lengths 1, 2, 4, 8 and 16 and the
-# token before the draft. The first pass of another width takes eight more round trips with two workers, and
-# each change of the width sends the whole computation graph again.
+# Widths to which verify passes are padded: the root plus a draft of 0, 1, 2, 4, 8 or 16 tokens. Few widths
+# are used because the first pass of a new width takes eight more round trips with two workers, and each
+# change of width sends the whole computation graph again.
 _PASS_WIDTHS = (1, 2, 3, 5, 9, 17)
 
 
 def load_on_workers(
     path: str, name: str, options: LoadOptions, workers: ConnectedWorkers, progress: Progress | None
 ) -> LanguageModel:
-    """Load a GGUF model with its layers on workers. The token embedding and the output layer stay here.
+    """Load a GGUF model with layers on workers.
+
+    The token embedding and the output layer stay on this machine.
 
     Raises:
         WorkerLostError: A worker ended or hung.
@@ -52,8 +54,8 @@ def load_on_workers(
         parse_kv_types(options.kv_type)
     guard_against_aborts(workers)
     placement = _placement(path, name, options)
-    # The planner has checked the memory of all machines. Commits of token trees would move KV cells over the
-    # network, so the model verifies chains only.
+    # Skip the memory checks, because the planner has checked all machines. Allow only chains as drafts,
+    # because committing a tree would move KV cells over the network.
     own = replace(
         options, memory_bytes=_UNLIMITED_BYTES, initial_context_tokens=None, max_branches=1, workers=None
     )
@@ -83,8 +85,8 @@ class _Placer:
 
     def __init__(self, devices: Sequence[Any], placement: LayerPlacement) -> None:
         self._remote_layers = sum(placement.remote)
-        # llama.cpp counts the output layer as one more layer, on the last device that has layers. Only its
-        # norm is there.
+        # llama.cpp counts the output layer as one more layer of the last device that has layers. Only its
+        # norm is on that device.
         counts = [float(count) for count in placement.remote]
         last = max((i for i, count in enumerate(counts) if count), default=len(counts) - 1)
         counts[last] += 1.0

@@ -87,7 +87,7 @@ def _target(model: HeadTarget) -> ResidualHeadTarget:
 
 
 def lm_head(path: Path) -> FileMatrix:
-    """Return the LM head of a GGUF model. Raises ModelFileError."""
+    """Return the LM head of a GGUF model. Raises ModelFileError if it is missing or unreadable."""
     # Models with tied embeddings have no separate LM head.
     return FileMatrix(path, "output.weight", EMBEDDINGS)
 

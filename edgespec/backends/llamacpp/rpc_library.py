@@ -24,21 +24,25 @@ __all__ = ["add_devices", "guard_against_aborts", "lent_devices", "serve_devices
 # Values of `enum ggml_backend_dev_type`.
 _CPU, _GPU, _INTEGRATED_GPU = 0, 1, 2
 _Abort = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
-# llama.cpp's source file of the client. It is part of the message of an abort.
+# Name of the RPC client's source file in llama.cpp, which occurs in its abort messages.
 _CLIENT_SOURCE = b"ggml-rpc"
 _guarded: weakref.WeakSet[ConnectedWorkers] = weakref.WeakSet()
 # The workers of models that use the newest copy of the RPC library. If a worker is lost while llama.cpp
 # connects to it, a thread that never returns keeps a lock of that copy. Later models then use another copy.
 _users: weakref.WeakSet[ConnectedWorkers] = weakref.WeakSet()
-# The number of copies of the RPC library beside the original.
+# Number of copies of the RPC library, not counting the original.
 _copies = 0
-# The number of `add_devices` calls. Each one makes llama.cpp open new connections.
+# Number of `add_devices` calls. It is part of each address, so that each call opens new connections.
 _generation = 0
 
 
 @cache
 def _rpc(copy: int = 0) -> Any:
-    """Return the RPC library. Each copy has its own locks and connections. Raises BackendMissingError."""
+    """Return the RPC library. Each copy has its own locks and connections.
+
+    Raises:
+        BackendMissingError: The library is not built, or cannot be copied or loaded.
+    """
     lib = library()
     suffix = "dylib" if sys.platform == "darwin" else "so"
     path = Path(str(lib.__file__)).parent / "lib" / f"libggml-rpc-{lib.__version__}.{suffix}"
@@ -64,9 +68,9 @@ def _rpc(copy: int = 0) -> Any:
 
 
 def lent_devices() -> tuple[list[Any], bool]:
-    """Return the devices of this machine to lend, and whether they are only the CPU.
+    """Return the devices that this machine lends as a worker, and whether the CPU is the only one.
 
-    Graphics cards are lent if there are any, because a device that waits for a slower one is idle.
+    If there are graphics cards, the CPU is not lent, because the cards would be idle while they wait for it.
     """
     _rpc()
     backend = ggml()
@@ -103,8 +107,8 @@ def add_devices(workers: ConnectedWorkers) -> list[list[Any]]:
     found = []
     _generation += 1
     for link in workers.links:
-        # llama.cpp keeps a lost connection under the spelling of its address. Zeros before the port make
-        # another spelling of the same address.
+        # llama.cpp would reuse a lost connection to an address with the same text. Zeros before the port
+        # change the text but not the address.
         endpoint = f"{link.address.host}:{'0' * _generation}{link.address.port}"
         reg = rpc.ggml_backend_rpc_add_server(endpoint.encode())
         count = libggml.ggml_backend_reg_dev_count(reg) if reg else 0
@@ -133,5 +137,6 @@ def _on_abort(message: bytes) -> None:
         return
     for workers in tuple(_guarded):
         workers.report_abort()
-    # Never return. The thread that waits for the result of this one has been told to give up.
+    # Never return, because llama.cpp would then end the process. `report_abort` has released the thread that
+    # waits for this one.
     threading.Event().wait()

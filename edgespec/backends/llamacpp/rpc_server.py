@@ -22,9 +22,9 @@ _BEAT_SECONDS = 1.0
 
 
 def main() -> None:
-    """Read the options from stdin, describe the server on stdout, and serve until stdin is closed."""
+    """Read the options from stdin, report the port and devices on stdout, and serve until stdin closes."""
     options = json.loads(sys.stdin.buffer.readline())
-    # llama.cpp prints to stdout, which is for the parent process.
+    # Use a copy of stdout for messages to the parent process, and discard what llama.cpp prints to stdout.
     parent = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     try:

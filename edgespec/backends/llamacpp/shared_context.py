@@ -58,7 +58,7 @@ def check_slots(plan: ContextPlan, options: LoadOptions) -> None:
 
 
 def max_pass_tokens(context: LlamaContext) -> int:
-    """Return how many tokens of one reply a pass can verify."""
+    """Return the maximum number of tokens that a pass can verify for one reply."""
     if not context.window:
         return context.max_width
     # The root of a deeper tree could be outside the window before it is committed (see `WindowSlot`).
@@ -88,7 +88,7 @@ class SharedContext:
     time, each by one thread.
 
     Args:
-        context: The context, which must be empty. Its plan says how many slots there are.
+        context: The context, which must be empty. Its plan contains the number of slots.
         free_weights: Frees the model's weights. Called after the last slot was released.
     """
 
@@ -111,7 +111,7 @@ class SharedContext:
         return (WindowSlot if context.window else ContextSlot)(self, context, slot)
 
     def _run(self, parts: Sequence[PassPart]) -> None:
-        """Run a pass. If it fails, run each part alone, so that a failing one does not affect the others."""
+        """Run a pass. If the pass fails, run each part alone, so that only the failing part is affected."""
         with self.lock:
             try:
                 self._run_together(parts)
@@ -179,7 +179,7 @@ class SharedContext:
             self._context.set_max_threads(threads)
 
     def release(self) -> None:
-        """Close a slot. After the last one, free the context and the weights."""
+        """Close a slot. When the last slot is closed, free the context and the weights."""
         with self.lock:
             self._open_slots -= 1
             if self._open_slots:
@@ -294,9 +294,9 @@ class ContextSlot(KvSequences):
 class WindowSlot(ContextSlot):
     """One reply's slot in the shared context of a model with sliding-window attention.
 
-    llama.cpp uses the cells of a sequence outside the window for tokens of other replies, although a rollback
-    needs them again. It only does so with cells that belong to a single sequence. The last sequence of the
-    slot therefore shares all committed cells.
+    A rollback can need cells outside the window again, but llama.cpp reuses such cells for other replies if
+    they belong to a single sequence. To prevent this, the last sequence of the slot shares all committed
+    cells.
     """
 
     _EXTRA_SEQUENCES = 1

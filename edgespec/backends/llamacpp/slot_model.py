@@ -111,10 +111,10 @@ def load_slots(
 
 
 class SlotModel(HeadTarget):
-    """One concurrent reply's view of a GGUF model.
+    """A GGUF model as seen by one of several concurrent replies.
 
-    Each reply can use its model in its own thread. Passes of different replies run together, and a failed or
-    cancelled one does not affect the others. The context cannot be resized.
+    Each reply can use its model in its own thread. Passes of different replies run together, but a failure or
+    cancellation affects only its own reply. The context cannot be resized.
 
     Args:
         facts: The facts of the model, with the reply's share of the context.
@@ -268,7 +268,7 @@ class SlotModel(HeadTarget):
         self._cells.length = length
 
     def resize(self, context_tokens: int) -> None:
-        """Check that the context has room for `context_tokens`. Its size never changes."""
+        """Raise MemoryBudgetError if `context_tokens` exceeds the fixed size of the context."""
         self._check_size(context_tokens)
         if context_tokens > self._slot.tokens:
             raise MemoryBudgetError(
@@ -312,6 +312,6 @@ class SlotModel(HeadTarget):
             return
         self._closed = True
         self._slot.clear()
-        # The weights are freed when no slot tokenizes text any more.
+        # Free the weights only after all slots have stopped tokenizing text.
         self._vocabulary.close(self._slot.shared.release)
         gc.collect()

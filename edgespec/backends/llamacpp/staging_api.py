@@ -24,8 +24,8 @@ __all__ = [
     "target_layers_api",
 ]
 
-# Architectures for which llama.cpp can copy the inputs of layers. For others, asking for them would end the
-# process.
+# Architectures for which llama.cpp can copy the inputs of layers. With any other architecture, it would end
+# the process.
 TAPPED_ARCHITECTURES = frozenset(
     {
         "bailingmoe3", "deepseek4", "gemma4", "hunyuan-vl", "lfm2", "llama", "mimo2", "minimax-01",
@@ -82,7 +82,7 @@ _POINTER, _NUMBER, _FLAG = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_bool
 
 @cache
 def layer_input_api() -> LayerInputApi | None:
-    """Return the functions, or None if this version of llama.cpp lacks any of them."""
+    """Return functions for reading layer inputs, or None if this version of llama.cpp lacks one of them."""
     found = _functions(
         ("_Z30llama_set_embeddings_layer_inpP13llama_contextjb", None, _POINTER, _NUMBER, _FLAG),
         ("_Z30llama_get_embeddings_layer_inpP13llama_contextj", _POINTER, _POINTER, _NUMBER),
@@ -92,7 +92,7 @@ def layer_input_api() -> LayerInputApi | None:
 
 @cache
 def nextn_api() -> NextnApi | None:
-    """Return the functions, or None if this version of llama.cpp lacks any of them."""
+    """Return functions for MTP layers and final states, or None if this version of llama.cpp lacks one."""
     found = _functions(
         ("_Z26llama_set_embeddings_nextnP13llama_contextbb", None, _POINTER, _FLAG, _FLAG),
         ("_Z26llama_get_embeddings_nextnP13llama_context", _POINTER, _POINTER),
@@ -103,7 +103,7 @@ def nextn_api() -> NextnApi | None:
 
 @cache
 def target_layers_api() -> TargetLayersApi | None:
-    """Return the functions, or None if this version of llama.cpp lacks any of them."""
+    """Return functions for a head's target layers, or None if this version of llama.cpp lacks one of them."""
     found = _functions(
         ("_Z28llama_model_target_layer_idsPK11llama_model", ctypes.POINTER(ctypes.c_int32), _POINTER),
         ("_Z30llama_model_target_layer_ids_nPK11llama_model", _NUMBER, _POINTER),

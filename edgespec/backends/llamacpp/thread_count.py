@@ -1,4 +1,4 @@
-"""Choose the number of CPU threads for each pass, depending on what other programs leave free."""
+"""Choose the number of CPU threads for each pass, depending on how busy other programs keep the cores."""
 
 from __future__ import annotations
 

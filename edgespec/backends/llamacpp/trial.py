@@ -27,7 +27,7 @@ from edgespec.errors import CancelledError
 
 __all__ = ["try_adapters", "try_head", "try_model", "try_split_model"]
 
-# Load the model on the CPU with a small context, which takes little time and memory.
+# Load the model on the CPU with a small context, to save time and memory.
 _OPTIONS = LoadOptions(context_tokens=256, gpu_layers=0, batch_tokens=64)
 # Numbers of tokens per forward pass to try, because llama.cpp has different kernels for one, a few and many
 # tokens.

@@ -17,7 +17,8 @@ from edgespec.errors import BackendError, ClosedError
 
 __all__ = ["LlamaVocabulary"]
 
-# Enough for most pieces. Comparing two vocabularies reads all pieces, and `create_string_buffer` is slow.
+# Large enough for most pieces. The type is created once, because comparing two vocabularies reads all pieces
+# and `create_string_buffer` is slow.
 _PieceBuffer = ctypes.c_char * 64
 
 
@@ -94,7 +95,7 @@ class LlamaVocabulary:
         return longest_piece_bytes(dict(zip(texts, tokens, strict=True)), self.raw_piece)
 
     def piece(self, token: int) -> bytes:
-        """Return the bytes that a token adds to the text. Control tokens add none."""
+        """Return the bytes that a token adds to the text, which are empty for control tokens."""
         return self._cached_piece(token)
 
     def raw_piece(self, token: int) -> bytes:
@@ -127,7 +128,10 @@ class LlamaVocabulary:
     def _open(self) -> Iterator[None]:
         """Prevent the model from being freed during the `with` block, which can take long.
 
-        Calls that take microseconds hold the lock instead. Raises ClosedError.
+        Calls that take microseconds hold the lock instead.
+
+        Raises:
+            ClosedError: The model is closed.
         """
         with self._lock:
             self._check_open()

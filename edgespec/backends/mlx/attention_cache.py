@@ -40,6 +40,7 @@ class AttentionCache:
     the last rows hold the tree's nodes in the order in which the model processed them.
 
     Attributes:
+        layout: Layout of the next pass.
         slack: Extra rows that a cache with a sliding window keeps for rollback.
         window: Size of the sliding window in tokens, including the current token, or None for full attention.
         start: Position of the token in the first row. Greater than 0 once a sliding-window cache has dropped
@@ -50,7 +51,7 @@ class AttentionCache:
     slack = 256
 
     def __init__(self, layout: PassLayout, window: int | None = None) -> None:
-        self._layout = layout
+        self.layout = layout
         self.window = window
         self.start = 0
         self.offset = 0
@@ -65,7 +66,7 @@ class AttentionCache:
         added = keys.shape[2]
         new_keys, new_values = self._encode(keys), self._encode(values)
         spans = self._spans(self.offset + added)
-        if self._layout.scratch:
+        if self.layout.scratch:
             all_keys, all_values = self._joined(self._keys, new_keys), self._joined(self._values, new_values)
         else:
             self._make_room(added, new_keys, new_values)
@@ -75,6 +76,15 @@ class AttentionCache:
             all_keys, all_values = self._keys, self._values
         self.offset += added
         return self._fetched(all_keys, spans), self._fetched(all_values, spans)
+
+    def skip(self, added: int) -> None:
+        """Advance over `added` tokens whose keys and values are in the layer's cache on another machine.
+
+        Keeps `start` and `offset` the same as in that cache, with rows of 0 bytes.
+        """
+        rows = (mx.zeros((1, 1, added, 0)),)
+        self._make_room(added, rows, rows)
+        self.offset += added
 
     def _joined(self, cached: Rows, new: Rows) -> Rows:
         if not cached:
@@ -92,8 +102,8 @@ class AttentionCache:
             A bool array [count, keys], the string `"causal"`, or None if no mask is needed.
         """
         window = window_size or self.window
-        if self._layout.offsets is not None:
-            return self._layout.tree_mask(_positions(self._spans(self._layout.round_start)), window)
+        if self.layout.offsets is not None:
+            return self.layout.tree_mask(_positions(self._spans(self.layout.round_start)), window)
         spans = self._spans(self.offset + count)
         total = sum(end - begin for begin, end in spans)
         if window is None or total <= window:
@@ -135,7 +145,7 @@ class AttentionCache:
         self.offset = round_start + len(path)
 
     def dump(self, first: int, end: int) -> tuple[list[int], list[mx.array]]:
-        """Return the numbers and arrays from which `load` restores positions `first` to `end` (exclusive)."""
+        """Return the numbers and arrays from which `load` restores the rows at positions [first, end)."""
         low, high = max(0, first - self.start), end - self.start
         return [self.start, end], [array[..., low:high, :] for array in self.state]
 
@@ -149,7 +159,7 @@ class AttentionCache:
 
     def _spans(self, end: int) -> list[tuple[int, int]]:
         """Return the ranges (first, stop) of positions before `end` that the next pass attends to."""
-        layout, before = self._layout, self._layout.round_start
+        layout, before = self.layout, self.layout.round_start
         if self.window is None:
             if layout.window and layout.window.window_tokens:
                 sinks, recent = layout.window.sink_tokens, layout.window.window_tokens
@@ -166,7 +176,7 @@ class AttentionCache:
             return
         drop = 0
         if self.window is not None:
-            oldest = self._layout.round_start - self.window + 1 - self.slack
+            oldest = self.layout.round_start - self.window + 1 - self.slack
             drop = max(0, oldest // _BLOCK_ROWS * _BLOCK_ROWS - self.start)
         rows = -(-(used - drop + added) // _GROWTH_ROWS) * _GROWTH_ROWS
         if drop:

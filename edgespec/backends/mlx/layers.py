@@ -10,13 +10,13 @@ import mlx.core as mx
 
 from edgespec.errors import CapabilityError
 
-__all__ = ["Body", "HiddenStateHooks", "LayerList", "SkippedLayer"]
+__all__ = ["Body", "HiddenStateHooks", "LayerList", "LayerProxy", "SkippedLayer"]
 
 
-class _LayerProxy:
-    """Base class for temporary replacements of modules. Forwards attribute access to the original module.
+class LayerProxy:
+    """Base class for replacements of modules. Forwards attribute access to the original module.
 
-    Not an `nn.Module`, because it has no weights of its own.
+    This class is not an `nn.Module`, because it has no weights of its own.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -29,7 +29,7 @@ class _LayerProxy:
         return self._layer[name]
 
 
-class SkippedLayer(_LayerProxy):
+class SkippedLayer(LayerProxy):
     """Replacement for a skipped layer.
 
     Returns `output`, or its input unchanged if `output` is None.
@@ -49,7 +49,7 @@ class SkippedLayer(_LayerProxy):
 
 
 class LayerList:
-    """A model's list of layers, which can be replaced temporarily.
+    """A model's list of layers, which can be replaced.
 
     Raises:
         CapabilityError: The model does not store its layers in a single list.
@@ -67,6 +67,10 @@ class LayerList:
         """Return the model's layers with the first `layer` ones replaced by their known output, `states`."""
         skipped = [SkippedLayer(one) for one in self.layers[: layer - 1]]
         return [*skipped, SkippedLayer(self.layers[layer - 1], states), *self.layers[layer:]]
+
+    def replace(self, layers: list[Any]) -> None:
+        """Make the model run `layers` instead of its own layers from now on."""
+        self._parent[self._name] = self.layers = layers
 
     @contextmanager
     def replaced(self, layers: list[Any]) -> Iterator[None]:
@@ -106,7 +110,7 @@ class HiddenStateHooks:
             yield
 
 
-class _HookedLayer(_LayerProxy):
+class _HookedLayer(LayerProxy):
     def __init__(self, layer: Any, index: int, hooks: HiddenStateHooks) -> None:
         super().__init__(layer)
         self._index = index
@@ -124,10 +128,10 @@ class Body:
 
     Attributes:
         output: Output [1, tokens, size] of the last pass inside `recorded`, which the LM head reads. None
-            before that.
+            before the first such pass.
 
     Raises:
-        CapabilityError: The model does not consist of two such parts.
+        CapabilityError: The model's layers and its LM head are not separate.
     """
 
     def __init__(self, model: Any) -> None:
@@ -138,7 +142,7 @@ class Body:
 
     @property
     def arguments(self) -> Any:
-        """The sizes from which mlx-lm built the model."""
+        """The arguments, such as layer sizes, from which mlx-lm built the model."""
         return self._parent.args
 
     @contextmanager
@@ -154,9 +158,9 @@ class Body:
             yield
 
     @contextmanager
-    def _replaced(self, body: _LayerProxy) -> Iterator[None]:
-        # Set the item of the dictionary that an MLX module is, because the module's attributes must be arrays
-        # or modules.
+    def _replaced(self, body: LayerProxy) -> Iterator[None]:
+        # Assign a dictionary item, because MLX modules are dictionaries whose attributes can be set only to
+        # arrays and modules.
         self._parent[self._name] = body
         try:
             yield
@@ -164,7 +168,7 @@ class Body:
             self._parent[self._name] = self._body
 
 
-class _RecordedBody(_LayerProxy):
+class _RecordedBody(LayerProxy):
     def __init__(self, body: Any, record: Body) -> None:
         super().__init__(body)
         self._record = record
@@ -175,7 +179,7 @@ class _RecordedBody(_LayerProxy):
 
 
 def _find_module(model: Any, wanted: Any) -> tuple[Any, str]:
-    """Return the module that contains the module `wanted`, and the name under which it does."""
+    """Return the parent of the module `wanted`, and the name of the attribute that holds `wanted`."""
     for _, module in model.named_modules():
         for name, value in module.items():
             if value is wanted:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 
@@ -33,6 +33,10 @@ from edgespec.backends.model_facts import Capabilities, ModelFacts
 from edgespec.errors import CancelledError, ModelFileError, OptionError
 from edgespec.heap import unmap_freed_buffers
 
+if TYPE_CHECKING:
+    from edgespec.backends.mlx.layer_placement import LayerPlacement
+    from edgespec.backends.mlx.remote_block import RemoteBlock
+
 __all__ = [
     "KV_BITS",
     "MAX_WIDTH",
@@ -50,6 +54,7 @@ MAX_WIDTH = 64
 KV_BITS = {"auto": None, "q8_0": 8, "q4_0": 4}
 
 
+_UNLIMITED_BYTES = 1 << 62
 # Maximum number of tokens in a prefill batch on a CPU. Small, because a batch cannot be interrupted.
 _CPU_BATCH_TOKENS = 64
 
@@ -63,6 +68,7 @@ class LoadedModel(NamedTuple):
         weight_bytes: Size of the weights in bytes, excluding the arrays added for low-bit drafting.
         widened: Whether 16-bit weights were widened to float32.
         dtype: Compute data type (`mx.Dtype`).
+        blocks: The layers that are on workers.
     """
 
     skeleton: ModelSkeleton
@@ -70,6 +76,7 @@ class LoadedModel(NamedTuple):
     weight_bytes: int
     widened: bool
     dtype: Any
+    blocks: Sequence[RemoteBlock] = ()
 
 
 def load(path: str, name: str, options: LoadOptions, progress: Progress | None = None) -> LanguageModel:
@@ -107,9 +114,17 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
 def _load(path: str, name: str, options: LoadOptions, progress: Progress | None) -> LanguageModel:
     from edgespec.backends.mlx.model import MlxModel
     from edgespec.backends.mlx.probe import PROBE_TOKENS, probe
+    from edgespec.backends.mlx.spread_model import SpreadModel
     from edgespec.backends.mlx.vocabulary import MlxVocabulary
 
-    loaded = load_model(path, name, options, progress)
+    placement = None
+    if options.workers is not None:
+        from edgespec.backends.mlx.memory_estimate import MlxMemoryEstimator
+
+        placement = MlxMemoryEstimator(path, name, options).placement(options)
+        # The planner has checked the memory of all machines.
+        options = replace(options, memory_bytes=_UNLIMITED_BYTES, low_bits=False)
+    loaded = load_model(path, name, options, progress, placement)
     skeleton = loaded.skeleton
     with translate_load_errors(path):
         vocabulary = MlxVocabulary(loaded.tokenizer, skeleton.vocab_size)
@@ -137,7 +152,7 @@ def _load(path: str, name: str, options: LoadOptions, progress: Progress | None)
         adapters=options.adapters,
     )
     probed_facts = replace(facts, context_tokens=max(context_tokens, PROBE_TOKENS))
-    model = MlxModel(loaded, probed_facts, vocabulary, options)
+    model = (SpreadModel if placement else MlxModel)(loaded, probed_facts, vocabulary, options)
     try:
         try:
             result = probe(model)
@@ -207,8 +222,14 @@ def _checked_kv_bytes(
     raise cache_too_large_error(context_tokens, needed_bytes, free_bytes, fitting_tokens)
 
 
-def load_model(path: str, name: str, options: LoadOptions, progress: Progress | None) -> LoadedModel:
-    """Load a model's weights and tokenizer from a folder. See `load`."""
+def load_model(
+    path: str,
+    name: str,
+    options: LoadOptions,
+    progress: Progress | None,
+    placement: LayerPlacement | None = None,
+) -> LoadedModel:
+    """Load a model's weights and tokenizer from a folder. See `load`. With `placement`, use workers."""
 
     def report(fraction: float) -> None:
         if progress is not None and not progress(f"loading {name}", fraction):
@@ -222,10 +243,20 @@ def load_model(path: str, name: str, options: LoadOptions, progress: Progress | 
         tokenizer = _load_tokenizer(Path(path), skeleton.config)
     with translate_load_errors(path):
         check_weights_fit(name, skeleton.sizes.tensor_bytes, options)
-        widened = _evaluate_weights(skeleton.model, skeleton.sizes.widens(options), report)
+        widen = placement.widened if placement else skeleton.sizes.widens(options)
+        blocks: Sequence[RemoteBlock] = ()
+        if placement and options.workers:
+            from edgespec.backends.mlx.remote_block import send_blocks
+
+            kv_bits = KV_BITS[options.kv_type]
+            blocks = send_blocks(
+                Path(path), skeleton.model, placement.blocks, kv_bits, widen, options.workers, report
+            )
+        widened = _evaluate_weights(skeleton.model, widen, report)
         added_bytes = skeleton.low_bits.array_bytes if skeleton.low_bits else 0
         weight_bytes = parameter_bytes(skeleton.model) - added_bytes
-    return LoadedModel(skeleton, tokenizer, weight_bytes, widened, _compute_dtype(skeleton.model))
+    dtype = _compute_dtype(skeleton.model)
+    return LoadedModel(skeleton, tokenizer, weight_bytes, widened, dtype, blocks)
 
 
 def _load_tokenizer(folder: Path, config: dict[str, Any]) -> Any:

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.memory_check import requested_context
-from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
+from edgespec.backends.memory_estimate import MachineShare, MemoryEstimate, MemoryPart
 from edgespec.backends.mlx.build_info import mlx_core, runs_on_cpu
 from edgespec.backends.mlx.evaluation import freed_buffers_bytes, release_thread_state
+from edgespec.backends.mlx.layer_placement import LayerPlacement, place_layers, read_layer_sizes
 from edgespec.backends.mlx.loading import KV_BITS, MAX_WIDTH, check_options, prefill_batch_tokens
 from edgespec.backends.mlx.model_skeleton import (
     ModelSkeleton,
@@ -28,7 +29,7 @@ from edgespec.backends.mlx.model_skeleton import (
 from edgespec.backends.mlx.streams import reuse_stream
 from edgespec.backends.mlx_metadata import language_config
 from edgespec.backends.model_facts import Adapter
-from edgespec.errors import OptionError
+from edgespec.errors import MemoryBudgetError, OptionError
 
 __all__ = ["MlxMemoryEstimator"]
 
@@ -89,10 +90,10 @@ class MlxMemoryEstimator:
 
     def __init__(self, path: str, name: str, options: LoadOptions) -> None:
         reuse_stream()
-        self.name = name
+        self.name, self._path = name, path
         folders = [path, *(adapter.path for adapter in options.adapters)]
-        stamps = [_file_stamps(Path(folder)) for folder in folders]
-        self._shape = _read_shape(path, name, options.adapters, options.low_bits, tuple(stamps))
+        self._stamps = tuple(_file_stamps(Path(folder)) for folder in folders)
+        self._shape = _read_shape(path, name, options.adapters, options.low_bits, self._stamps)
         self.trained_context_tokens: int = self._shape.sizes.trained_context_tokens
 
     def estimate(self, options: LoadOptions) -> MemoryEstimate:
@@ -104,6 +105,8 @@ class MlxMemoryEstimator:
             raise OptionError(
                 f"{self.name} does not support kv_type {options.kv_type!r}", "use --kv-type auto"
             )
+        if options.workers is not None:
+            return self._estimate_local(options)
         cache = shape.caches[bits, widened](tokens)
         # Add a second copy of the largest layer's cache, because a cache is copied when it grows.
         compute = self._pass_bytes(tokens if cache.largest_layer else 0, options, widened)
@@ -114,8 +117,61 @@ class MlxMemoryEstimator:
             MemoryPart("compute", compute),
             MemoryPart("vocabulary", shape.vocab_size * _TOKEN_BYTES),
         )
-        kv_type = _KV_NAMES[bits] if bits else "float32" if widened else "as the weights"
-        return MemoryEstimate(tokens, kv_type, parts)
+        return MemoryEstimate(tokens, _kv_name(bits, widened), parts)
+
+    def _estimate_local(self, options: LoadOptions) -> MemoryEstimate:
+        """Return the memory that the model needs on this machine if its layers are on workers."""
+        shape, placed = self._shape, self.placement(options)
+        tokens = requested_context(options, self.trained_context_tokens)
+        weight_bytes = shape.weight_bytes[placed.widened] - placed.remote_weight_bytes
+        compute = self._pass_bytes(tokens if placed.local else 0, options, placed.widened)
+        compute += placed.local_cache_bytes // max(1, placed.local) + freed_buffers_bytes()
+        parts = (
+            MemoryPart("weights", weight_bytes),
+            MemoryPart("cache", placed.local_cache_bytes),
+            MemoryPart("compute", compute),
+            MemoryPart("vocabulary", shape.vocab_size * _TOKEN_BYTES),
+        )
+        here = MachineShare(
+            "this machine",
+            placed.local,
+            weight_bytes,
+            placed.local_cache_bytes,
+            compute,
+            placed.local_weight_bytes / shape.weight_bytes[placed.widened],
+        )
+        kv_type = _kv_name(KV_BITS[options.kv_type], placed.widened)
+        return MemoryEstimate(tokens, kv_type, parts, (here, *placed.workers))
+
+    def placement(self, options: LoadOptions) -> LayerPlacement:
+        """Return the machines of the layers for load options with workers.
+
+        On a CPU, 16-bit weights are widened to float32 if the machines have room.
+
+        Raises:
+            MemoryBudgetError: The layers do not fit.
+            CapabilityError: The layers cannot be on several machines.
+        """
+        assert options.workers is not None
+        tokens, bits = requested_context(options, self.trained_context_tokens), KV_BITS[options.kv_type]
+        for widened in (True, False) if runs_on_cpu() else (False,):
+            sizes = read_layer_sizes(self._path, self.name, bits, widened, self._stamps)
+            cache_bytes = sizes.cache_bytes(tokens)
+            compute = self._pass_bytes(tokens, options, widened) + max(cache_bytes) + freed_buffers_bytes()
+            try:
+                return place_layers(
+                    self.name,
+                    sizes.weight_bytes,
+                    cache_bytes,
+                    options.workers,
+                    compute,
+                    self._shape.weight_bytes[widened],
+                    widened=widened,
+                )
+            except MemoryBudgetError:
+                if not widened:
+                    raise
+        raise AssertionError
 
     def _pass_bytes(self, tokens: int, options: LoadOptions, widened: bool) -> int:
         shape, on_cpu, rows = self._shape, runs_on_cpu(), prefill_batch_tokens(options)
@@ -134,6 +190,10 @@ class MlxMemoryEstimator:
         release_thread_state()
 
 
+def _kv_name(bits: int | None, widened: bool) -> str:
+    return _KV_NAMES[bits] if bits else "float32" if widened else "as the weights"
+
+
 def _file_stamps(folder: Path) -> _FileStamps:
     """Return the name, size and modification time of each model file, to detect changes."""
     files = [*folder.glob("*.json"), *folder.glob("*.safetensors")]
@@ -145,7 +205,7 @@ def _file_stamps(folder: Path) -> _FileStamps:
 def _read_shape(
     path: str, name: str, adapters: tuple[Adapter, ...], low_bits: bool, _stamps: tuple[_FileStamps, ...]
 ) -> _ModelShape:
-    """Return a model's properties without loading its weights. Cached until a model file changes."""
+    """Return a model's properties without loading its weights. The result is cached until a file changes."""
     try:
         return _shape_of(read_skeleton(path, name, LoadOptions(adapters=adapters, low_bits=low_bits)))
     finally:

@@ -51,10 +51,14 @@ class MlxModel(BaseModel):
         rounding: Machine epsilon of the model's compute data type.
         memory_bytes: Memory limit of the model, its KV cache and its head. None if there is no limit.
         caches: The caches of all layers.
+        why_chains_only: The reason why the model supports no token trees and no drafting for itself. Empty if
+            there is none.
         partial_models: Factory for the partial models used for self-drafting.
         kv_bytes_for: Function that maps a context length in tokens to the size of all caches in bytes. Raises
             MemoryBudgetError if the caches do not fit in memory.
     """
+
+    why_chains_only = ""
 
     def __init__(
         self, loaded: LoadedModel, facts: ModelFacts, vocabulary: MlxVocabulary, options: LoadOptions
@@ -74,7 +78,7 @@ class MlxModel(BaseModel):
         # The loader replaces this function after it has measured the model's KV cache.
         self.kv_bytes_for: Callable[[int], int] = lambda _: 0
         self.partial_models = PartialModelFactory(self._net, self._runner.layout, loaded.skeleton.low_bits)
-        # Cached by `top1_agreement`: a KV-cache checkpoint, the input tokens, and the most likely next tokens
+        # Cache of `top1_agreement`: a KV-cache checkpoint, the input tokens, and the most likely next tokens
         # with all layers.
         self._scored: tuple[CacheCheckpoint, tuple[int, ...], NDArray[np.uint32]] | None = None
         self._batch_tokens = prefill_batch_tokens(options)
@@ -143,11 +147,9 @@ class MlxModel(BaseModel):
         )
 
     def log_hidden_states(self, states: Sequence[int]) -> HiddenStateLog:
-        """See `HiddenStateSource`."""
         return self._recorder().open(states)
 
     def stop_logging(self, log: HiddenStateLog) -> None:
-        """See `HiddenStateSource`."""
         if not self._closed:
             self._recorder().close(log)
 

@@ -74,9 +74,10 @@ def probe(model: MlxModel) -> ProbeResult:
     problem = f"the model's {caches.unsupported_kinds} cannot roll back exactly" if caches.unsupported else ""
     for check in (checks.wide_pass, checks.replay if recurrent else checks.rollback):
         problem = problem or checks.find_problem(check)
-    if problem or recurrent:
-        tree_problem = problem or "the model's recurrent state supports only chains"
-        reason = problem or "a recurrent state cannot be shared with a draft model"
+    why_chains_only = model.why_chains_only
+    if problem or recurrent or why_chains_only:
+        tree_problem = problem or why_chains_only or "the model's recurrent state supports only chains"
+        reason = problem or why_chains_only or "a recurrent state cannot be shared with a draft model"
         unavailable = dict.fromkeys(SELF_DRAFT_NAMES.values(), reason)
         rollback = "not possible" if problem else "checkpoints of the recurrent state, and replay"
     else:
@@ -90,7 +91,7 @@ def probe(model: MlxModel) -> ProbeResult:
         unavailable = {name: reason for name, reason in problems.items() if reason}
         extra = f"; sliding windows keep {AttentionCache.slack} extra tokens" if caches.windowed else ""
         rollback = f"by offset{extra}"
-    if why_no_heads := problem or checks.find_problem(checks.hidden_states):
+    if why_no_heads := problem or why_chains_only or checks.find_problem(checks.hidden_states):
         unavailable |= dict.fromkeys(_HEADS, why_no_heads)
     elif model.facts.architecture not in MTP_MODELS:
         unavailable["mtp"] = "edgespec cannot run the MTP layers of its architecture with MLX"
@@ -100,7 +101,7 @@ def probe(model: MlxModel) -> ProbeResult:
         reason=tree_problem,
         max_width=model.facts.capabilities.max_width,
         self_draft_methods=_METHODS - unavailable.keys(),
-        trainable=not (problem or recurrent),
+        trainable=not (problem or recurrent or why_chains_only),
         partial_truncate=caches.truncatable,
     )
     return ProbeResult(capabilities, rollback, recurrent and not problem, kv_bytes_for, unavailable)

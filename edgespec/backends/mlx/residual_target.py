@@ -84,7 +84,8 @@ def _dtype(name: str) -> mx.Dtype:
 def _product(matrix: NDArray[np.floating], dtype: str) -> Product:
     with translate_errors("the head could not be loaded"):
         weight = mx.array(matrix).astype(_dtype(dtype))
-    # Evaluate the array here, because another thread may run the head.
+    # Evaluate the weight here, because MLX can do so only in this thread, and another thread may run the
+    # head.
     evaluate(weight)
     return lambda rows: _on_host(lambda: mx.array(rows).astype(weight.dtype) @ weight.T)
 
@@ -95,7 +96,7 @@ def _lm_head(net: Any, embedding: TargetEmbedding) -> Product:
 
 
 def _on_host(compute: Callable[[], mx.array]) -> Array:
-    """Copy an MLX array to a NumPy array."""
+    """Return the result of `compute` as a NumPy array in float32."""
     with translate_errors("the head could not be run"):
         result = compute().astype(mx.float32)
     evaluate(result)

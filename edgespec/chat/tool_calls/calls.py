@@ -19,7 +19,7 @@ class ToolCall:
     Attributes:
         id: Identifies the call in the message with its result.
         name: The tool's name, as the model wrote it. It may not be one of the tools.
-        arguments: The arguments as JSON text. It is incomplete if the reply ended within the call.
+        arguments: The arguments as JSON text, which is incomplete if the reply ended within the call.
     """
 
     id: str
@@ -35,7 +35,7 @@ class ToolCall:
         }
 
     def for_template(self) -> dict[str, Any]:
-        """Return the call as chat templates expect it: the arguments are an object, if they are valid."""
+        """Return the call as chat templates expect it, with valid arguments as an object."""
         parsed = parse_object(self.arguments)
         arguments = self.arguments if parsed is None else parsed
         return {
@@ -51,8 +51,8 @@ class ToolCallDelta:
 
     Attributes:
         index: The index of the call in `Reply.tool_calls`.
-        id: The call's id in its first part, and an empty string in later ones.
-        name: The tool's name in the first part, and an empty string in later ones.
+        id: The call's id in the first part of the call, and an empty string in later parts.
+        name: The tool's name in the first part of the call, and an empty string in later parts.
         arguments: The next part of the arguments' JSON text.
     """
 

@@ -72,7 +72,7 @@ class CallForm(Protocol):
 
     @property
     def starts_bare(self) -> bool:
-        """Whether a `{` at the start of the answer begins a call as well."""
+        """Whether a `{` at the start of the answer also begins a call."""
 
     @property
     def reasoning_ends(self) -> tuple[str, ...]:
@@ -107,14 +107,14 @@ class CallWriter:
         self._schemas = schemas
         self._new_id = new_id
         self._report = report
-        # Number of earlier calls, and the current call if there is one.
+        # The number of earlier calls. The next three attributes describe the current call.
         self._count = 0
         self._name = ""
         self._held = ""
         self._reported = False
 
     def parameter(self, name: str) -> Mapping[str, Any]:
-        """Return the schema of a parameter of the current call's tool. It is empty if it is unknown."""
+        """Return the schema of a parameter of the current call's tool, or an empty one if it is unknown."""
         properties = self._schemas.get(self._name, {}).get("properties")
         schema = properties.get(name) if isinstance(properties, dict) else None
         return schema if isinstance(schema, dict) else {}
@@ -125,7 +125,7 @@ class CallWriter:
         return name.isprintable() and 0 < len(name) <= MAX_NAME_CHARACTERS
 
     def write(self, arguments: str) -> None:
-        """Add text to the call's arguments. The reader must already have read past it."""
+        """Add text to the call's arguments. The reader must already have read past the text."""
         if self._reported:
             self._report(ToolCallDelta(self._count, "", "", arguments))
             self.used = self._reader.at
@@ -144,7 +144,7 @@ class CallWriter:
 
 
 def read_closes(reader: TextReader, closes: tuple[str, ...]) -> Wait[None]:
-    """Read the markers after calls. They may be missing, because small models forget them."""
+    """Read the markers after calls. The markers may be missing, because small models forget them."""
     yield from reader.space()
     while closes and (yield from reader.literal(*closes)):
         yield from reader.space()

@@ -49,7 +49,7 @@ def _function_tags(opening: str, closing: str) -> TaggedForm:
 
 # The formats, each with texts that identify the chat templates of its models. The first match counts.
 _FORMS: tuple[tuple[Sequence[str], CallForm], ...] = (
-    # gpt-oss. The tool's name can also come before the channel.
+    # Used by gpt-oss. The tool's name can also come before the channel.
     (
         ("<|channel|>", "functions."),
         NamedForm(
@@ -92,7 +92,7 @@ _FORMS: tuple[tuple[Sequence[str], CallForm], ...] = (
             closes=_DEEPSEEK[3:],
         ),
     ),
-    # Kimi K2, which numbers its calls.
+    # Used by Kimi K2, which numbers its calls.
     (
         ("<|tool_calls_section_begin|>",),
         NamedForm(
@@ -115,7 +115,7 @@ _FORMS: tuple[tuple[Sequence[str], CallForm], ...] = (
             header=r"([\w.:/-]+)(?:\[CALL_ID\]\w+)?",
         ),
     ),
-    # Mistral 7B, Nemo and Small 3.
+    # Used by Mistral 7B, Nemo and Small 3.
     (("[TOOL_CALLS]",), JsonForm(("[TOOL_CALLS]",), around=("[TOOL_CALLS][{", "}]"))),
     # GLM 4.5 and later.
     (
@@ -129,7 +129,7 @@ _FORMS: tuple[tuple[Sequence[str], CallForm], ...] = (
             call_end="</tool_call>",
         ),
     ),
-    # Qwen3-Coder and Qwen 3.5, Nemotron 3 and others. They sometimes omit the first marker.
+    # Used by Qwen3-Coder and Qwen 3.5, Nemotron 3 and others, which sometimes omit the first marker.
     (("<tool_call>", "<function=", "<parameter="), _function_tags("<tool_call>", "</tool_call>")),
     # Seed-OSS.
     (("<seed:tool_call>", "<function="), _function_tags("<seed:tool_call>", "</seed:tool_call>")),
@@ -145,7 +145,7 @@ _FORMS: tuple[tuple[Sequence[str], CallForm], ...] = (
             closes=("</minimax:tool_call>",),
         ),
     ),
-    # Command R7B and Command A.
+    # Used by Command R7B and Command A.
     (
         ("<|START_ACTION|>",),
         JsonForm(

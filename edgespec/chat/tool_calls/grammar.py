@@ -1,6 +1,6 @@
 """Grammars that make a reply call a tool, or that make its calls match the schemas of the tools.
 
-They are in the Lark format of llguidance, which the reply option `grammar` accepts.
+The grammars are in llguidance's Lark format, which the reply option `grammar` accepts.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class _Grammar:
     """Collects the rules of a grammar."""
 
     def __init__(self, form: CallForm, control_token: ControlToken, *, lenient: bool) -> None:
-        # A lenient grammar ignores parts of a schema that llguidance cannot enforce. Otherwise, they are an
-        # error.
+        # A lenient grammar ignores parts of a schema that llguidance cannot enforce. Other grammars reject
+        # them.
         self._json_options = {**_SPACING, "lenient": lenient}
         tokens = {marker: control_token(marker) for marker in form.markers if marker}
         self._tokens = {marker: token for marker, token in tokens.items() if token is not None}
@@ -143,7 +143,7 @@ class _Grammar:
 
 
 def _after(opening: str, parts: Sequence[Part]) -> Sequence[Part] | None:
-    """Return the parts of a call after its opening marker, or None if it begins differently."""
+    """Return the parts of a call after the marker `opening`, or None if the call begins differently."""
     first = parts[0]
     assert isinstance(first, str)
     _, found, rest = first.partition(opening)
@@ -151,7 +151,7 @@ def _after(opening: str, parts: Sequence[Part]) -> Sequence[Part] | None:
 
 
 def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a tool's schema, changed to forbid arguments that it does not define."""
+    """Return a tool's schema, changed to forbid undefined arguments."""
     if schema and ("properties" not in schema or schema.keys() & _COMBINING_KEYS):
         return schema
     return {"type": "object", "properties": {}, "additionalProperties": False, **schema}

@@ -105,7 +105,7 @@ class JsonForm:
 
 
 def _read_arguments(reader: TextReader, write: Callable[[str], None]) -> Wait[bool]:
-    """Read an object, or a string that contains the JSON text of one."""
+    """Read a JSON object, or a string that contains the JSON text of an object."""
     character = yield from reader.peek()
     if character == "{":
         return (yield from reader.json_value(write))

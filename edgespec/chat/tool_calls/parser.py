@@ -67,7 +67,7 @@ class ToolCallParser:
         self._deltas: list[ToolCallDelta] = []
         self._writer = CallWriter(self._reader, schemas, new_id, self._report)
         self._parsing = self._parse()
-        # Whether a call may begin here without a marker.
+        # Whether a call may begin at the current position without a marker.
         self._starts_bare = form.starts_bare
 
     def feed(self, text: str) -> ParsedText:
@@ -113,8 +113,8 @@ class ToolCallParser:
         """Read up to and including the next opening marker, and show the text before it.
 
         Returns:
-            The end of the marker. Only whitespace is left before it. None if the answer has no further
-            marker.
+            The end of the marker, or None if the answer has no further marker. Only whitespace is left before
+            the marker.
         """
         reader = self._reader
         reader.drop_read_text()

@@ -153,7 +153,7 @@ def _types(schema: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _as_json(text: str, types: frozenset[str]) -> str:
-    """Return a value as JSON. It becomes a string unless it is already JSON of an allowed type."""
+    """Return `text` as JSON of an allowed type if it is such JSON, or else as a JSON string."""
     candidate = text.strip()
     candidate = _PYTHON_VALUES.get(candidate, candidate)
     try:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from edgespec.errors import OptionError
+from edgespec.errors import OptionError, shorten
 
 __all__ = ["ToolChoice", "ToolSet", "as_tool_set"]
 
@@ -51,7 +52,10 @@ def as_tool_set(tools: Sequence[Mapping[str, Any]], choice: ToolChoice = "auto")
     functions = [_function(number, tool) for number, tool in enumerate(tools, 1)]
     schemas = {function["name"]: function.get("parameters") or {} for function in functions}
     if len(schemas) < len(functions):
-        raise OptionError("two tools have the same name", "give each tool a different name")
+        [(repeated, _)] = Counter(function["name"] for function in functions).most_common(1)
+        raise OptionError(
+            f"two tools have the same name: {shorten(repeated)}", "give each tool a different name"
+        )
     named = choice.get("function") if isinstance(choice, Mapping) else None
     name = named.get("name") if isinstance(named, Mapping) else None
     if choice == "none":

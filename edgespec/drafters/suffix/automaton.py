@@ -201,7 +201,8 @@ class SuffixAutomaton:
         """Update the longest match between a sequence's end and this automaton after `tokens` were appended.
 
         Args:
-            match: The match without `tokens`, or (0, 0) for none. Becomes invalid when the automaton grows.
+            match: The match before `tokens` were appended, or (0, 0) if there was none. Invalid after the
+                automaton has grown.
             tokens: The tokens that were appended to the sequence.
 
         Returns:

@@ -152,7 +152,7 @@ class PrefixCache:
         return min(limit, inf if self.store.disk else self.store.max_bytes)
 
     def _max_tokens(self) -> int | None:
-        """Return the maximum length of a sequence to store. A longer one would displace all others."""
+        """Return the maximum length of a sequence to store. A longer sequence would displace all others."""
         size_bytes, disk = self._bytes_per_token(), self.store.disk
         if not (self._can_truncate and size_bytes):
             return None
@@ -237,7 +237,7 @@ class PrefixCache:
         """Return the position at which to store the model's cache while a prompt is prefilled, or 0 for none.
 
         This is where the prompt diverges from a stored sequence. Models that can truncate their cache do not
-        need it, because they can restore the longer sequence and truncate it.
+        need this, because they can restore the longer sequence and truncate it.
 
         Args:
             prompt: The tokens about to be prefilled.

@@ -50,7 +50,7 @@ _FRESH_SECONDS = 600.0
 class StoredSegment:
     """Part of a token sequence whose KV state is on disk, as described by its file's header.
 
-    `after` is the digest of the tokens before it, or empty at the start of a sequence.
+    `after` is the digest of the tokens before the segment, or empty at the start of a sequence.
     """
 
     name: str
@@ -231,10 +231,10 @@ class PrefixCacheDisk:
     def _header(self, file: BinaryIO) -> dict[str, Any]:
         header = read_header(file)
         if header["identity"] != self._identity:
-            raise ValueError(f"{file.name} belongs to another model")
+            raise ValueError(f"the segment file {file.name} belongs to another model")
         whole = file.tell() + 4 * (header["end"] - header["start"]) + header["data_bytes"]
         if os.fstat(file.fileno()).st_size != whole:
-            raise ValueError(f"{file.name} is incomplete")
+            raise ValueError(f"the segment file {file.name} is incomplete")
         return header
 
     def _chain(self, after: str) -> set[Path]:
@@ -269,7 +269,7 @@ class PrefixCacheDisk:
 
 
 def delete_cached_prefixes(folder: Path | None = None) -> int:
-    """Delete all models' cached prefixes. Running processes also drop theirs, without writing them.
+    """Delete the cached prefixes of all models. Running processes drop theirs without writing them.
 
     Returns:
         The number of bytes freed.

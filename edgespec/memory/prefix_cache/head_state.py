@@ -24,7 +24,7 @@ class HeadState(Protocol):
         """Return a copy of the state for `tokens[start:]`, given the first tokens in the target's cache."""
 
     def restore(self, tokens: Sequence[int], copy: bytes) -> None:
-        """Load a copy after the target has restored the same tokens. `tokens` are all tokens in its cache."""
+        """Load a copy after the target has restored the same tokens. `tokens` is the target's whole cache."""
 
     def needs_last_state(self, tokens: Sequence[int]) -> bool:
         """Return whether the head needs the target to process the last of `tokens` again."""

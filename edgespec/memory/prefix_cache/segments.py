@@ -122,7 +122,7 @@ class SegmentTree:
         (segment.parent.children if segment.parent else self._roots).append(segment)
 
     def remove(self, segment: Segment) -> list[Segment]:
-        """Remove a segment and those that continue it, and return them."""
+        """Remove a segment and all segments that continue it, and return the removed segments."""
         if segment not in self:
             return []
         (segment.parent.children if segment.parent else self._roots).remove(segment)

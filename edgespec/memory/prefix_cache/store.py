@@ -98,7 +98,7 @@ class SegmentStore:
             part.last_used = clock
 
     def remove(self, segment: Segment) -> None:
-        """Remove a cached segment and those that continue it from memory and disk."""
+        """Remove a cached segment and all segments that continue it, from memory and disk."""
         names = [one.name for one in self.tree.remove(segment) if one.on_disk]
         if self.disk and names:
             self.disk.remove(names)

@@ -24,8 +24,8 @@ def error_body(error: ApiError) -> dict[str, Any]:
     """Return the body of an error response."""
     message = error.message
     if error.code == "context_length_exceeded":
-        # Agents such as Claude Code shorten the conversation if an error begins like this, by as much as the
-        # numbers say.
+        # Agents such as Claude Code recognise this wording, and shorten the conversation according to the
+        # numbers.
         tokens, context_tokens = error.details.get("n_prompt_tokens", 0), error.details.get("n_ctx", 0)
         sizes = f"{tokens} tokens > {context_tokens} maximum; " if tokens > context_tokens else ""
         message = f"prompt is too long: {sizes}{message}"

@@ -34,7 +34,7 @@ class ContentBlock(RequestFields):
     content: str | _Blocks | None = None
 
 
-# A type alias, because a union cannot contain an annotated type directly.
+# Defined as an alias, because a union cannot contain an annotated type directly.
 _Blocks = TypeAliasType("_Blocks", Annotated[list[ContentBlock], FailFast()])
 
 
@@ -63,7 +63,7 @@ class AnthropicTool(RequestFields):
 
 
 class AnthropicToolChoice(RequestFields):
-    """Whether the model must call a tool."""
+    """The field that says whether the model must call a tool."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -71,7 +71,7 @@ class AnthropicToolChoice(RequestFields):
 
 
 class ThinkingConfig(RequestFields):
-    """Whether the model should reason."""
+    """The field that turns reasoning on or off."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Ignored
@@ -91,14 +91,14 @@ class OutputFormat(RequestFields):
 
 
 class OutputConfig(RequestFields):
-    """Settings of the answer."""
+    """Settings for the answer."""
 
     format: OutputFormat | None = None
     effort: Ignored
 
 
 class Thread(RequestFields):
-    """Whether Anthropic's servers should keep the conversation, so that the next request can be shorter."""
+    """The field that asks Anthropic's servers to keep the conversation, to shorten the next request."""
 
     type: Literal["create", "continue"]
     previous_message_id: str | None = None

@@ -67,7 +67,7 @@ class MessageBuilder:
         yield {"type": "message_start", "message": self.response}
 
     def add(self, chunk: TextChunk) -> Iterator[Event]:
-        """Add a chunk to the message."""
+        """Add a chunk to the message. Yields its events."""
         if call := chunk.tool_call:
             if call.id:
                 yield from self._open({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
@@ -108,7 +108,7 @@ class MessageBuilder:
         return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
 
     def _close(self) -> Iterator[Event]:
-        """End the open block, if there is one."""
+        """Yield the events that end the open block, if there is one."""
         if not self._is_open:
             return
         block, index = self._blocks[-1], len(self._blocks) - 1

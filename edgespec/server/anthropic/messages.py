@@ -41,7 +41,7 @@ async def count_tokens(call: Call[AnthropicCountRequest]) -> Response:
 
 def _request(body: AnthropicMessageRequest) -> ReplyRequest:
     if body.thread and body.thread.type == "continue":
-        # Anthropic's client then sends the whole conversation.
+        # After this error, Anthropic's client sends the whole conversation.
         raise ApiError(
             404,
             "the server stores no conversations; omit thread, and send the whole conversation in messages",

@@ -87,7 +87,7 @@ def _text(place: str, content: str | Sequence[ContentBlock] | None) -> str:
 
 
 def _check(place: str, block: ContentBlock) -> None:
-    """Raise ApiError if the type of a block is not supported, or if a field that it needs is missing."""
+    """Raise ApiError if the type of a block is not supported, or if a required field is missing."""
     if block.type not in _NEEDED:
         raise unsupported_content(block.type, param=place)
     require_fields(place, block, _NEEDED[block.type])

@@ -30,7 +30,7 @@ class OllamaMessage(RequestFields):
     tool_name: str | None = None
 
 
-# A type alias, because a union cannot contain an annotated type directly.
+# Defined as an alias, because a union cannot contain an annotated type directly.
 _Messages = TypeAliasType("_Messages", Annotated[list[OllamaMessage], FailFast()])
 
 

@@ -23,12 +23,12 @@ __all__ = [
     "embed_prompt",
 ]
 
-# Unlike an annotated type, an alias can be part of a union.
+# Defined as an alias, because a union cannot contain an annotated type directly.
 _Texts = TypeAliasType("_Texts", Annotated[list[str], FailFast()])
 
 
 class _EmbedFields(RequestFields):
-    """Fields of both endpoints. The ignored ones choose how a model is loaded, which is already decided."""
+    """Fields of both endpoints. The fields that choose how a model is loaded are ignored."""
 
     model: str | None = Field(default=None, description="The model. Defaults to the server's own model.")
     options: Ignored
@@ -87,7 +87,7 @@ async def embed(call: Call[OllamaEmbedRequest]) -> Response:
         }
         return json_response(result)
 
-    # Writing millions of numbers takes seconds, in which the server could not answer other requests.
+    # Use a thread, because writing millions of numbers takes seconds and would block other requests.
     return await asyncio.to_thread(response)
 
 

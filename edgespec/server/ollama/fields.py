@@ -13,7 +13,7 @@ from edgespec.server.fields import Ignored, ReplyFields, combined_options, reply
 
 __all__ = ["OllamaFields", "OllamaOptions", "ignored_fields", "options_of", "refuse_images"]
 
-# Ollama's options that edgespec has under another name.
+# Maps Ollama's names of options to edgespec's names, where they differ.
 _RENAMED = {
     "num_predict": "max_tokens",
     "repeat_penalty": "repetition_penalty",
@@ -37,8 +37,8 @@ class OllamaOptions(ReplyFields):
 
     Some options are ignored. Most of these control how a model is loaded, which `edgespec serve` has already
     decided. Ignoring `num_ctx` is safe, because a prompt that exceeds the model's context is an error. The
-    other options control features that edgespec does not have. They are ignored only if they turn the feature
-    off.
+    other options control features that edgespec does not have. Such options are ignored only if they turn the
+    feature off.
     """
 
     num_predict: Annotated[int, Field(ge=-2)] | None = Field(
@@ -71,7 +71,7 @@ class OllamaFields(ReplyFields):
     """Fields of the requests that generate text.
 
     The options of a reply belong in `options`. Ollama ignores them elsewhere, but some clients, such as a
-    provider of the AI SDK, set them here, so they count too.
+    provider of the AI SDK, set them here, so they are accepted here too.
     """
 
     model: str | None = Field(default=None, description="The model. Defaults to the server's own model.")

@@ -28,7 +28,7 @@ __all__ = [
 
 
 class ModelDetails(TypedDict):
-    """Properties of a model. Unknown ones are empty."""
+    """Properties of a model. Unknown properties are empty."""
 
     format: str
     family: str
@@ -55,7 +55,7 @@ class ModelTags(TypedDict):
 
 
 class RunningModel(ModelTag):
-    """A loaded model. `size` is its total memory, and `size_vram` the part on graphics cards."""
+    """A loaded model. `size` is its total memory in bytes, and `size_vram` the part on graphics cards."""
 
     size_vram: int
     context_length: int

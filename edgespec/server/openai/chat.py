@@ -173,8 +173,8 @@ def _call_delta(delta: ToolCallDelta) -> dict[str, Any]:
 async def _stream(call: Call[ChatRequest]) -> AsyncGenerator[bytes, None]:
     """Yield the events of a streamed reply.
 
-    The usage is part of the last choice's last event. If the client requested it, it is sent in a separate
-    event without choices, which other clients often cannot handle.
+    The usage is part of the last choice's last event. If the client requested the usage, it is sent in a
+    separate event without choices, which other clients often cannot handle.
     """
     body = call.body
     own_event = bool(body.stream_options and body.stream_options.include_usage)

@@ -26,7 +26,7 @@ from edgespec.server.responses import json_response, open_stream, server_sent_ev
 __all__ = ["Completion", "CompletionRequest", "create_completion"]
 
 
-# A type alias, because a union cannot contain an annotated type directly.
+# Defined as an alias, because a union cannot contain an annotated type directly.
 _Prompts = TypeAliasType("_Prompts", Annotated[list[str], FailFast()])
 
 

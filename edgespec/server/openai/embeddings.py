@@ -22,7 +22,7 @@ __all__ = ["EmbeddingList", "EmbeddingRequest", "create_embeddings"]
 # Maximum number of texts in a request, as in OpenAI's API.
 MAX_TEXTS = 2048
 
-# Unlike annotated types, aliases can be parts of a union.
+# Defined as aliases, because a union cannot contain an annotated type directly.
 _Tokens = TypeAliasType("_Tokens", Annotated[list[int], FailFast()])
 _Texts = TypeAliasType("_Texts", Annotated[list[str], FailFast()])
 _TokenLists = TypeAliasType("_TokenLists", Annotated[list[_Tokens], FailFast()])
@@ -75,7 +75,7 @@ async def create_embeddings(call: Call[EmbeddingRequest]) -> Response:
     """Embed the texts of a request."""
     texts = _texts(call.body)
     model, embeddings = await call.service.embed(call.body.model, texts, dimensions=call.body.dimensions)
-    # Writing millions of numbers takes seconds, in which the server could not answer other requests.
+    # Use a thread, because writing millions of numbers takes seconds and would block other requests.
     return await asyncio.to_thread(_response, call.body, model, embeddings)
 
 

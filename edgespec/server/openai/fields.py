@@ -59,12 +59,12 @@ class ChoiceFields(OpenAIFields):
 
 
 def openai_options(fields: OpenAIFields) -> dict[str, Any]:
-    """Return the reply options of a request, with the constraint in vLLM's fields."""
+    """Return the reply options of a request, including the constraint in vLLM's fields."""
     return combined_options(reply_options(fields), vllm_constraint(fields))
 
 
 def requests_options(fields: ChoiceFields) -> list[dict[str, Any]]:
-    """Return the options of each of the `n` replies. A seed is increased by one for each reply."""
+    """Return the options of each of the `n` replies. The seed, if set, increases by one for each reply."""
     if fields.stream_options and not fields.stream:
         raise invalid_request(
             "stream_options requires stream: true; set stream to true, or leave stream_options out",

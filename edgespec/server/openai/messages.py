@@ -25,7 +25,7 @@ class ContentPart(RequestFields):
     text: str | None = None
 
 
-# A type alias, because a union cannot contain an annotated type directly.
+# Defined as an alias, because a union cannot contain an annotated type directly.
 _Parts = TypeAliasType("_Parts", Annotated[list[ContentPart], FailFast()])
 
 

@@ -18,7 +18,7 @@ __all__ = ["Model", "ModelList", "list_models", "retrieve_model"]
 class ModelMeta(TypedDict):
     """Properties of a model, under the names that llama-server uses.
 
-    `n_ctx` is the maximum length of prompt and reply in tokens. It is known once the model is loaded.
+    `n_ctx` is the maximum length of prompt and reply in tokens. It is known only once the model is loaded.
     """
 
     n_ctx: int | None
@@ -43,7 +43,7 @@ class Model(TypedDict):
 
 
 class ModelList(TypedDict):
-    """The models that requests can name. The last three fields are those of a page in Anthropic's API."""
+    """The models that requests can name. The last three fields describe a page, as in Anthropic's API."""
 
     object: str
     data: list[Model]

@@ -60,7 +60,7 @@ class LossLimit(TypedDict):
 
 
 class Report(TypedDict):
-    """How a reply was generated.
+    """A report on how a reply was generated.
 
     `method` is a sentence with the drafting method, its speed-up and the reason for it. `ignored_fields` are
     fields of the request that had no effect.
@@ -121,7 +121,7 @@ def timings(replies: Sequence[Reply]) -> Timings:
 
 
 def report(reply: Reply, ignored_fields: list[str]) -> Report:
-    """Return how a reply was generated."""
+    """Return a report on how a reply was generated."""
     method = reply.method
     limits = method.loss_limits
     return {

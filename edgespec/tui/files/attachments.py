@@ -124,7 +124,7 @@ def _exists(path: str) -> bool:
 
 
 def _state(path: str) -> object:
-    """Return a value that changes when the files change."""
+    """Return a value that changes whenever the files at `path` change."""
     try:
         return [(str(each), file_state(each)) for each in find_files(path)]
     except (AttachmentError, OSError) as error:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["send"]
 
-# Seconds of reading after which the user is told that files are being read.
+# Seconds after which the user is told that files are still being read.
 _NOTICE_SECONDS = 0.5
 
 

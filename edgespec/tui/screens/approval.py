@@ -6,7 +6,7 @@ import json
 from time import monotonic
 from typing import ClassVar
 
-from textual import events
+from textual import events, on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
@@ -19,8 +19,8 @@ from edgespec.tui.tool_access import Decision
 
 __all__ = ["ApprovalScreen", "readable_arguments"]
 
-# The dialog can open while the user is typing. It ignores keys until none has been pressed for this many
-# seconds. A letter shows that the user is still typing, and starts this time again.
+# Seconds without typing after which the dialog accepts keys. The dialog can open while the user is typing, so
+# it ignores all keys until then.
 _QUIET_SECONDS = 0.5
 _CHECK_SECONDS = 0.05
 
@@ -36,6 +36,8 @@ class ApprovalScreen(ModalScreen[Decision]):
         Binding("escape,ctrl+c", "choose('stop')", "Stop", show=False, priority=True),
         Binding("up", "app.focus_previous", "Previous", show=False),
         Binding("down", "app.focus_next", "Next", show=False),
+        Binding("pageup", "page(-1)", "Page up", show=False),
+        Binding("pagedown", "page(1)", "Page down", show=False),
     ]
 
     def __init__(self, tool: Tool, arguments: str) -> None:
@@ -49,14 +51,13 @@ class ApprovalScreen(ModalScreen[Decision]):
         tool = self._tool
         with Vertical(classes="dialog -large -approval") as dialog:
             dialog.border_title = "Allow this tool call?"
-            dialog.border_subtitle = "↑ ↓ Enter · Esc stops the reply"
             yield Static(
                 Content.assemble("Tool ", (tool.name, "bold"), " of the server ", (tool.server, "bold"))
             )
             with VerticalScroll(classes="approval-text", can_focus=False):
                 yield Static(Content(readable_arguments(self._arguments)))
-            # Disabled until `_check_quiet` enables them. Textual focuses an enabled button at once, and the
-            # next key would press it.
+            # The buttons are disabled until `_check_quiet` enables them. Textual focuses an enabled button at
+            # once, and the next key would press it.
             yield Button("Allow once", action="screen.choose('once')", compact=True, disabled=True)
             yield Button("Allow in this chat", action="screen.choose('chat')", compact=True, disabled=True)
             yield Button(
@@ -68,6 +69,20 @@ class ApprovalScreen(ModalScreen[Decision]):
 
     def on_mount(self) -> None:
         self.set_interval(_CHECK_SECONDS, self._check_quiet)
+
+    @on(events.Resize)
+    def _laid_out(self) -> None:
+        self.call_after_refresh(self._show_keys)
+
+    def _show_keys(self) -> None:
+        scrolls = self.query_one(VerticalScroll).max_scroll_y > 0
+        scroll = "PgUp PgDn scroll · " if scrolls else ""
+        self.query_one(".dialog").border_subtitle = f"{scroll}↑ ↓ Enter · Esc stops the reply"
+
+    def action_page(self, pages: int) -> None:
+        """Scroll the arguments by `pages` pages, up if negative."""
+        text = self.query_one(VerticalScroll)
+        text.scroll_relative(y=pages * text.size.height, animate=False)
 
     async def on_event(self, event: events.Event) -> None:
         if isinstance(event, events.Key | events.Paste):

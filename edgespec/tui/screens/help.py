@@ -34,7 +34,7 @@ _OTHER_KEYS = (
 
 
 def sections(bindings: Sequence[BindingType]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return the sections of the help page: a heading, and keys or commands with what they do.
+    """Return the sections of the help page: a heading, and keys or commands with their descriptions.
 
     Args:
         bindings: The key bindings of the chat screen.
@@ -73,7 +73,7 @@ class HelpScreen(ModalScreen[None]):
 
 
 def _described(bindings: Sequence[BindingType], group: Binding.Group) -> list[tuple[str, str]]:
-    """Return the names of the keys in a group and what they do."""
+    """Return the names and descriptions of the keys in a group."""
     keys = [key for key in bindings if isinstance(key, Binding) and key.group is group]
     return [(key.key.title().replace("Escape", "Esc").replace(",", ", "), key.description) for key in keys]
 

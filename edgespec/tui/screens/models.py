@@ -118,7 +118,7 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
 
     @property
     def _query(self) -> str:
-        """The text of the filter, without the slash with which a search begins in other programs."""
+        """The text of the filter, without the leading slash that starts a search in other programs."""
         return self._filter.value.strip().removeprefix("/")
 
     @work(exclusive=True, group="search")
@@ -190,7 +190,7 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
         )
 
     def _with_plan(self, model: AvailableModel) -> AvailableModel:
-        """Return the model with the draft model of its plan, and whether the plan fits in memory."""
+        """Return `model`, updated with the draft model of its plan and whether the plan fits in memory."""
         preview = self._plans.get(model.reference)
         if preview is None:
             return model

@@ -26,7 +26,7 @@ class PresetScreen(ModalScreen[str | None]):
     """Dialog for choosing a preset. Its result is the preset's name, or None if the user cancels.
 
     Args:
-        presets: The presets. An invalid one is given as its name and a description of the problem.
+        presets: The presets. An invalid preset is given as its name and a description of the problem.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,ctrl+c", "dismiss", "Cancel", show=False)]

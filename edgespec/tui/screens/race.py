@@ -25,7 +25,8 @@ __all__ = ["RaceProgress", "RaceScreen"]
 
 _TICK_SECONDS = 1 / 20
 _BAR_CELLS = 24
-# Minimum width of a column, in cells, for the long heading. In a narrower one, the reply needs the lines.
+# Minimum width of a column, in cells, for the long heading. In a narrower column, it would take up lines that
+# the reply needs.
 _MIN_LONG_HEADING = 34
 _REMEMBERED = (
     "auto can also guess from your earlier replies, so a race with the same message again is faster."
@@ -152,7 +153,7 @@ class _LaneColumn(Vertical):
         yield self._scroll
 
     def on_resize(self) -> None:
-        """Keep the end of the text visible when the result takes some of the lines."""
+        """Keep the end of the text visible when the result of the race takes up some of its lines."""
         self._scroll.scroll_end(animate=False)
 
     def show(self, lane: Lane, seconds: float) -> None:

@@ -17,12 +17,12 @@ from textual.widgets.option_list import Option
 from edgespec.tools.connection import ServerConnection
 from edgespec.tools.tool import Tool, visible
 from edgespec.tools.toolbox import Toolbox
-from edgespec.tui.numbers import count
+from edgespec.tui.tool_access import server_state
 
 __all__ = ["ToolsScreen"]
 
 _MAX_DESCRIPTION = 100
-# Time in seconds between two looks at the servers that are starting.
+# Seconds between checks whether a server has started or ended.
 _TICK_SECONDS = 0.5
 
 
@@ -43,7 +43,8 @@ class ToolsScreen(ModalScreen[None]):
         super().__init__()
         self._toolbox = toolbox
         self._disabled = disabled
-        self._busy: set[str] = set()
+        # The servers that the user is turning on or off, and the text that says so.
+        self._busy: dict[str, str] = {}
         self._shown_states: list[tuple[bool, bool]] = []
 
     def compose(self) -> ComposeResult:
@@ -58,7 +59,7 @@ class ToolsScreen(ModalScreen[None]):
         self.set_interval(_TICK_SECONDS, self._follow_servers)
 
     def _follow_servers(self) -> None:
-        """Show the servers again if one has started or ended."""
+        """Refresh the list if a server has started or ended."""
         if self._states != self._shown_states:
             self._refresh()
 
@@ -78,16 +79,12 @@ class ToolsScreen(ModalScreen[None]):
         options.highlighted = min(place, len(rows) - 1)
 
     def _server_row(self, name: str, server: ServerConnection) -> Content:
-        if name in self._busy or server.starting:
-            state = ("starting…" if not server.running else "stopping…", "$muted")
-        elif server.running:
-            left_out = f", {server.left_out:,} more left out" if server.left_out else ""
-            state = (f"on, {count(len(server.tools), 'tool')}{left_out}", "$success")
-        elif server.problem:
-            state = (f"not running: {server.problem}", "$error")
+        if name in self._busy:
+            state, colour = self._busy[name], "$muted"
         else:
-            state = ("off", "$muted")
-        return Content.assemble((name, "bold"), "  ", state)
+            state = server_state(server)
+            colour = "$success" if server.running else "$error" if server.problem else "$muted"
+        return Content.assemble((name, "bold"), "  ", (state, colour))
 
     def _tool_row(self, server: ServerConnection, tool: Tool) -> Content:
         is_on = tool.call_name not in self._disabled
@@ -116,15 +113,15 @@ class ToolsScreen(ModalScreen[None]):
         if name not in self._toolbox.servers:
             self._disabled ^= {name}
         elif name not in self._busy:
-            self._busy.add(name)
-            self.run_worker(self._switch_server(name))
+            running = self._toolbox.servers[name].running
+            self._busy[name] = "stopping…" if running else "starting…"
+            self.run_worker(self._switch_server(name, running))
         self._refresh()
 
-    async def _switch_server(self, name: str) -> None:
-        running = self._toolbox.servers[name].running
+    async def _switch_server(self, name: str, running: bool) -> None:
         try:
             change = self._toolbox.stop if running else self._toolbox.start
             await asyncio.wrap_future(change(name))
         finally:
-            self._busy.discard(name)
+            del self._busy[name]
         self._refresh()

@@ -56,7 +56,7 @@ class PathList(OptionList, can_focus=False):
         self.post_message(self.Chosen(event.option.id))
 
     def follow(self, typed: str | None) -> None:
-        """Show the paths that complete `typed`. If it is None, hide the list."""
+        """Show the paths that complete `typed`, or hide the list if `typed` is None."""
         if typed == self._typed:
             return
         self._typed = typed

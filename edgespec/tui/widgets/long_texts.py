@@ -24,8 +24,8 @@ __all__ = [
 MAX_INPUT_CHARACTERS = 500_000
 # Maximum number of characters of plain text to show. Textual wraps about 200,000 characters per second.
 _MAX_CHARACTERS = 100_000
-# Seconds for reading and wrapping one character of Markdown, and in addition for each line that is not blank
-# and each table cell. Measured with short list items, and words in bold.
+# Seconds for reading and wrapping one character of Markdown, and additional seconds for each non-blank line
+# and each table cell. Measured with short list items and bold words.
 _CHARACTER_SECONDS, _ITEM_SECONDS = 3e-6, 6e-5
 # Maximum estimated time in seconds for showing a reply. The rest of a longer reply is hidden.
 _MAX_SECONDS = 1.0
@@ -65,7 +65,7 @@ def drawing_seconds(markdown: str) -> float:
 
 
 def hidden_note(characters: int, advice: str = "") -> str:
-    """Return a note which says how many characters are not shown, with advice on how to read them."""
+    """Return a note that says how many characters are not shown, with advice on how to read them."""
     number = "1 more character is" if characters == 1 else f"{count(characters)} more characters are"
     return f"({number} not shown; {advice})" if advice else f"({number} not shown)"
 

@@ -26,14 +26,15 @@ _CELL_FRAME = 3
 
 
 class Row(NamedTuple):
-    """A row of a block, as it is drawn and as it is copied.
+    """A row of a block: how it is drawn, and which part of it is copied.
 
     Attributes:
         strip: The row as it is drawn, with the offsets that Textual needs to select text.
-        start: Index of the first character that is copied. Padding and the indent of wrapped lines are not.
+        start: Index of the first character that is copied. Padding and the indent of wrapped lines are not
+            copied.
         end: Index after the last character that is copied.
-        before: What separates this row from the previous one in copied text: a line break, or the whitespace
-            at which a line was wrapped.
+        before: Text between the previous row and this one when both are copied: a line break, or the
+            whitespace at which a line was wrapped.
     """
 
     strip: Strip
@@ -49,7 +50,7 @@ class Margin:
     Attributes:
         first: Text before the first row, such as a bullet.
         rest: Text of the same width before all other rows.
-        style: Style of both.
+        style: Style of both texts.
     """
 
     first: str
@@ -63,7 +64,7 @@ class Block:
     Args:
         content: The text.
         margins: The margins of the surrounding list items and quotes, outermost first.
-        begins: How many of the innermost margins begin with this block.
+        begins: Number of innermost margins that begin with this block.
         gap: Whether there is a blank row above this block.
     """
 
@@ -103,8 +104,13 @@ class Block:
             self._rows = (width, top, style), self._draw(width, top, style, get_style)
         return self._rows[1]
 
+    @property
+    def drawn_rows(self) -> list[Row]:
+        """The rows that were drawn last. Empty if the block was not visible since its creation."""
+        return self._rows[1]
+
     def forget_rows(self) -> None:
-        """Draw the rows again when they are needed, because the theme has changed."""
+        """Discard the drawn rows, because the theme has changed. They are drawn again when needed."""
         self._rows = (None, [])
 
     def _plain(self, width: int) -> str:
@@ -130,7 +136,7 @@ class Block:
         bullet = next((n for n, text in enumerate(firsts) if text != indents[n]), None)
         first_copied = indent if bullet is None else sum(map(len, indents[:bullet]))
         pad = " " * self.padding
-        # Every second part is a row. The others are what lies between two rows.
+        # Keep every second part, which is a row. The other parts are the whitespace between rows.
         parts = content.divide([index for each in ranges for index in each])[1::2]
         rows: list[Row] = []
         previous = 0
@@ -159,7 +165,8 @@ class CodeBlock(Block):
     padding = 1
 
     def __init__(self, code: str, language: str, margins: Sequence[Margin] = (), begins: int = 0) -> None:
-        # The highlighter also replaces tabs and rare line separators, but without moving its colours.
+        # Replace tabs and rare line separators here. The highlighter replaces them too, but without moving
+        # its colours.
         lines = code.rstrip().expandtabs(_TAB_CELLS).splitlines()
         super().__init__(Content("\n".join(lines)), margins, begins)
         self.code = code
@@ -227,7 +234,7 @@ class Table(Block):
         """Return the widths of the columns. The widest ones are shortened until the table fits."""
         widths = [max(cell.cell_length for cell in column) for column in zip(*self._cells, strict=True)]
         left = max(len(widths), width - _CELL_FRAME * len(widths) - 1)
-        # Narrow columns keep their width, and the others share what is left.
+        # Narrow columns keep their width, and the other columns share the remaining width.
         for place, number in zip(
             sorted(range(len(widths)), key=widths.__getitem__), range(len(widths), 0, -1), strict=True
         ):
@@ -245,7 +252,7 @@ def gap_row(above: Block, below: Block, width: int, y: int, style: Style, get_st
 
 
 def _strip(pieces: Iterable[tuple[str, RichStyle]], y: int) -> Strip:
-    """Return the pieces as a row whose characters have their place in the reply as offsets."""
+    """Return the pieces as row `y` of the reply, with the offsets that Textual needs to select text."""
     x, segments = 0, []
     for text, style in pieces:
         if text:
@@ -263,7 +270,7 @@ def _wrapped(text: str, width: int) -> Iterator[tuple[int, int]]:
             yield place, end
         else:
             for row in Content(line).wrap(width):
-                # Textual has removed the whitespace between two rows.
+                # Search for the row, because Textual has removed the whitespace between rows.
                 start = text.find(row.plain, place, end)
                 place = start + len(row.plain)
                 yield start, place

@@ -24,7 +24,7 @@ _SPACE = re.compile(r"\s+")
 
 
 class Markdown(NamedTuple):
-    """A Markdown text that was read.
+    """A parsed Markdown text.
 
     Attributes:
         finished: The blocks that do not change when the text grows.
@@ -88,7 +88,7 @@ def _blocks(node: SyntaxTreeNode, margins: Sequence[Margin], begins: int, *, gap
 def _inner_blocks(
     node: SyntaxTreeNode, margins: Sequence[Margin], begins: int, *, gap: bool, inner_gap: bool
 ) -> Iterator[Block]:
-    """Yield the blocks of a list item or a quote, which begin the last one of `margins`."""
+    """Yield the blocks of a list item or a quote. The last of `margins` begins with the first block."""
     if not node.children:
         yield Block(Content(), margins, begins + 1, gap=gap)
     for place, child in enumerate(node.children):
@@ -133,5 +133,5 @@ def _inline(node: SyntaxTreeNode) -> Content:
 
 
 def _link(address: object) -> Style:
-    """Return the style of a link, which opens it with a click."""
+    """Return a style with which a click opens the link."""
     return Style(underline=True) + Style.from_meta({"@click": f"link({address!r})"})

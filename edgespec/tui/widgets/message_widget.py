@@ -33,16 +33,19 @@ class MessageWidget(Widget, can_focus=True):
         *(Binding(each.key, f"screen.message_key('{each.key}')", show=False) for each in ACTIONS),
     ]
 
-    # Textual would lay out and draw all messages again after the size of a message has changed. Only widgets
+    # By default, Textual lays out and draws all messages again when the size of one changes. Only widgets
     # that scroll need that.
     virtual_size: Reactive[Size] = Reactive(Size(0, 0), repaint=False)
 
     place: int | None = None
 
     @property
-    def has_folds(self) -> bool:
-        """Whether the message contains reasoning or a tool call, which can be folded to one line."""
-        return any(fold.display for fold in self.query(Collapsible))
+    def fold_hint(self) -> str:
+        """What Enter does with the message's reasoning or tool call. Empty if there is none."""
+        folds = [fold for fold in self.query(Collapsible) if fold.display]
+        if not folds:
+            return ""
+        return "Enter unfold" if folds[0].collapsed else "Enter fold"
 
     def action_unfold(self) -> None:
         """Unfold the message's reasoning or tool call, or fold it again."""

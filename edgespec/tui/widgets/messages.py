@@ -148,7 +148,8 @@ class ReplyMessage(MessageWidget):
         self._drawn = limited_markdown(text)
         self._markdown = ReplyMarkdown(self._drawn)
 
-    # Most replies need none of these three widgets. Creating them for all replies would make scrolling slow.
+    # Create the next three widgets on first use. Most replies need none of them, and creating them would make
+    # scrolling slow.
     @cached_property
     def thoughts(self) -> Thoughts:
         """The widget for the reasoning. It is part of the screen only if there is reasoning."""
@@ -176,7 +177,7 @@ class ReplyMessage(MessageWidget):
         return self._origin and bool(self.chunks)
 
     def begin(self) -> None:
-        """Prepare to receive text chunks. Show an ellipsis until the first one arrives."""
+        """Prepare to receive text chunks. Show an ellipsis until the first chunk arrives."""
         self.writing = True
         self._show_end(Content("…"))
 
@@ -212,7 +213,7 @@ class ReplyMessage(MessageWidget):
         self._calls_tools = reply is not None and bool(reply.tool_calls)
         await self._mount_thoughts()
         self.writing = False
-        # Read the whole text again, because the end of a text can define links for its start.
+        # Parse the whole text again, because the end of a text can define links for its start.
         self.text, self._drawn = text, limited_markdown(text)
         self._markdown.replace(self._drawn)
         self._refresh_views()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from itertools import accumulate
 from urllib.parse import unquote
 
 from rich.cells import cell_len
 from rich.segment import Segment
 from textual import events
-from textual.geometry import Offset, Size
+from textual.geometry import Offset, Region, Size
 from textual.message import Message as Event
 from textual.reactive import Reactive
 from textual.selection import Selection
@@ -54,8 +55,8 @@ class ReplyMarkdown(Widget):
         super().__init__(classes="reply-markdown")
         self._finished: list[Block] = []
         self._last_text = ""
-        # All blocks, and for one width the row below each.
         self._blocks: list[Block] = []
+        # A width and the result of `_bottoms_at` for this width, cached until the text changes.
         self._bottoms: tuple[int, list[int]] = (0, [])
         # The code block under the mouse.
         self._pointed: CodeBlock | None = None
@@ -68,8 +69,28 @@ class ReplyMarkdown(Widget):
 
     def append(self, text: str) -> None:
         """Append to the text. Only its last part, such as a paragraph or a list, is read again."""
+        width = self.size.width
+        blocks, bottoms = self._blocks, self._bottoms_at(width)
         self._read(text)
-        self.refresh(layout=True)
+        if not bottoms or bottoms[-1:] != self._bottoms_at(width)[-1:]:
+            self.refresh(layout=True)
+        elif same := self._same_rows(blocks, width):
+            self.refresh(Region(0, same, width, bottoms[-1] - same))
+        else:
+            self.refresh()
+
+    def _same_rows(self, before: Sequence[Block], width: int) -> int:
+        """Return how many rows at the top look the same as those of the blocks `before` the last change."""
+        pairs = zip(before, self._blocks, strict=False)
+        number = next((number for number, (old, new) in enumerate(pairs) if old is not new), len(before))
+        top = self._bottoms_at(width)[number - 1] if number else 0
+        if number == min(len(before), len(self._blocks)) or not (drawn := before[number].drawn_rows):
+            return top
+        new = self._blocks[number]
+        if new.gap and number:
+            top += 1
+        rows = zip(drawn, new.rows(width, top, self.visual_style, self._get_style), strict=False)
+        return top + next((row for row, (old, now) in enumerate(rows) if old != now), len(drawn))
 
     def _read(self, text: str) -> None:
         markdown = read_markdown(self._last_text + text)
@@ -129,9 +150,9 @@ class ReplyMarkdown(Widget):
         return block.rows(width, y - row, style, self._get_style)[row]
 
     def _place(self, y: int) -> tuple[int, int] | None:
-        """Return the number of the block at row `y`, and the row in it. -1 is the blank row above the block.
+        """Return the index of the block at row `y`, and the row within the block.
 
-        Return None below the last block.
+        The row is -1 for the blank row above a block. Returns None below the last block.
         """
         width = self.size.width
         bottoms = self._bottoms_at(width)
@@ -141,7 +162,7 @@ class ReplyMarkdown(Widget):
         return number, y - bottoms[number] + self._blocks[number].height(width)
 
     def _bottoms_at(self, width: int) -> list[int]:
-        """Return the row below each block at this width."""
+        """Return the index of the row below each block when the text is `width` cells wide."""
         if self._bottoms[0] != width:
             heights = (
                 block.height(width) + (block.gap and number > 0) for number, block in enumerate(self._blocks)
@@ -156,7 +177,7 @@ class ReplyMarkdown(Widget):
         self._point_at(None)
 
     def _point_at(self, place: tuple[int, int] | None) -> None:
-        """Show the “copy” mark of the code block at this place, or none."""
+        """Show the “copy” mark if there is a code block at this place, and hide any other mark."""
         block = None if place is None else self._blocks[place[0]]
         pointed = block if isinstance(block, CodeBlock) else None
         if pointed is not self._pointed:
@@ -164,7 +185,7 @@ class ReplyMarkdown(Widget):
             self.refresh()
 
     def on_click(self, event: events.Click) -> None:
-        """Copy a code block if its mark is clicked. Select a block if its text is clicked twice."""
+        """Copy a code block if its “copy” mark is clicked. Select a block if its text is double-clicked."""
         if (place := self._place(event.y)) is None:
             return
         block, row = self._blocks[place[0]], place[1]

@@ -24,7 +24,7 @@ from edgespec.tui.open_chat import FORK_SUFFIX
 
 __all__ = ["Sidebar", "chat_list_hint"]
 
-# Rows of a chat: its title, and its age or the matching line.
+# Number of rows per chat: one for the title, and one for the age or the matching line.
 _CHAT_ROWS = 2
 _NO_CHATS = "No saved chats yet. Each message is saved when you send it."
 
@@ -98,7 +98,7 @@ class Sidebar(ScrollView, can_focus=True):
         self.refresh()
 
     def render_line(self, y: int) -> Strip:
-        # Leave space for the scrollbar even if there is none, so that its appearance moves no text.
+        # Leave space for the scrollbar even if there is none, so that the text does not move when it appears.
         width = self.size.width - self.styles.scrollbar_size_vertical
         number, row = divmod(y + self.scroll_offset.y, _CHAT_ROWS)
         if not self.found:

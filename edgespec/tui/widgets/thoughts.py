@@ -16,7 +16,7 @@ class Thoughts(Collapsible):
     """A model's reasoning, below a line that unfolds it with Enter, a click or F7. Hidden while it is empty.
 
     Attributes:
-        seconds: How long the model thought. None if that was not measured.
+        seconds: How long the model thought, in seconds. None if this was not measured.
     """
 
     def __init__(self, seconds: float | None = None) -> None:

@@ -17,8 +17,10 @@ from edgespec.tui.widgets.message_widget import MessageWidget
 
 __all__ = ["ToolCallMessage"]
 
+# Maximum numbers of characters of the arguments and of an error message in the folded line.
 _MAX_ARGUMENTS = 60
-# What to show for calls that the user refused or stopped.
+_MAX_PROBLEM = 100
+# Labels for calls that the user refused or stopped.
 _ENDINGS = {REFUSED.text: "not allowed", STOPPED.text: "stopped", INTERRUPTED.text: "stopped"}
 
 
@@ -50,19 +52,19 @@ class ToolCallMessage(MessageWidget):
 
     def _refresh(self) -> None:
         call, result = self._call, self._result
-        arguments = " ".join(visible(call.arguments).split())
-        if len(arguments) > _MAX_ARGUMENTS:
-            arguments = arguments[: _MAX_ARGUMENTS - 1] + "…"
-        took = f" in {seconds_text(self._seconds)}" if self._seconds else ""
         if result is None:
-            state = " · calling…"
+            state = "calling…"
         elif result.startswith("Error: "):
-            state = f" · {_ENDINGS.get(result, 'failed')}{took}"
+            problem = _one_line(result.removeprefix("Error: "), _MAX_PROBLEM)
+            state = _ENDINGS.get(result, f"failed: {problem}")
         else:
-            state = f" · {count(len(result), 'character')}{took}"
+            took = f" in {seconds_text(self._seconds)}" if self._seconds else ""
+            state = f"{count(len(result), 'character')}{took}"
         # Use `Content`, so that names and arguments are not interpreted as markup.
         self._fold.query_one(CollapsibleTitle).label = Content.assemble(
-            "Tool ", (visible(call.name), "bold"), " ", arguments, state
+            "Tool ",
+            (visible(call.name), "bold"),
+            f" {_one_line(call.arguments, _MAX_ARGUMENTS)} · {state}",
         )
         text = visible(result) if result is not None else ""
         self._body.update(
@@ -70,3 +72,8 @@ class ToolCallMessage(MessageWidget):
                 (limited_text(readable_arguments(call.arguments)), "$muted"), "\n\n", limited_text(text)
             )
         )
+
+
+def _one_line(text: str, max_characters: int) -> str:
+    line = " ".join(visible(text).split())
+    return line if len(line) <= max_characters else f"{line[: max_characters - 1]}…"

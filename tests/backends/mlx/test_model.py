@@ -117,11 +117,11 @@ def lying(lie: str) -> Callable[..., Any]:
         class Liar(net):  # type: ignore[misc,valid-type]
             def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
                 wide = tokens.shape[1] > 1
-                in_tree = cache[0]._layout.offsets is not None
+                in_tree = cache[0].layout.offsets is not None
                 if in_tree and lie == "raises":
                     raise ValueError("no trees here")
                 if in_tree and lie == "positions":
-                    cache[0]._layout.offsets = cache[0]._layout.offsets + 1
+                    cache[0].layout.offsets = cache[0].layout.offsets + 1
                 logits: mx.array = super().__call__(tokens, cache=cache)
                 return logits * 1.01 if wide and lie == "wide" else logits
 

@@ -26,7 +26,7 @@ class InputPart(RequestFields):
     refusal: str | None = None
 
 
-# A type alias, because a union cannot contain an annotated type directly.
+# Defined as an alias, because a union cannot contain an annotated type directly.
 _Parts = TypeAliasType("_Parts", Annotated[list[InputPart], FailFast()])
 
 
@@ -60,7 +60,7 @@ class TextFormat(RequestFields):
 
 
 class TextConfig(RequestFields):
-    """Settings of the answer."""
+    """Settings for the answer."""
 
     format: TextFormat | None = None
     verbosity: Ignored

@@ -72,7 +72,7 @@ class ResponseBuilder:
 
     Args:
         body: The request.
-        stored_items: Where to keep the items of the response, or None.
+        stored_items: Where to keep the items of the response. None keeps nothing.
     """
 
     def __init__(self, body: ResponsesRequest, stored_items: StoredItems | None) -> None:
@@ -105,7 +105,7 @@ class ResponseBuilder:
         yield self._event("response.in_progress", response=self.response)
 
     def add(self, chunk: TextChunk) -> Iterator[Event]:
-        """Add a chunk to the response."""
+        """Add a chunk to the response. Yields its events."""
         if chunk.reasoning:
             self._reasoning_tokens += chunk.token_count
         kind = "reasoning" if chunk.reasoning else "message"
@@ -157,7 +157,7 @@ class ResponseBuilder:
         yield self._event("response.output_item.added", output_index=len(self._items) - 1, item=item)
 
     def _open_text(self, kind: str) -> Iterator[Event]:
-        """Start an item that contains text."""
+        """Yield the events that start an item with text."""
         fields: dict[str, Any]
         part: dict[str, Any]
         if kind == "reasoning":
@@ -179,7 +179,7 @@ class ResponseBuilder:
         return self._item_event("output_text.delta", content_index=0, delta=chunk.text, logprobs=logprobs)
 
     def _close(self, status: str) -> Iterator[Event]:
-        """End the open item, if there is one."""
+        """Yield the events that end the open item, if there is one."""
         if self._open_kind is None:
             return
         item = self._items[-1]

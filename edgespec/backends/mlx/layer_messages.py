@@ -1,0 +1,77 @@
+"""The messages with which an MLX target loads and runs a block of its layers on a worker.
+
+The target sends
+
+1. the model's JSON files and the headers of its weight files. The worker builds the same model and answers.
+2. a message for each weight of the block, without an answer.
+3. a message without an array, which the worker answers when it is ready.
+4. the block's input in each pass, with the number of cached tokens before it. The worker first drops the
+   cached tokens from there on, so that a rollback needs no message. It answers with the block's output.
+
+If a worker cannot do what a message asks, it answers with an error. Arrays are sent as raw bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from edgespec.cluster.messages import Buffer
+
+__all__ = [
+    "JSON_FILES",
+    "MAX_FILES_BYTES",
+    "MAX_STATES_BYTES",
+    "PROTOCOL",
+    "array_bytes",
+    "array_header",
+    "read_array",
+]
+
+# Version of the protocol. It is increased whenever the messages change.
+PROTOCOL = 1
+# The JSON files from which mlx-lm builds a model.
+JSON_FILES = ("config.json", "hf_quant_config.json")
+# Maximum size in bytes of a message with files, and of a message with hidden states. The headers of a model
+# with many experts have several MB. Hidden states of 512 tokens take 32 MiB if each has 16384 values in
+# float32.
+MAX_FILES_BYTES, MAX_STATES_BYTES = 1 << 27, 1 << 28
+
+_DTYPES = {
+    str(dtype): dtype
+    for dtype in (
+        mx.float32, mx.float16, mx.bfloat16, mx.uint8, mx.uint16, mx.uint32, mx.int8, mx.int16, mx.int32,
+        mx.bool_,
+    )
+}  # fmt: skip
+
+
+def array_header(array: mx.array) -> dict[str, Any]:
+    """Return the part of a message's header that describes an array."""
+    return {"dtype": str(array.dtype), "shape": list(array.shape)}
+
+
+def array_bytes(array: mx.array) -> Buffer:
+    """Return the bytes of an evaluated array without copying them, unless it is not contiguous."""
+    flat = mx.contiguous(array.reshape(-1)).view(mx.uint8)
+    mx.eval(flat)
+    return memoryview(flat)  # type: ignore[arg-type]
+
+
+def read_array(header: dict[str, Any], data: Buffer) -> mx.array:
+    """Return the unevaluated array in a message.
+
+    Raises:
+        ValueError: The message is invalid.
+    """
+    dtype, shape = _DTYPES.get(str(header.get("dtype"))), header.get("shape")
+    if dtype is None or not isinstance(shape, list) or not all(type(size) is int for size in shape):
+        raise ValueError("a message describes no array")
+    size = dtype.size
+    for each in shape:
+        size *= each
+    if min(shape, default=1) < 1 or size != len(data):
+        raise ValueError(f"an array of shape {shape} and type {header['dtype']} has {len(data):,} bytes")
+    return mx.array(np.frombuffer(data, np.uint8)).view(dtype).reshape(shape)

@@ -1,0 +1,150 @@
+"""Decide which layers of an MLX model are on which worker."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import Any
+
+from edgespec.backends.base import LoadOptions
+from edgespec.backends.memory_estimate import MachineShare
+from edgespec.backends.mlx.build_info import mlx_core
+from edgespec.backends.mlx.model_skeleton import parameter_bytes, read_skeleton, trace_one_token
+from edgespec.cluster.connected import ConnectedWorkers
+from edgespec.cluster.layer_split import split_layers
+from edgespec.errors import MemoryBudgetError
+from edgespec.files import format_bytes
+
+__all__ = ["LayerPlacement", "LayerSizes", "place_layers", "read_layer_sizes"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSizes:
+    """The memory of each layer.
+
+    Attributes:
+        weight_bytes: The weights of each layer.
+        caches: The bytes per token of each layer's KV cache, and its sliding window in tokens if it has one.
+    """
+
+    weight_bytes: tuple[int, ...]
+    caches: tuple[tuple[int, int | None], ...]
+
+    def cache_bytes(self, context_tokens: int) -> list[int]:
+        """Return the size of each layer's KV cache with a full context."""
+        from edgespec.backends.mlx.attention_cache import cache_rows
+
+        return [size * cache_rows(window, context_tokens) for size, window in self.caches]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlacement:
+    """The assignment of a model's layers to this machine and the workers.
+
+    Attributes:
+        widened: Whether 16-bit weights are widened to float32.
+        local: Number of layers on this machine. These are the first layers of the model.
+        local_weight_bytes, local_cache_bytes: Size of the weights and of the KV cache of these layers.
+        workers: The layers and memory of each worker, in the order of the layers.
+    """
+
+    widened: bool
+    local: int
+    local_weight_bytes: int
+    local_cache_bytes: int
+    workers: tuple[MachineShare, ...]
+
+    @property
+    def remote_weight_bytes(self) -> int:
+        """Size of the weights on the workers, in bytes."""
+        return sum(share.weight_bytes for share in self.workers)
+
+    @property
+    def blocks(self) -> list[tuple[int, int]]:
+        """For each worker, the index of its first layer and the index after its last layer."""
+        return list(pairwise(accumulate((share.layers for share in self.workers), initial=self.local)))
+
+
+@lru_cache(maxsize=16)
+def read_layer_sizes(
+    path: str, name: str, kv_bits: int | None, widened: bool, _stamps: tuple[Any, ...]
+) -> LayerSizes:
+    """Return the memory of each layer of the model in a folder. The result is cached until a file changes.
+
+    Raises:
+        CapabilityError: The layers cannot be on several machines.
+        ModelFileError: The model is damaged or not supported.
+    """
+    from edgespec.backends.mlx.absent_layers import check_separable
+    from edgespec.backends.mlx.layers import LayerList
+
+    try:
+        model = read_skeleton(path, name, LoadOptions()).model
+        check_separable(model, name)
+        if widened:
+            model.set_dtype(mlx_core().float32)
+        weights = tuple(parameter_bytes(layer) for layer in LayerList(model).layers)
+        caches = trace_one_token(model, kv_bits)[1].attention
+        return LayerSizes(weights, tuple((cache.bytes_per_token, cache.window) for cache in caches))
+    finally:
+        # MLX modules contain reference cycles, so only the garbage collector can free them.
+        gc.collect()
+
+
+def place_layers(
+    name: str,
+    weight_bytes: Sequence[int],
+    cache_bytes: Sequence[int],
+    workers: ConnectedWorkers,
+    compute_bytes: int,
+    read_bytes: int,
+    *,
+    widened: bool,
+) -> LayerPlacement:
+    """Divide the layers among this machine and the workers, in proportion to their memory.
+
+    Args:
+        name: The model's name, for messages.
+        weight_bytes: The weights of each layer.
+        cache_bytes: The KV cache of each layer.
+        workers: The workers.
+        compute_bytes: Memory in bytes that a pass needs on each worker.
+        read_bytes: Size of the weights that a pass reads.
+        widened: Whether 16-bit weights are widened to float32.
+
+    Raises:
+        MemoryBudgetError: The layers do not fit.
+    """
+    layers = [sum(both) for both in zip(weight_bytes, cache_bytes, strict=True)]
+    rooms = [link.memory_bytes - compute_bytes for link in workers.links]
+    counts = split_layers(layers, [workers.local_bytes, *rooms])
+    if counts is None:
+        needed = sum(layers) + compute_bytes * len(rooms)
+        offered = workers.local_bytes + sum(link.memory_bytes for link in workers.links)
+        raise MemoryBudgetError(
+            f"the layers of {name} need {format_bytes(needed)}, but the machines in --workers offer"
+            f" {format_bytes(offered)}",
+            "add workers, ask for more memory, or use a smaller --context or quantisation",
+        )
+    shares, local = [], counts[0]
+    first = local
+    for link, room, count in zip(workers.links, rooms, counts[1:], strict=True):
+        own = slice(first, first + count)
+        own_bytes = sum(weight_bytes[own])
+        shares.append(
+            MachineShare(
+                str(link.address),
+                count,
+                own_bytes,
+                sum(cache_bytes[own]),
+                compute_bytes if count else 0,
+                own_bytes / read_bytes,
+                can_hold_all=split_layers(layers, [room]) is not None,
+            )
+        )
+        first += count
+    here = sum(weight_bytes[:local]), sum(cache_bytes[:local])
+    return LayerPlacement(widened, local, *here, tuple(shares))

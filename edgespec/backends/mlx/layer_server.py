@@ -1,0 +1,123 @@
+"""The child process of `edgespec worker` that runs a block of an MLX target's layers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from edgespec.cluster.messages import MessageConnection
+from edgespec.errors import BackendError, EdgespecError, WorkerError
+
+if TYPE_CHECKING:
+    from edgespec.backends.mlx.layer_block import LayerBlock
+
+__all__ = ["main"]
+
+_BEAT_SECONDS = 1.0
+
+
+def main() -> None:
+    """Read the options from stdin, and serve the target until it closes the connection or stdin is closed."""
+    options = json.loads(sys.stdin.buffer.readline())
+    # Discard what libraries print to stdout, because nobody reads it.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    server = _LayerServer(socket.socket(fileno=options["connection"]), options["memory_bytes"])
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=server.beat, daemon=True).start()
+    with contextlib.suppress(OSError):
+        server.serve()
+    os._exit(0)
+
+
+def _end_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
+class _LayerServer:
+    def __init__(self, connection: socket.socket, memory_bytes: int) -> None:
+        self._messages = MessageConnection(connection)
+        self._memory_bytes = memory_bytes
+        self._works = threading.Event()
+        self._works.set()
+
+    def beat(self) -> None:
+        """Send an empty message every second while the target waits for an answer."""
+        while True:
+            self._works.wait()
+            with contextlib.suppress(OSError):
+                self._messages.beat()
+            time.sleep(_BEAT_SECONDS)
+
+    def serve(self) -> None:
+        """Load the layers, and run passes until the target closes the connection, which raises OSError."""
+        try:
+            block = self._load()
+            while True:
+                self._run(block)
+        except OSError:
+            raise
+        except EdgespecError as error:
+            self._answer_error(error)
+        except Exception as error:
+            # Catch all exceptions, because an invalid message can cause any of them.
+            self._answer_error(WorkerError(f"the message is invalid: {type(error).__name__}: {error}"))
+
+    def _answer_error(self, error: EdgespecError) -> None:
+        self._messages.send({"error": error.what, "next_step": error.next_step})
+
+    def _load(self) -> LayerBlock:
+        from edgespec.backends.mlx.layer_messages import MAX_FILES_BYTES, PROTOCOL, read_array
+
+        header, data = self._messages.receive(MAX_FILES_BYTES)
+        if header["protocol"] != PROTOCOL:
+            raise WorkerError(
+                "the worker has another version of edgespec", "install the same version on both machines"
+            )
+        headers, start = [], 0
+        for header_bytes, file_bytes in header["weight_files"]:
+            headers.append((bytes(data[start : start + header_bytes]), file_bytes))
+            start += header_bytes
+        # Import mlx-lm only now, because it takes seconds. Meanwhile, `beat` sends empty messages to the
+        # target.
+        from edgespec.backends.mlx.layer_block import LayerBlock
+
+        first, end = header["layers"]
+        block = LayerBlock(header["json_files"], headers, first, end, header["kv_bits"], self._memory_bytes)
+        self._messages.send({})
+        while True:
+            header, data = self._messages.receive(self._memory_bytes)
+            if "weight" not in header:
+                break
+            block.load(header["weight"], read_array(header, data))
+        block.finish()
+        self._messages.send({})
+        return block
+
+    def _run(self, block: LayerBlock) -> None:
+        from edgespec.backends.mlx.layer_messages import (
+            MAX_STATES_BYTES,
+            array_bytes,
+            array_header,
+            read_array,
+        )
+
+        header, data = self._receive_pass(MAX_STATES_BYTES)
+        try:
+            output = block.run(read_array(header, data), header["offset"], header["round_start"])
+            self._messages.send(array_header(output), array_bytes(output))
+        except BackendError as error:
+            self._answer_error(error)
+
+    def _receive_pass(self, max_bytes: int) -> tuple[dict[str, Any], bytearray]:
+        self._works.clear()
+        try:
+            return self._messages.receive(max_bytes)
+        finally:
+            self._works.set()

@@ -1,0 +1,184 @@
+"""The target's side of a block of layers on a worker: send the weights, then the hidden states of each pass.
+
+`mlx.distributed` would need a process group. After one process of a group is lost, the others cannot join a
+new group, so the target would have to run in a process of its own. Here, each worker has its own connection
+to the target, and hidden states go from worker to worker through the target. The loss of a worker is then an
+error of one connection. A pass takes one round trip to each worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from edgespec.backends.mlx.absent_layers import AbsentLayer, LastAbsentLayer
+from edgespec.backends.mlx.evaluation import evaluate
+from edgespec.backends.mlx.layer_messages import (
+    JSON_FILES,
+    MAX_STATES_BYTES,
+    PROTOCOL,
+    array_bytes,
+    array_header,
+    read_array,
+)
+from edgespec.backends.mlx.layers import LayerList
+from edgespec.backends.mlx.model_skeleton import named_arrays
+from edgespec.backends.mlx_files import MAX_JSON_BYTES, WEIGHTS
+from edgespec.cluster.connected import ConnectedWorkers
+from edgespec.cluster.link import Link, open_layers
+from edgespec.cluster.messages import Buffer, MessageConnection
+from edgespec.errors import BackendError, WorkerLostError
+from edgespec.files import read_regular_file
+
+__all__ = ["RemoteBlock", "send_blocks"]
+
+_HALF_TYPES = (mx.float16, mx.bfloat16)
+
+
+class RemoteBlock:
+    """A block of layers on a worker. A connection error means that the worker is lost.
+
+    Args:
+        workers: All workers of the target.
+        link: The block's worker.
+
+    Raises:
+        WorkerError: The worker cannot be reached.
+    """
+
+    def __init__(self, workers: ConnectedWorkers, link: Link) -> None:
+        self._workers, self._address = workers, link.address
+        self._connection = open_layers(link.address)
+        self._messages = MessageConnection(self._connection)
+
+    def send(self, header: dict[str, Any], data: Buffer = b"") -> None:
+        """Send a message. Raises WorkerLostError if the connection fails."""
+        self._workers.call(lambda: self._guarded(lambda: self._messages.send(header, data)))
+
+    def ask(self, header: dict[str, Any], data: Buffer = b"") -> tuple[dict[str, Any], Buffer]:
+        """Send a message, and return the header and the data of the answer.
+
+        Raises:
+            WorkerLostError: The worker ended, hung or sent an invalid answer.
+            BackendError: The worker answered with an error.
+        """
+
+        def exchange() -> tuple[dict[str, Any], Buffer]:
+            self._messages.send(header, data)
+            return self._messages.receive(MAX_STATES_BYTES)
+
+        answer, received = self._workers.call(lambda: self._guarded(exchange))
+        if "error" in answer:
+            raise BackendError(f"the worker {self._address}: {answer['error']}", str(answer["next_step"]))
+        return answer, received
+
+    def run(self, states: mx.array, offset: int, round_start: int) -> mx.array:
+        """Return the block's output in a pass. See `RunBlock`."""
+        evaluate(states)
+        header = {**array_header(states), "offset": offset, "round_start": round_start}
+        answer, data = self.ask(header, array_bytes(states))
+        return self._guarded(lambda: read_array(answer, data))
+
+    def _guarded(self, work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except TimeoutError as error:
+            raise self._lost(f"has not responded for {self._connection.gettimeout():g} seconds") from error
+        except (OSError, ValueError) as error:
+            raise self._lost("ended, or the connection to it broke") from error
+
+    def _lost(self, what: str) -> WorkerLostError:
+        reason = f"the worker {self._address} {what}"
+        self._workers.lose(reason, self._address.restart_advice)
+        return WorkerLostError(reason, self._address.restart_advice)
+
+    def close(self) -> None:
+        """Close the connection. Repeated calls have no effect."""
+        with suppress(OSError):
+            self._connection.close()
+
+
+def send_blocks(
+    folder: Path,
+    model: Any,
+    blocks: Sequence[tuple[int, int]],
+    kv_bits: int | None,
+    widen: bool,
+    workers: ConnectedWorkers,
+    report: Callable[[float], None],
+) -> list[RemoteBlock]:
+    """Load the layers of a model on workers, and replace them in the model. Returns the blocks.
+
+    Args:
+        folder: The model's folder.
+        model: The model, whose weights have not been read yet.
+        blocks: For each worker, the index of its first layer and the index after its last layer.
+        kv_bits: Bits per element in the KV cache, or None if it is not quantised.
+        widen: Whether to widen 16-bit weights to float32.
+        workers: The workers.
+        report: Called with the completed fraction. Can raise an exception to cancel.
+
+    Raises:
+        WorkerError, WorkerLostError: A worker cannot be used, or was lost. The caller closes `workers`.
+        BackendError: A worker could not load its layers.
+    """
+    layers = LayerList(model)
+    present, sent = list(layers.layers), []
+    total = sum(end - first for first, end in blocks)
+    done = 0
+    with ExitStack() as undo:
+        for link, (first, end) in zip(workers.links, blocks, strict=True):
+            if first == end:
+                continue
+            block = RemoteBlock(workers, link)
+            undo.callback(block.close)
+            sent.append(block)
+            # This takes seconds, because the worker first imports MLX.
+            block.ask(*_description(folder, first, end, kv_bits))
+            for index in range(first, end):
+                _send_weights(block, index, layers.layers[index], widen)
+                present[index] = AbsentLayer(layers.layers[index])
+                done += 1
+                report(done / total)
+            present[end - 1] = LastAbsentLayer(layers.layers[end - 1], block.run)
+            block.ask({})
+        layers.replace(present)
+        undo.pop_all()
+    return sent
+
+
+def _description(folder: Path, first: int, end: int, kv_bits: int | None) -> tuple[dict[str, Any], bytes]:
+    """Return the header and data of the message from which a worker builds the model."""
+    headers, sizes = [], []
+    for file in sorted(folder.glob(WEIGHTS)):
+        with file.open("rb") as stream:
+            length = stream.read(8)
+            headers.append(length + stream.read(int.from_bytes(length, "little")))
+        sizes.append((len(headers[-1]), file.stat().st_size))
+    present = (name for name in JSON_FILES if (folder / name).exists())
+    texts = {name: read_regular_file(folder / name, MAX_JSON_BYTES).decode() for name in present}
+    header = {
+        "protocol": PROTOCOL,
+        "json_files": texts,
+        "weight_files": sizes,
+        "layers": (first, end),
+        "kv_bits": kv_bits,
+    }
+    return header, b"".join(headers)
+
+
+def _send_weights(block: RemoteBlock, index: int, layer: Any, widen: bool) -> None:
+    """Send a layer's weights one at a time, and free them."""
+    from mlx.utils import tree_unflatten
+
+    for name, weight in named_arrays(layer.parameters()):
+        sent = weight.astype(mx.float32) if widen and weight.dtype in _HALF_TYPES else weight
+        evaluate(sent)
+        block.send({"weight": f"{index}.{name}", **array_header(sent)}, array_bytes(sent))
+        # Replace the weight, because mlx-lm still reads the layer's attributes. The new array is never
+        # evaluated, so it takes no memory.
+        layer.update(tree_unflatten([(name, mx.zeros(weight.shape, weight.dtype))]))

@@ -1,0 +1,35 @@
+"""Run layers of an MLX target in a child process of the worker, which uses a connection to the target."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+from edgespec.child_process import ChildProcess, module_arguments
+
+__all__ = ["LayerChild"]
+
+
+class LayerChild:
+    """A child process that runs layers until the target closes the connection.
+
+    Args:
+        connection: The connection to the target. The child process uses its own copy of it.
+        memory_bytes: The memory for weights.
+
+    Raises:
+        EdgespecError: The process cannot be started.
+    """
+
+    def __init__(self, connection: socket.socket, memory_bytes: int) -> None:
+        number = connection.fileno()
+        self._process = ChildProcess(
+            module_arguments("edgespec.backends.mlx.layer_server"), open_files=(number,)
+        )
+        options = {"connection": number, "memory_bytes": memory_bytes}
+        self._process.stdin.write(json.dumps(options).encode() + b"\n")
+        self._process.stdin.flush()
+
+    def close(self) -> None:
+        """Stop the process. Repeated calls have no effect."""
+        self._process.close()

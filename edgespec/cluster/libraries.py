@@ -1,0 +1,26 @@
+"""The versions of the libraries that run a target's layers, which must be the same on all of its machines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import metadata
+
+__all__ = ["LLAMA_CPP", "MLX", "Library", "installed_mlx"]
+
+LLAMA_CPP, MLX = "llama-cpp-python", "mlx-lm"
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """A library's package name, `LLAMA_CPP` or `MLX`, and its version."""
+
+    name: str
+    version: str
+
+
+def installed_mlx() -> str:
+    """Return the versions of mlx-lm and mlx, or an empty string if they are not installed."""
+    try:
+        return f"{metadata.version('mlx-lm')} (mlx {metadata.version('mlx')})"
+    except metadata.PackageNotFoundError:
+        return ""

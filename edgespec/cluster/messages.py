@@ -1,0 +1,86 @@
+"""Messages between an MLX target and the process on a worker that runs some of its layers.
+
+A message is the size of its header (4 bytes, little-endian), the size of its data (8 bytes), the header,
+which is a JSON object, and the data. An empty message only shows that the sender still runs.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+__all__ = ["Buffer", "MessageConnection"]
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+_SIZES = struct.Struct("<IQ")
+_MAX_HEADER_BYTES = 1 << 23
+# Data is sent and received in parts of this size, because a timeout of the connection applies to each part.
+_PART_BYTES = 1 << 20
+
+
+class MessageConnection:
+    """Sends and receives messages. `send` and `beat` can be called from any thread.
+
+    Args:
+        connection: The connection, which the caller closes.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+
+    def send(self, header: Mapping[str, Any], data: Buffer = b"") -> None:
+        """Send a message. Raises OSError."""
+        encoded = json.dumps(header).encode()
+        start = _SIZES.pack(len(encoded), len(data)) + encoded
+        with self._sending:
+            # One packet holds a small message.
+            self._connection.sendall(start + bytes(data[:_PART_BYTES]))
+            for first in range(_PART_BYTES, len(data), _PART_BYTES):
+                self._connection.sendall(data[first : first + _PART_BYTES])
+
+    def beat(self) -> None:
+        """Send an empty message, unless a message is being sent. Raises OSError."""
+        if self._sending.acquire(blocking=False):
+            try:
+                self._connection.sendall(bytes(_SIZES.size))
+            finally:
+                self._sending.release()
+
+    def receive(self, max_data_bytes: int) -> tuple[dict[str, Any], bytearray]:
+        """Return the header and the data of the next message that is not empty.
+
+        Args:
+            max_data_bytes: The most data to accept.
+
+        Raises:
+            OSError: The connection broke, or nothing arrived before its timeout.
+            ValueError: The other side sent something else, or more data.
+        """
+        header_bytes = data_bytes = 0
+        while not header_bytes:
+            header_bytes, data_bytes = _SIZES.unpack(self._receive(_SIZES.size))
+            if header_bytes > _MAX_HEADER_BYTES or data_bytes > max_data_bytes * bool(header_bytes):
+                raise ValueError(f"a message has {header_bytes:,} and {data_bytes:,} bytes")
+        try:
+            header = json.loads(self._receive(header_bytes))
+        except RecursionError as error:
+            raise ValueError("the header of a message is nested too deeply") from error
+        if not isinstance(header, dict):
+            raise ValueError("the header of a message is not a JSON object")
+        return header, self._receive(data_bytes)
+
+    def _receive(self, size: int) -> bytearray:
+        received = bytearray(size)
+        rest = memoryview(received)
+        while rest:
+            count = self._connection.recv_into(rest[:_PART_BYTES])
+            if not count:
+                raise ConnectionError("the other side closed the connection")
+            rest = rest[count:]
+        return received

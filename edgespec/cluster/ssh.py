@@ -1,0 +1,242 @@
+"""Start workers on other machines with the system's `ssh`, and reach them through its tunnel."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
+from typing import IO, TypeAlias
+
+from edgespec.cluster.machines import SshAddress, WorkerAddress
+from edgespec.cluster.rpc_child import LOOPBACK
+from edgespec.errors import CancelledError, WorkerError, shorten
+
+__all__ = ["ConnectProgress", "reach_worker"]
+
+# Called with a description and a fraction. Returning False cancels the connection.
+ConnectProgress: TypeAlias = Callable[[str, float], bool]
+
+_SSH = "ssh"
+_OPTIONS = (
+    "-T",
+    "-o", "BatchMode=yes",
+    "-o", "ConnectTimeout=10",
+    "-o", "ServerAliveInterval=3",
+    "-o", "ServerAliveCountMax=2",
+    "-o", "ExitOnForwardFailure=yes",
+    "-o", "LogLevel=ERROR",
+    # The tunnel of a connection that the user shares between commands would outlive this command.
+    "-o", "ControlMaster=no",
+    "-o", "ControlPath=none",
+)  # fmt: skip
+# A login shell sets PATH as in a terminal. Not all systems have ~/.local/bin in it.
+_COMMAND = """exec $SHELL -lc 'exec env PATH="$PATH:$HOME/.local/bin" edgespec worker --listen {address}'"""
+# Linux and macOS do not give these ports to programs that ask for any free port.
+_WORKER_PORTS = range(20000, 32768)
+# Either port can be taken before it is used.
+_ATTEMPTS = 4
+# Importing llama.cpp takes seconds on a slow disk, and initialising a graphics card can take longer.
+_START_SECONDS = 60.0
+# How often the wait checks whether it was cancelled.
+_POLL_SECONDS = 0.1
+# The worker and `ssh` have this long to end before `ssh` is killed.
+_END_SECONDS = 5.0
+_MAX_LINE_BYTES = 65536
+_KEPT_ERROR_LINES = 20
+# The exit statuses of `ssh` itself, and of a shell that does not find a command.
+_SSH_FAILED, _NOT_FOUND = 255, 127
+
+
+class _PortTakenError(Exception):
+    """Raised when another program uses a port that was chosen for the tunnel."""
+
+
+@contextmanager
+def reach_worker(
+    machine: WorkerAddress | SshAddress, progress: ConnectProgress | None = None
+) -> Iterator[WorkerAddress]:
+    """Return the address at which a worker can be reached.
+
+    On an `SshAddress`, starts the worker, which ends when the `with` block is left.
+
+    Args:
+        machine: The machine in `--workers`.
+        progress: Called while `ssh` connects.
+
+    Raises:
+        WorkerError: `ssh` cannot connect, or the worker does not start.
+        CancelledError: `progress` returned False.
+    """
+    if isinstance(machine, WorkerAddress):
+        yield machine
+        return
+    for attempt in range(_ATTEMPTS):
+        ssh = _Ssh(machine)
+        try:
+            ssh.wait_for_worker(progress)
+            break
+        except _PortTakenError as error:
+            ssh.kill()
+            if attempt == _ATTEMPTS - 1:
+                raise WorkerError(
+                    f"no free port was found for the worker on {machine}: {error}",
+                    "if ~/.ssh/config forwards a port of this host, close other connections to it",
+                ) from error
+        except BaseException:
+            ssh.kill()
+            raise
+    try:
+        yield WorkerAddress(LOOPBACK, ssh.local_port, machine.memory_bytes, str(machine))
+    finally:
+        ssh.close()
+
+
+class _Ssh:
+    """An `ssh` process that runs a worker on another machine and forwards a local port to it.
+
+    The worker's port is chosen here, because `ssh` opens the tunnel before the worker starts. The worker
+    fails if another program uses the port, so nothing else is at the end of the tunnel of a started worker.
+    """
+
+    def __init__(self, machine: SshAddress) -> None:
+        self._machine = machine
+        self._worker_port = _random_port()
+        self.local_port = _free_port()
+        tunnel = f"{LOOPBACK}:{self.local_port}:{LOOPBACK}:{self._worker_port}"
+        command = _COMMAND.format(address=f"{LOOPBACK}:{self._worker_port}")
+        try:
+            # In a new session, `ssh` does not receive the terminal's Ctrl-C, which cancels only a reply.
+            self._process = subprocess.Popen(
+                [_SSH, *_OPTIONS, "-L", tunnel, machine.url, command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise WorkerError(
+                f"{machine} needs the program `ssh`, which cannot be started: {error.strerror}",
+                "install OpenSSH, or start `edgespec worker` there yourself and name its host and port",
+            ) from error
+        self._lines: SimpleQueue[bytes] = SimpleQueue()
+        self._errors: deque[bytes] = deque(maxlen=_KEPT_ERROR_LINES)
+        self._readers = [
+            threading.Thread(target=_read_lines, args=(stream, add), name="edgespec-ssh", daemon=True)
+            for stream, add in (
+                (self._process.stdout, self._lines.put),
+                (self._process.stderr, self._errors.append),
+            )
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def wait_for_worker(self, progress: ConnectProgress | None) -> None:
+        """Wait until the worker prints its line.
+
+        Raises:
+            WorkerError: `ssh` or the worker ended, or the worker did not start in time.
+            CancelledError: `progress` returned False.
+            _PortTakenError: Another program uses one of the ports.
+        """
+        end = time.monotonic() + _START_SECONDS
+        while time.monotonic() < end:
+            if progress is not None and not progress(f"connecting to {self._machine}", 0.0):
+                raise CancelledError(f"connecting to {self._machine} was cancelled")
+            with suppress(Empty):
+                line = self._lines.get(timeout=_POLL_SECONDS)
+                if not line:
+                    raise self._failure()
+                # A login shell can print other lines first.
+                if _printed_port(line) == self._worker_port:
+                    return
+        raise WorkerError(
+            f"the worker on {self._machine} did not start within {_START_SECONDS:g} seconds",
+            f"run `ssh {self._machine} edgespec worker` to see why",
+        )
+
+    def _failure(self) -> Exception:
+        """Return the reason why `ssh` ended."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_SECONDS)
+        self._readers[1].join(_END_SECONDS)
+        lines = [_printable(line) for line in self._errors]
+        text = "\n".join(lines)
+        last = shorten(next(filter(None, reversed(lines)), "it gave no reason").rstrip("."), 300)
+        status = self._process.returncode
+        if status == _SSH_FAILED:
+            return _connection_error(self._machine, text, last)
+        if status == _NOT_FOUND:
+            return WorkerError(
+                f"edgespec was not found on {self._machine}: {last}",
+                "install it there with `scripts/setup workers`, then run `mkdir -p ~/.local/bin && ln -s"
+                " $PWD/.venv/bin/edgespec ~/.local/bin/` in its source folder",
+            )
+        if f"cannot listen on {LOOPBACK}:{self._worker_port}" in text:
+            return _PortTakenError(last)
+        # The command line prints one line that begins with `error: ` and says what to do.
+        own = next((line for line in lines if line.startswith("error: ")), last)
+        return WorkerError(f"the worker on {self._machine} did not start: {own.removeprefix('error: ')}")
+
+    def close(self) -> None:
+        """End the worker by closing its stdin, and wait until its memory is free."""
+        self._close_stdin()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_SECONDS)
+        self.kill()
+
+    def kill(self) -> None:
+        """End `ssh`. The other machine then closes the worker's stdin, which ends the worker."""
+        self._process.kill()
+        self._process.wait()
+        self._close_stdin()
+
+    def _close_stdin(self) -> None:
+        assert self._process.stdin
+        with suppress(OSError):
+            self._process.stdin.close()
+
+
+def _connection_error(machine: SshAddress, text: str, last: str) -> Exception:
+    if "Address already in use" in text or "forwarding failed" in text:
+        return _PortTakenError(last)
+    by_hand = f"`ssh {machine}` must connect without asking for a password or for anything else"
+    if "Permission denied" in text or "Too many authentication failures" in text:
+        return WorkerError(f"{machine} refused the SSH key: {last}", by_hand)
+    if "Host key verification failed" in text:
+        return WorkerError(f"the host key of {machine} is not known or has changed: {last}", by_hand)
+    return WorkerError(f"{machine} is unreachable by SSH: {last}", by_hand)
+
+
+def _random_port() -> int:
+    return random.choice(_WORKER_PORTS)
+
+
+def _free_port() -> int:
+    with socket.create_server((LOOPBACK, 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _printable(line: bytes) -> str:
+    return "".join(filter(str.isprintable, line.decode("utf-8", "replace"))).strip()
+
+
+def _printed_port(line: bytes) -> object:
+    try:
+        return json.loads(line)["port"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def _read_lines(stream: IO[bytes], add: Callable[[bytes], None]) -> None:
+    """Pass on all lines, and an empty one at the end."""
+    with suppress(OSError, ValueError), stream:
+        while line := stream.readline(_MAX_LINE_BYTES):
+            add(line)
+    add(b"")

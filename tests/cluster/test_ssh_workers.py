@@ -1,0 +1,312 @@
+"""Workers that edgespec starts by SSH: with an sshd of the tests, and with a program in place of `ssh`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+import edgespec
+from edgespec.cluster import ssh
+from edgespec.cluster.machines import SshAddress, WorkerAddress
+from edgespec.cluster.ssh import reach_worker
+from edgespec.cluster.status import Device, WorkerStatus
+from edgespec.errors import CancelledError, MemoryBudgetError, WorkerError, WorkerLostError
+from tests.cluster.conftest import Worker
+from tests.cluster.test_spread_targets import PROMPT, run, tokens
+
+MAC = SshAddress("ssh://mac")
+# The folder of sshd is not in every user's PATH.
+SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
+CLIENT = shutil.which("ssh")
+ROOT = Path(edgespec.__file__).parents[1]
+
+
+@dataclass
+class Site:
+    """The machine `ssh://mac`, with its own home folder."""
+
+    folder: Path
+
+    @property
+    def home(self) -> Path:
+        return self.folder / "home"
+
+    def install(self, script: str) -> None:
+        """Make `edgespec` a shell script on this machine."""
+        write_program(self.home / ".local/bin/edgespec", f"echo $$ >{self.home}/pid\n{script}")
+
+    def connection(self) -> psutil.Process:
+        """Return the `ssh` process that this process has started."""
+        (found,) = [each for each in psutil.Process().children() if "ssh://mac" in each.cmdline()]
+        return found
+
+    def wait_for_the_end(self) -> None:
+        """Wait until the worker has ended."""
+        pid, end = int((self.home / "pid").read_text()), time.monotonic() + 20
+        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+
+def write_program(file: Path, script: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"#!/bin/sh\n{script}\n")
+    file.chmod(0o755)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def start_sshd(folder: Path) -> subprocess.Popen[bytes]:
+    """Start an sshd that accepts the key `user`, and write a configuration of `ssh` with the host `mac`."""
+    assert SSHD
+    for key in ("host", "user", "stranger"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
+    if os.geteuid() == 0:
+        Path("/run/sshd").mkdir(exist_ok=True)
+    port = free_port()
+    (folder / "sshd_config").write_text(
+        f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder}/host\nPidFile none\nStrictModes no\n"
+        f"AuthorizedKeysFile {folder}/user.pub\nUsePAM no\nPasswordAuthentication no\n"
+        f"KbdInteractiveAuthentication no\nSetEnv HOME={folder}/home\n"
+    )
+    key = " ".join((folder / "host.pub").read_text().split()[:2])
+    (folder / "known").write_text(f"mac {key}\n")
+    common = f"HostName 127.0.0.1\nPort {port}\nHostKeyAlias mac\nIdentitiesOnly yes\n"
+    (folder / "config").write_text(
+        f"Host mac\nIdentityFile {folder}/user\nUserKnownHostsFile {folder}/known\n{common}"
+        f"Host refused\nIdentityFile {folder}/stranger\nUserKnownHostsFile {folder}/known\n{common}"
+        f"Host unknown\nIdentityFile {folder}/user\nUserKnownHostsFile /dev/null\n{common}"
+        f"Host gone\nHostName 127.0.0.1\nPort {free_port()}\n"
+    )
+    write_program(folder / "bin/ssh", f'exec {CLIENT} -F {folder}/config "$@"')
+    server = subprocess.Popen([SSHD, "-D", "-f", folder / "sshd_config"], stderr=subprocess.DEVNULL)
+    end = time.monotonic() + 10
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+            return server
+        except OSError:
+            assert server.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def sshd_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    if not (SSHD and CLIENT):
+        pytest.skip("needs OpenSSH's client and server (Debian, Ubuntu: apt install openssh-server)")
+    folder = tmp_path_factory.mktemp("sshd")
+    server = start_sshd(folder)
+    yield folder
+    server.terminate()
+    server.wait(10)
+
+
+@pytest.fixture(scope="module")
+def stand_in_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ssh")
+    program = f"{sys.executable} -m tests.cluster.ssh_stand_in"
+    write_program(folder / "bin/ssh", f'PYTHONPATH={ROOT} exec {program} {folder}/home "$@"')
+    return folder
+
+
+@pytest.fixture(params=["sshd", "stand_in"])
+def site(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Site:
+    folder: Path = request.getfixturevalue(f"{request.param}_folder")
+    monkeypatch.setenv("PATH", f"{folder}/bin:{os.environ['PATH']}")
+    site = Site(folder)
+    site.install(f'PYTHONPATH={ROOT} exec {sys.executable} -m edgespec "$@"')
+    # A login shell can print other lines before the worker's.
+    (site.home / ".profile").write_text("echo Welcome\necho '{\"port\": 1}'\n")
+    return site
+
+
+def test_a_target_on_workers_of_all_kinds_gives_the_same_tokens(
+    site: Site, workers: tuple[Worker, Worker]
+) -> None:
+    spread = f"ssh://mac=200MiB,local=200MiB,{workers[0].address}=200MiB"
+    assert tokens(spread, method="auto") == tokens()
+    site.wait_for_the_end()
+
+
+def test_the_commands_start_and_end_the_worker(site: Site) -> None:
+    report = json.loads(run("doctor", "--workers", "ssh://mac=1MiB", "--json").stdout)["workers"][0]
+    assert report["address"] == "ssh://mac"
+    assert report["error"] is None
+    assert report["bytes_per_second"] > 1e6
+    site.wait_for_the_end()
+    plan = json.loads(run("plan", "--workers", "ssh://mac=200MiB", "--context", "1024", "--json").stdout)
+    assert plan["machines"][-1]["name"] == "ssh://mac"
+    site.wait_for_the_end()
+
+
+def test_a_lost_connection_is_an_error_and_the_next_load_connects_again(site: Site) -> None:
+    with edgespec.load("demo", workers="ssh://mac", method="none", context=1024) as runtime:
+        stream = runtime.stream(PROMPT, temperature=0.0, max_tokens=400)
+        assert next(stream).text
+        site.connection().kill()
+        began = time.monotonic()
+        with pytest.raises(WorkerLostError, match="the worker ssh://mac ended") as caught:
+            list(stream)
+        assert time.monotonic() - began < 5.0
+    assert "edgespec worker" not in caught.value.next_step
+    site.wait_for_the_end()
+    assert tokens("ssh://mac")
+    site.wait_for_the_end()
+
+
+def test_a_frozen_connection_is_an_error(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgespec.cluster.link.SILENCE_SECONDS", 2.0)
+    monkeypatch.setattr(ssh, "_END_SECONDS", 0.5)
+    with edgespec.load("demo", workers="ssh://mac", method="none", context=1024) as runtime:
+        site.connection().suspend()
+        with pytest.raises(WorkerLostError, match="the worker ssh://mac has not responded for 2 seconds"):
+            runtime.generate(PROMPT, max_tokens=400)
+    site.wait_for_the_end()
+
+
+def error_of(url: str = "ssh://mac") -> str:
+    with pytest.raises(WorkerError) as caught:
+        edgespec.load("demo", None, workers=url)
+    return str(caught.value)
+
+
+def test_a_machine_without_edgespec_is_an_error(site: Site) -> None:
+    (site.home / ".local/bin/edgespec").unlink()
+    assert error_of().startswith("edgespec was not found on ssh://mac: ")
+    assert "scripts/setup workers" in error_of()
+
+
+def test_the_error_of_a_worker_is_reported(site: Site) -> None:
+    site.install("echo warning >&2; echo 'error: no RPC library; build it' >&2; echo more >&2; exit 1")
+    assert error_of() == "the worker on ssh://mac did not start: no RPC library; build it"
+
+
+_FAKE_WORKER = """
+import json, socket, sys
+port = int(sys.argv[-1].rpartition(":")[2])
+with socket.create_server(("127.0.0.1", port)) as server:
+    print(json.dumps({"port": port}), flush=True)
+    client, _ = server.accept()
+    client.recv(100)
+    client.sendall(sys.argv[1].encode())
+    sys.stdin.read()
+"""
+
+
+def install_worker_with_status(site: Site, version: str, *, busy: bool = False) -> None:
+    status = WorkerStatus(edgespec.__version__, version, "7.0.0", (Device("CPU", 1 << 30),), 1 << 30, busy)
+    (site.home / "fake.py").write_text(_FAKE_WORKER)
+    (site.home / "status").write_bytes(status.to_line())
+    site.install(f'exec {sys.executable} {site.home}/fake.py "$(cat {site.home}/status)\n" "$@"')
+
+
+def test_another_version_and_a_busy_worker_and_too_little_memory_are_errors(
+    site: Site, workers: tuple[Worker, Worker]
+) -> None:
+    install_worker_with_status(site, "0.2.90")
+    assert "the worker ssh://mac has llama-cpp-python 0.2.90, but this machine has" in error_of()
+    version = workers[0].facts["llama_cpp"]
+    install_worker_with_status(site, version, busy=True)
+    assert "the worker ssh://mac is busy with another model" in error_of()
+    install_worker_with_status(site, version)
+    with pytest.raises(
+        MemoryBudgetError, match=r"ssh://mac offers 1.0 GiB of memory, but --workers asks for"
+    ):
+        edgespec.load("demo", None, workers="ssh://mac=2GiB")
+    site.wait_for_the_end()
+
+
+def test_taken_ports_are_replaced(
+    site: Site, workers: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = workers[0].port
+    local, remote = [taken, free_port(), free_port()], [free_port(), taken, free_port()]
+    monkeypatch.setattr(ssh, "_free_port", lambda: local.pop(0))
+    monkeypatch.setattr(ssh, "_random_port", lambda: remote.pop(0))
+    with reach_worker(MAC) as address:
+        socket.create_connection((address.host, address.port)).close()
+    assert not local
+    local, remote = [free_port() for _ in range(9)], [taken] * 9
+    with pytest.raises(WorkerError, match="no free port was found for the worker on ssh://mac"):
+        reach_worker(MAC).__enter__()
+    site.wait_for_the_end()
+
+
+def test_connecting_can_be_cancelled(site: Site) -> None:
+    site.install("read line")
+    calls: list[str] = []
+
+    def progress(what: str, _: float) -> bool:
+        calls.append(what)
+        return not (site.home / "pid").exists()
+
+    (site.home / "pid").unlink(missing_ok=True)
+    with pytest.raises(CancelledError, match="connecting to ssh://mac was cancelled"):
+        reach_worker(MAC, progress).__enter__()
+    assert set(calls) == {"connecting to ssh://mac"}
+    site.wait_for_the_end()
+
+
+def test_ctrl_c_while_connecting(site: Site) -> None:
+    site.install("read line")
+    (site.home / "pid").unlink(missing_ok=True)
+    command = [sys.executable, "-m", "edgespec", "generate", "--workers", "ssh://mac", "hello"]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        while not (site.home / "pid").exists():
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert b"connecting to ssh://mac was cancelled" in errors
+    site.wait_for_the_end()
+
+
+def test_a_worker_that_does_not_start_is_an_error(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.install("read line")
+    monkeypatch.setattr(ssh, "_START_SECONDS", 3.0)
+    assert error_of().startswith("the worker on ssh://mac did not start within 3 seconds")
+    site.wait_for_the_end()
+
+
+@pytest.mark.parametrize(
+    ("host", "message"),
+    [
+        ("refused", "ssh://refused refused the SSH key: "),
+        ("unknown", "the host key of ssh://unknown is not known or has changed: "),
+        ("gone", "ssh://gone is unreachable by SSH: "),
+    ],
+)
+def test_a_failed_connection_is_one_line(
+    host: str, message: str, sshd_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{sshd_folder}/bin:{os.environ['PATH']}")
+    error = error_of(f"ssh://{host}")
+    assert error.startswith(message)
+    assert f"`ssh ssh://{host}` must connect without asking" in error
+
+
+def test_a_machine_without_ssh_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert error_of().startswith("ssh://mac needs the program `ssh`, which cannot be started: ")
+
+
+def test_other_addresses_need_no_ssh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with reach_worker(WorkerAddress("host", 1)) as address:
+        assert address == WorkerAddress("host", 1)
