@@ -104,7 +104,7 @@ class Student(Protocol):
         """
 
     def published(self, folder: Path) -> Guesser | None:
-        """Load the result of an earlier training, or return None if the folder contains none.
+        """Load the result of an earlier training run, or return None if the folder contains none.
 
         Raises:
             ModelFileError: The folder contains something else, such as a head for another target.

@@ -106,7 +106,7 @@ def _most_accurate(target: HiddenStateSource, heads: Sequence[H]) -> H:
 
 
 def _agreement(head: HeadModel, tokens: Sequence[int], best: Sequence[Sequence[int]]) -> int:
-    """Return for how many tokens the head predicts the target's most likely token.
+    """Return how many of the target's most likely tokens the head predicts.
 
     Args:
         head: The head, which has processed only tokens of the preceding calls.

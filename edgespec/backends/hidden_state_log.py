@@ -89,7 +89,7 @@ class OpenLogs:
 
     def __init__(self) -> None:
         self.states: tuple[int, ...] = ()
-        # (log, indices of the hidden states in each row) pairs.
+        # Pairs of a log and the indices of the hidden states in each of its rows.
         self._logs: list[tuple[HiddenStateLog, Sequence[int]]] = []
 
     def open(self, states: Sequence[int], size: int) -> HiddenStateLog:

@@ -138,7 +138,7 @@ class _Interpreter:
     def __init__(self, path: Path, root: str, sizes: dict[str, int]) -> None:
         self._path, self._root, self._sizes = path, root, sizes
         self._stack: list[Any] = []
-        # Stack length at each open MARK instruction.
+        # Length of the stack at each MARK instruction that is still open.
         self._marks: list[int] = []
         self._memo: dict[int, Any] = {}
 

@@ -262,7 +262,7 @@ def _checked(
     prefix: AttentionLayer | None,
     layers_before_last: int,
 ) -> ResidualHeads:
-    """Check the shapes of the heads and return them. Raises ModelFileError if shapes do not match."""
+    """Return the heads after checking their shapes. Raises ModelFileError if shapes do not match."""
     if not heads:
         raise tensors.error("the file contains no heads")
     size = _matrix_shape(tensors, heads[0].blocks[0].linear.weight)[0]

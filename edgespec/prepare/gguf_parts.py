@@ -180,7 +180,7 @@ def merged_file(
 ) -> Iterator[Path]:
     """Merge the lower and upper parts of a split model into a temporary file.
 
-    The file is deleted on leaving the context.
+    The file is deleted at the end of the `with` block.
 
     Args:
         folder: Folder of the split model.

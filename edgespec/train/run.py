@@ -101,23 +101,23 @@ def train_drafter(
     progress: Progress,
     announce: Callable[[float, str], None],
 ) -> TrainingResult:
-    """Train a drafter, or continue an interrupted training.
+    """Train a drafter, or continue an interrupted training run.
 
     Args:
         target: The loaded target.
         student: The kind of head, or the draft model, to train.
-        settings: Settings of the training.
+        settings: Settings of the training run.
         prompts: Prompts to answer before the target writes its own questions.
         folder: Folder for the drafter. A drafter that is already there is replaced only by a better one.
         progress: Called with a description and the completed fraction. Returning False stops the training.
         announce: Called once before writing and training, with the estimated remaining time in seconds (0 if
-            training is finished) and a description of what an interrupted training has finished (empty for a
-            new training).
+            training is finished) and a description of what an interrupted run has finished (empty for a new
+            run).
 
     Raises:
         CancelledError: `progress` returned False. Calling with the same arguments continues the training.
         BusyError: Another process trains in the same folder.
-        OptionError: The folder contains an unfinished training with other settings, or other files.
+        OptionError: The folder contains an unfinished training run with other settings, or other files.
         ModelFileError: The folder contains another kind of drafter, or one for another target.
         EdgespecError: The training or the conversion to GGUF failed, or the folder cannot be written.
     """
@@ -193,7 +193,7 @@ def train_drafter(
 
 @contextmanager
 def _explain_failures(path: Path) -> Iterator[None]:
-    """Convert exceptions to errors that say how to continue the training in `path`."""
+    """Convert exceptions to errors that say how to continue the training run in `path`."""
     try:
         yield
     except CancelledError as error:
@@ -211,7 +211,7 @@ def _explain_failures(path: Path) -> Iterator[None]:
 def _continued(
     settings: TrainingSettings, conversations: list[Conversation], state: TrainingProgress, *, trained: bool
 ) -> str:
-    """Describe what an interrupted training has finished. Return an empty string for a new training."""
+    """Describe what an interrupted run has finished. Return an empty string for a new run."""
     if trained:
         return "all training steps are finished, and only the evaluation is left"
     if state.steps:

@@ -85,7 +85,7 @@ class TrainingProgress:
 
     @property
     def best(self) -> CurvePoint:
-        """The evaluation with the most tokens per pass, or the last of several equal ones."""
+        """The evaluation with the most tokens per pass. Ties favour the latest evaluation."""
         return max(self.curve, key=lambda point: (point.tokens_per_pass, point.steps))
 
     def add_point(self, tokens_per_pass: float) -> None:
@@ -96,14 +96,14 @@ class TrainingProgress:
 
 
 class TrainingFolder:
-    """The folder that holds the state of an unfinished training.
+    """The folder that holds the state of an unfinished training run.
 
     Args:
         path: The folder, which must exist and be locked with `lock_training`.
-        settings: The settings of the training.
+        settings: The settings of the training run.
 
     Raises:
-        OptionError: The folder contains a training with different settings, or unrelated files.
+        OptionError: The folder contains a training run with different settings, or unrelated files.
         ModelFileError: The folder is damaged.
         OSError: The folder cannot be written.
     """
@@ -132,12 +132,12 @@ class TrainingFolder:
         other = [names[key] for key, value in asdict(settings).items() if found.get(key) != value]
         if other:
             raise OptionError(
-                f"{path} contains an unfinished training with a different {other[0]}",
+                f"{path} contains an unfinished training run with a different {other[0]}",
                 f"repeat the command that started it, or delete the folder {path} to begin again",
             )
 
     def speed(self, measure: Callable[[], TrainingSpeed]) -> TrainingSpeed:
-        """Return the saved speed of the training, or measure and save it.
+        """Return the saved speed of the training run, or measure and save it.
 
         Raises:
             ModelFileError: The file is damaged.
@@ -225,7 +225,7 @@ class TrainingFolder:
                 _delete(saved)
 
     def delete_contents(self) -> None:
-        """Delete the files of a finished training, except for the lock.
+        """Delete the files of a finished training run, except for the lock.
 
         The progress is deleted before the files that it refers to, and the settings are deleted last. If this
         is interrupted, the training folder therefore stays valid.
@@ -324,6 +324,6 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _damaged(path: Path) -> ModelFileError:
     return ModelFileError(
-        f"{path}, which belongs to an interrupted training, is damaged",
+        f"{path}, which belongs to an interrupted training run, is damaged",
         f"delete the folder {path.parent} and train again",
     )

@@ -1,4 +1,4 @@
-"""Estimate the duration of a training from the speed in a short trial."""
+"""Estimate the duration of a training run from the speed of a short trial."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LONG_STEP_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class TrainingSpeed:
-    """The measured speed of a training.
+    """The measured speed of a training run.
 
     Attributes:
         write_seconds: Seconds to generate one token of a conversation.
@@ -54,7 +54,7 @@ class TrainingSpeed:
 def measure_speed(
     teacher: Teacher, student: Student, question_start: Sequence[int], progress: Progress
 ) -> TrainingSpeed:
-    """Measure the speed of a training by generating a short text and training on it.
+    """Measure the speed of a training run by generating a short text and training on it.
 
     Args:
         teacher: The target.

@@ -35,7 +35,7 @@ _COMPUTE_BYTES_PER_LOGIT = 7
 
 
 def load_eagle_head(target: HeadTarget, head: Head) -> LoadedHead:
-    """Load an EAGLE-3 head in a GGUF file, or the EAGLE-1 or EAGLE-2 head in a folder, for a target.
+    """Load an EAGLE-3 head from a GGUF file, or an EAGLE-1 or EAGLE-2 head from a folder.
 
     See `load_head_file` and `load_eagle1_head`.
     """

@@ -157,7 +157,7 @@ class GgufMemoryEstimator:
             compute_bytes += buffers.compute_bytes + _attention_bytes(weights, plan, each)
             gpu_compute += sum(size for name, size in buffers.compute if self.layers and _is_on_gpu(name))
             logits = logits_bytes(weights, min(plan.rows, each.batch_tokens))
-            # Replies that share a pass copy their logits.
+            # Count logits twice, because replies that share a pass copy them.
             output_bytes += logits if plan.slots == 1 else 2 * logits
         if options.workers is not None:
             return self._estimate_local(options, plans[0], cache_bytes, compute_bytes, output_bytes)

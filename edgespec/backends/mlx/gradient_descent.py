@@ -1,4 +1,4 @@
-"""Train the weights of heads and draft models by gradient descent, and save the state of the training."""
+"""Train the weights of heads and draft models by gradient descent, and save the training state."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class GradientDescent:
             self.steps = int(metadata["steps"])
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             raise ModelFileError(
-                f"{path}, which holds the state of an interrupted training, is damaged: {error}",
+                f"{path}, which holds the state of an interrupted training run, is damaged: {error}",
                 f"delete the folder {path.parent} and train again",
             ) from error
         evaluate(*saved.values())

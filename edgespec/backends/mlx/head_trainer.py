@@ -82,7 +82,7 @@ class MlxHeadTrainer(HeadGuesser):
 
     def __init__(self, teacher: MlxTeacher, head: TrainableHead) -> None:
         super().__init__(teacher, head)
-        # Muon trains matrices, AdamW norms and biases.
+        # Train matrices with Muon, and norms and biases with AdamW.
         self._descent = GradientDescent(
             head,
             (

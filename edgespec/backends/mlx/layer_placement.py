@@ -26,7 +26,7 @@ class LayerSizes:
     """The memory of each layer.
 
     Attributes:
-        weight_bytes: The weights of each layer.
+        weight_bytes: Size of the weights of each layer, in bytes.
         caches: The bytes per token of each layer's KV cache, and its sliding window in tokens if it has one.
     """
 
@@ -108,8 +108,8 @@ def place_layers(
 
     Args:
         name: The model's name, for messages.
-        weight_bytes: The weights of each layer.
-        cache_bytes: The KV cache of each layer.
+        weight_bytes: Size of the weights of each layer, in bytes.
+        cache_bytes: Size of the KV cache of each layer, in bytes.
         workers: The workers.
         compute_bytes: Memory in bytes that a pass needs on each worker.
         read_bytes: Size of the weights that a pass reads.
