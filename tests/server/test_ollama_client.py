@@ -242,7 +242,7 @@ def test_models_are_described(client: ollama.Client, http: httpx.Client) -> None
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_predict": 1}, "did you mean options.max_tokens or options.num_predict?"),
+        ({"num_predictt": 1}, "did you mean options.max_tokens or options.num_predict?"),
         ({"temperature": -1}, "temperature must be a number from 0 to 100, not -1"),
         ({"options": {"temperatur": 1}}, "did you mean options.temperature?"),
         ({"options": {"mirostat": 2}}, "mirostat 2 is not supported; leave mirostat out, or set it to 0"),
