@@ -2,8 +2,10 @@
 
 The target sends
 
-1. the model's JSON files and the headers of its weight files. The worker builds the same model and answers.
-2. a message for each weight of the block, without an answer.
+1. the model's JSON files and the headers of its weight files. The worker builds the same model, and answers
+   whether it has a cache for weights.
+2. a message for each weight of the block. If the worker has a cache, the target first sends the digest of a
+   large weight, and the worker answers whether it has this weight. It also answers when it has stored one.
 3. a message without an array, which the worker answers when it is ready.
 4. the block's input in each pass, with the number of cached tokens before it. The worker first drops the
    cached tokens from there on, so that a rollback needs no message. It answers with the block's output.

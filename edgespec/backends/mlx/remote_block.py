@@ -31,12 +31,15 @@ from edgespec.backends.mlx_files import MAX_JSON_BYTES, WEIGHTS
 from edgespec.cluster.connected import ConnectedWorkers
 from edgespec.cluster.link import Link, open_layers
 from edgespec.cluster.messages import Buffer, MessageConnection
+from edgespec.cluster.weight_cache import weight_digest
 from edgespec.errors import BackendError, WorkerLostError
 from edgespec.files import read_regular_file
 
 __all__ = ["RemoteBlock", "send_blocks"]
 
 _HALF_TYPES = (mx.float16, mx.bfloat16)
+# Weights of at least this size are cached. llama.cpp has the same limit.
+_CACHED_BYTES = 10 * 2**20
 
 
 class RemoteBlock:
@@ -138,9 +141,9 @@ def send_blocks(
             undo.callback(block.close)
             sent.append(block)
             # This takes seconds, because the worker first imports MLX.
-            block.ask(*_description(folder, first, end, kv_bits))
+            answer, _ = block.ask(*_description(folder, first, end, kv_bits))
             for index in range(first, end):
-                _send_weights(block, index, layers.layers[index], widen)
+                _send_weights(block, index, layers.layers[index], widen, answer["has_cache"] is True)
                 present[index] = AbsentLayer(layers.layers[index])
                 done += 1
                 report(done / total)
@@ -171,14 +174,20 @@ def _description(folder: Path, first: int, end: int, kv_bits: int | None) -> tup
     return header, b"".join(headers)
 
 
-def _send_weights(block: RemoteBlock, index: int, layer: Any, widen: bool) -> None:
+def _send_weights(block: RemoteBlock, index: int, layer: Any, widen: bool, has_cache: bool) -> None:
     """Send a layer's weights one at a time, and free them."""
     from mlx.utils import tree_unflatten
 
     for name, weight in named_arrays(layer.parameters()):
         sent = weight.astype(mx.float32) if widen and weight.dtype in _HALF_TYPES else weight
         evaluate(sent)
-        block.send({"weight": f"{index}.{name}", **array_header(sent)}, array_bytes(sent))
+        header, data = {"weight": f"{index}.{name}", **array_header(sent)}, array_bytes(sent)
+        if has_cache and len(data) >= _CACHED_BYTES:
+            header["digest"] = weight_digest(data)
+            if not block.ask(header)[0]["has_weight"]:
+                block.ask(header, data)
+        else:
+            block.send(header, data)
         # Replace the weight, because mlx-lm still reads the layer's attributes. The new array is never
         # evaluated, so it takes no memory.
         layer.update(tree_unflatten([(name, mx.zeros(weight.shape, weight.dtype))]))
