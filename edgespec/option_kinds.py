@@ -267,7 +267,7 @@ def _path_and_scale(text: str) -> tuple[str, float]:
         return path, float(scale)
     except ValueError:
         if not os.path.exists(os.path.expanduser(path)):
-            # File names can contain equals signs.
+            # The equals sign is part of the file name.
             return text, 1.0
         raise OptionError(
             f"the scale {scale!r} is not a number", f"for example, use {path}=0.5, or only the path"

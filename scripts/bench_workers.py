@@ -133,6 +133,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--target", default="demo")
     parser.add_argument("--draft", default="auto")
+    parser.add_argument("--head", default="none", help="head to draft with, such as demo-head")
     parser.add_argument(
         "--methods",
         default="auto,model:2,model:4,model:8",
@@ -182,6 +183,7 @@ def _measure(
         args.draft,
         workers=",".join(f"127.0.0.1:{proxy.port}" for proxy in proxies),
         context=1024,
+        head=args.head,
         methods=[method for method, _ in methods.values()],
     ) as runtime:
         for index, prompt in enumerate(read_prompts(args.prompts)[:: args.every]):

@@ -12,7 +12,7 @@ from edgespec.backends.base import LoadOptions, Progress
 from edgespec.cluster.connected import ConnectedWorkers
 from edgespec.cluster.machines import Machines
 from edgespec.errors import OptionError
-from edgespec.method_names import HEADS, SELF_DRAFTS
+from edgespec.method_names import SELF_DRAFTS
 from edgespec.options import LOAD_OPTIONS, LoadArguments
 
 __all__ = ["connect_workers", "for_workers"]
@@ -24,7 +24,9 @@ _UNSUPPORTED = (
 
 
 def for_workers(drafting: DraftingOptions) -> DraftingOptions:
-    """Return the drafting options for a target on workers, without heads and the cache of earlier chats.
+    """Return the drafting options for a target on workers, without the cache of earlier chats.
+
+    Heads that the user did not name are left out.
 
     Raises:
         OptionError: The user chose an option or a method that does not work with workers.
@@ -34,17 +36,17 @@ def for_workers(drafting: DraftingOptions) -> DraftingOptions:
         if arguments[name] != LOAD_OPTIONS[name].default:  # type: ignore[literal-required]
             dashed = f"--{name.replace('_', '-')}"
             raise OptionError(f"{dashed} does not work with --workers yet", f"omit {dashed}")
-    unsupported = drafting.named_drafters & {*HEADS, *SELF_DRAFTS, "lookahead"}
+    unsupported = drafting.named_drafters & {*SELF_DRAFTS, "lookahead", "mtp"}
     if unsupported:
         raise OptionError(
             f"method {min(unsupported)!r} does not work with --workers yet",
-            "use model, suffix, ngram, grammar, auto or none",
+            "use model, eagle, suffix, ngram, grammar, auto or none",
         )
-    if drafting.head not in ("auto", "none"):
-        raise OptionError("--head does not work with --workers yet", "omit --head")
     if arguments["prefix_cache"] == "disk":
         raise OptionError("--prefix-cache disk does not work with --workers yet", "use --prefix-cache none")
-    changed = cast(LoadArguments, {**arguments, "head": "none", "prefix_cache": "none"})
+    # A head makes every pass slower, also plain ones, so it is used only if the user names it.
+    head = drafting.head if drafting.names_head else "none"
+    changed = cast(LoadArguments, {**arguments, "head": head, "prefix_cache": "none"})
     return replace(drafting, arguments=changed)
 
 

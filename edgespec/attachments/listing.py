@@ -18,8 +18,8 @@ _MAX_FILES = 100_000
 _MAX_SECONDS = 10.0
 # Folders of generated files. Outside Git repositories, they are skipped, and so are hidden folders.
 _GENERATED = ("__pycache__", "node_modules")
-# `core.fsmonitor=false` stops Git from running the file system monitor that a repository's settings name,
-# which could be any program.
+# A repository's settings can name any program as its file system monitor. `core.fsmonitor=false` stops Git
+# from running that program.
 _GIT = ("git", "-c", "core.fsmonitor=false", "--no-optional-locks")
 
 

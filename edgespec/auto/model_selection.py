@@ -19,7 +19,8 @@ _PREFILL_SHARE = 0.5
 _MIN_PREFILL_TOKENS = 32
 # Draft lengths to compare for drafters that choose their own length.
 _DRAFT_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
-# Retry unsuccessful drafters only while other drafters contribute no more accepted tokens than this.
+# Retry unsuccessful drafters only while the other drafters are expected to get at most this many tokens
+# accepted per pass.
 _MAX_TOKENS_AT_RISK = 0.5
 # Number of rounds for which a draft model runs instead of a better one, to measure it. A heuristic.
 _CHALLENGE_ROUNDS = 4

@@ -98,8 +98,8 @@ class Snapshot:
         length: Position after the last copied token.
         data: The copied cache contents in the backend's own format.
         start: Position of the first copied token. Earlier tokens are not part of the copy.
-        heads: Copies of the states of the heads that draft for the model, by the heads' names. Models neither
-            write nor read them.
+        heads: Copies of the states of the heads that draft for the model, by head name. The model itself does
+            not use them.
     """
 
     length: int
@@ -137,7 +137,7 @@ class Vocabulary(Protocol):
         """
 
     def piece(self, token: int) -> bytes:
-        """Return the bytes that a token adds to the text. Control tokens add none."""
+        """Return the bytes that a token adds to the text, which are empty for control tokens."""
 
     def raw_piece(self, token: int) -> bytes:
         """Return a token's vocabulary entry as bytes, even for control tokens."""
@@ -151,8 +151,8 @@ class LanguageModel(Protocol):
 
     Invariants:
 
-    - The cache holds `length` tokens. `verify` opens a round and appends a token tree temporarily;
-      `commit` keeps one path of the tree and ends the round.
+    - The cache holds `length` tokens. `verify` starts a round and temporarily appends a token tree. `commit`
+      keeps one path of the tree and ends the round.
     - All methods except `interrupt` must be called from one thread.
     - After `close`, all other methods raise ClosedError. Calling `close` again has no effect.
     """
@@ -170,7 +170,7 @@ class LanguageModel(Protocol):
 
     @property
     def threads(self) -> int:
-        """Number of CPU threads of the last pass, or 0 if the backend's library chooses it."""
+        """Number of CPU threads of the last pass, or 0 if the backend's library chooses the number."""
 
     @property
     def max_threads(self) -> int:
@@ -213,15 +213,15 @@ class LanguageModel(Protocol):
             still has to be verified.
 
         Raises:
-            ContextFullError: See `prefill`.
-            CancelledError: See `prefill`.
+            ContextFullError: The tokens do not fit. The cache is unchanged.
+            CancelledError: `interrupt` or `progress` stopped the prefill. See `prefill`.
         """
 
     def embed(self, tokens: Sequence[int], progress: Progress | None = None) -> NDArray[np.float32]:
         """Return the embedding of a text, float32 [size]. The cache must be empty, and is emptied afterwards.
 
         Args:
-            tokens: The text. Models whose texts end with the EOS token append it.
+            tokens: The text. The EOS token is appended if the model needs it.
             progress: Called after each batch. Returning False cancels the work.
 
         Raises:
@@ -262,7 +262,7 @@ class LanguageModel(Protocol):
     def remove_range(self, start: int, end: int) -> None:
         """Remove tokens [start, end) from the cache, and move later tokens to earlier positions.
 
-        Any uncommitted token tree is discarded. The keys and values of later tokens are not recomputed; only
+        Any uncommitted token tree is discarded. The keys and values of later tokens are not recomputed. Only
         their positions change (StreamingLLM, arXiv 2309.17453).
 
         Raises:

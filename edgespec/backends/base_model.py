@@ -39,7 +39,11 @@ MAX_CACHED_PIECES = 8192
 def in_batches(
     tokens: Sequence[int], batch_tokens: int, progress: Progress | None
 ) -> Iterator[Sequence[int]]:
-    """Split a prompt into prefill batches, and report progress after each. Raises CancelledError."""
+    """Split a prompt into prefill batches, and report progress after each.
+
+    Raises:
+        CancelledError: `progress` returned False.
+    """
     for start in range(0, len(tokens), batch_tokens):
         batch = tokens[start : start + batch_tokens]
         yield batch
@@ -60,7 +64,7 @@ def split_last_batch(
 
 
 def check_progress(progress: Progress | None) -> None:
-    """Report the end of a prefill. Raises CancelledError."""
+    """Report the end of a prefill. Raises CancelledError if `progress` returns False."""
     if progress and not progress("reading the prompt", 1.0):
         raise CancelledError("processing the prompt was cancelled")
 

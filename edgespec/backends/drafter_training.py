@@ -22,22 +22,23 @@ class TrainingBatch:
     Attributes:
         tokens: int32 [conversations, tokens].
         replied: Whether each token is part of a reply of the target, bool [conversations, tokens]. A drafter
-            learns to guess these tokens only.
+            learns to predict only these tokens.
     """
 
     tokens: NDArray[np.int32]
     replied: NDArray[np.bool_]
 
     def replied_after(self, count: int) -> NDArray[np.bool_]:
-        """Return whether the token `count` tokens later is in a reply, bool [conversations, tokens]."""
+        """Return whether the token `count` positions later is in a reply, bool [conversations, tokens]."""
         later = np.zeros_like(self.replied)
         later[:, : max(0, self.replied.shape[1] - count)] = self.replied[:, count:]
         return later
 
     def drafting_rows(self, depth: int) -> NDArray[np.int64]:
-        """Return from which tokens of the flattened batch a reply's next `depth` tokens can be guessed.
+        """Return the indices of the tokens from which to draft `depth` tokens, in the flattened batch.
 
-        The token after each of them is the root of the draft, so it is not guessed.
+        All drafted tokens are part of a reply. The token after each returned one is the root of the draft, so
+        it is not drafted.
         """
         return np.flatnonzero(np.logical_and.reduce([self.replied_after(2 + i) for i in range(depth)]))
 
@@ -46,7 +47,7 @@ class Guesser(Protocol):
     """A drafter whose accuracy can be evaluated. All methods must be called from the same thread."""
 
     def guesses(self, batch: TrainingBatch, depth: int) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-        """Draft from every token from which the drafter could guess `depth` tokens of a reply.
+        """Draft `depth` tokens from each token in `batch.drafting_rows(depth)`.
 
         Returns:
             Whether each drafted token is the target's most likely token, bool [drafts, depth], and the index
@@ -70,13 +71,13 @@ class DrafterTrainer(Guesser, Protocol):
         """
 
     def save_state(self, path: Path) -> None:
-        """Save the weights and the optimiser's state in the safetensors format. Raises OSError."""
+        """Save the weights and optimiser state in a safetensors file. Raises OSError if writing fails."""
 
     def load_state(self, path: Path) -> None:
-        """Restore what `save_state` saved. Raises ModelFileError if the file does not fit."""
+        """Restore the state from `save_state`. Raises ModelFileError if the file does not match."""
 
     def publish(self, folder: Path) -> None:
-        """Write the head or draft model to a folder, in the published layout. Raises OSError."""
+        """Write the drafter to a folder in its published layout. Raises OSError if writing fails."""
 
 
 class Student(Protocol):
@@ -85,7 +86,7 @@ class Student(Protocol):
     All methods must be called from the thread that loaded the target.
 
     Attributes:
-        title: What is trained, such as `EAGLE-3 head`.
+        title: Name of the kind of drafter, such as `EAGLE-3 head`.
     """
 
     title: str
@@ -103,7 +104,7 @@ class Student(Protocol):
         """
 
     def published(self, folder: Path) -> Guesser | None:
-        """Load the result of an earlier training, or return None if the folder contains none.
+        """Load the result of an earlier training run, or return None if the folder contains none.
 
         Raises:
             ModelFileError: The folder contains something else, such as a head for another target.

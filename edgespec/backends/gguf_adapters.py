@@ -17,7 +17,7 @@ def check_gguf_adapters(adapters: Sequence[Adapter], model: Path) -> None:
     """Check that files contain LoRA adapters for the architecture of a GGUF model.
 
     Raises:
-        ModelFileError: A file is missing, damaged, or not such an adapter.
+        ModelFileError: A file is missing or damaged, or contains no adapter for this architecture.
     """
     architecture = read_header(model).architecture
     for adapter in adapters:

@@ -30,7 +30,7 @@ def check_is_gguf(path: Path, content: str = "model or head") -> None:
 
     Args:
         path: The file.
-        content: What the file should contain, for the error message.
+        content: Expected content of the file, for the error message.
 
     Raises:
         ModelFileError: The file cannot be read, or is not a GGUF file.

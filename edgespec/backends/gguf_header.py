@@ -18,7 +18,7 @@ from edgespec.errors import ModelFileError, shorten
 
 __all__ = ["GgufHeader", "GgufTensor", "StringArray", "TruncatedHeader", "parse_header", "read_header"]
 
-# How many bytes of a GGUF file to read at first, and at most, to find its header. Most headers take a few
+# Initial and maximum number of bytes to read from a GGUF file to parse its header. Most headers take a few
 # MiB, because they contain the vocabulary.
 _FIRST_READ_BYTES, _MAX_READ_BYTES = 1 << 20, 1 << 29
 _MAX_DIMENSIONS = 8
@@ -47,7 +47,7 @@ class StringArray:
     """
 
     def __init__(self, data: bytes, begins: array[int]) -> None:
-        # Offsets of the strings in `data`, and one more that marks the end of the last string.
+        # Offsets of the strings in `data`, followed by an offset that marks the end of the last string.
         self._data, self._begins = data, begins
 
     def __len__(self) -> int:
@@ -105,17 +105,17 @@ class GgufHeader:
         return name if isinstance(name, str) else ""
 
     def architecture_value(self, key: str, default: Any = None) -> Any:
-        """Return the metadata value of `ARCHITECTURE.key`, such as `llama.block_count`."""
+        """Return the metadata value of `ARCHITECTURE.key`, such as `llama.block_count`, or `default`."""
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
     def architecture_number(self, key: str) -> int:
-        """Return the metadata value of `ARCHITECTURE.key`, or 0 if it is missing or no positive integer."""
+        """Return the metadata value of `ARCHITECTURE.key`, or 0 if it is not a positive integer."""
         value = self.architecture_value(key)
         return int(value) if isinstance(value, int) and value > 0 else 0
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Read the header of a GGUF file. Raises ModelFileError."""
+    """Read the header of a GGUF file. Raises ModelFileError if the file is unreadable or damaged."""
     try:
         with path.open("rb") as file:
             data, size = b"", _FIRST_READ_BYTES
@@ -205,7 +205,7 @@ class _Reader:
         return np.frombuffer(self._take(count * dtype.itemsize), dtype)
 
     def _strings(self, count: int) -> StringArray:
-        """Read an array of strings, without a function call for each one because vocabularies are large."""
+        """Read an array of strings. Avoids a function call per string, because vocabularies are large."""
         data, begin, end = self._data, self.at + 8, len(self._data)
         length_at = _LENGTH.unpack_from
         begins = array("q", [begin])

@@ -39,7 +39,7 @@ def read_gguf_info(path: Path) -> ModelInfo:
 
 
 def read_pass_weights(path: Path) -> PassWeights:
-    """Return the weights that a single-token pass of a GGUF model reads. Raises ModelFileError."""
+    """Return the weights that a single-token pass reads. Raises ModelFileError if a file is invalid."""
     headers = {part: read_header(part) for part in gguf_files(path)}
     first = next(iter(headers.values()))
     sizes = {name: size for part, each in headers.items() for name, size in tensor_bytes(part, each)}
@@ -67,11 +67,14 @@ def _type_name(number: int) -> str:
 
 
 def read_split_info(folder: Path) -> ModelInfo:
-    """Return the metadata of a model prepared for early exit. Raises ModelFileError.
+    """Return the metadata of a model prepared for early exit.
 
-    Works even if the original file has been deleted.
+    The original file is not needed and may have been deleted.
+
+    Raises:
+        ModelFileError: A file is missing or damaged.
     """
-    # Imported only when needed, because it loads the llama.cpp backend.
+    # Import this module only when needed, because it loads the llama.cpp backend.
     from edgespec.backends.llamacpp.layerskip_files import FILES, LOWER_FIRST, UPPER_FIRST
 
     info = _of_parts([folder / name for name in FILES])
@@ -134,7 +137,7 @@ def _kind(header: GgufHeader, tensors: Sequence[GgufTensor]) -> Kind:
         return "adapter"
     if header.architecture in _EMBEDDING:
         return "embedding"
-    # A file with the MTP layers alone has the architecture of its target.
+    # A file that contains only MTP layers has the architecture of its target.
     has_first_layer = any(tensor.name.startswith("blk.0.") for tensor in tensors)
     if header.architecture in _HEADS or (_heads(header, tensors) and not has_first_layer):
         return "head"

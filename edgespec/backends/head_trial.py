@@ -25,8 +25,8 @@ _TRIAL_TEXT = (
 # Heads whose numbers of correct predictions differ by no more than this are considered equally accurate.
 # Heads with random weights differ by 1 or 2, while reading the wrong inputs costs most predictions.
 _TIE_TOKENS = 2
-# Maximum number of tokens of the text to use, and number of tokens between comparisons. Few, because the
-# output matrices of several heads take most of the time on a CPU.
+# Maximum number of tokens of the text to use, and number of tokens between comparisons. Both are small,
+# because the output matrices of several heads take most of the time on a CPU.
 _TRIAL_TOKENS, _STEP_TOKENS = 64, 8
 
 
@@ -106,10 +106,10 @@ def _most_accurate(target: HiddenStateSource, heads: Sequence[H]) -> H:
 
 
 def _agreement(head: HeadModel, tokens: Sequence[int], best: Sequence[Sequence[int]]) -> int:
-    """Return how often the head predicts the target's most likely token.
+    """Return how many of the target's most likely tokens the head predicts.
 
     Args:
-        head: The head, which has processed no more than the tokens of the preceding calls.
+        head: The head, which has processed only tokens of the preceding calls.
         tokens: The tokens that the target has processed.
         best: The target's most likely token after each of the last `len(best)` tokens.
     """

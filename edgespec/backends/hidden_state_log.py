@@ -13,8 +13,8 @@ __all__ = ["MAX_LOGGED_TOKENS", "POST_NORM", "HiddenStateLog", "OpenLogs", "stre
 # Index of the hidden state after the final norm, which the LM head reads. Index k >= 0 is the input of layer
 # k, and index `layer count` is the output of the last layer, before the final norm.
 POST_NORM = -1
-# Indices up to this one are the residual streams after the last layer of a model with hyper-connections
-# (arXiv 2409.19606), which the model mixes to one hidden state before the final norm.
+# This index and lower ones stand for the residual streams after the last layer of a model with
+# hyper-connections (arXiv 2409.19606). The model mixes the streams to one hidden state before the final norm.
 _FIRST_STREAM = POST_NORM - 1
 
 # Number of tokens whose hidden states are kept. A head that lags further behind skips older tokens.
@@ -31,7 +31,7 @@ class HiddenStateLog:
 
     Args:
         row_size: Number of values per token.
-        max_tokens: Number of tokens to keep.
+        max_tokens: Maximum number of tokens in the buffer.
 
     Attributes:
         start: Position of the first token in the buffer.
@@ -63,7 +63,7 @@ class HiddenStateLog:
         self.start = max(self.start, self.end - size)
 
     def truncate(self, length: int) -> None:
-        """Forget the hidden states from position `length` on."""
+        """Discard the hidden states from position `length` on."""
         self.end = min(self.end, length)
         self.start = min(self.start, self.end)
 
@@ -71,7 +71,7 @@ class HiddenStateLog:
         self.start = self.end = 0
 
     def rows(self, start: int, end: int) -> NDArray[np.float32]:
-        """Return the hidden states [tokens, row size] of positions [start, end). Unknown ones are zeros."""
+        """Return the hidden states [tokens, row size] at positions [start, end), with zeros where unknown."""
         result = np.zeros((end - start, self.row_size), np.float32)
         known = range(max(start, self.start), min(end, self.end))
         if known:
@@ -89,7 +89,7 @@ class OpenLogs:
 
     def __init__(self) -> None:
         self.states: tuple[int, ...] = ()
-        # (log, indices of the hidden states in each row) pairs.
+        # Pairs of a log and the indices of the hidden states in each of its rows.
         self._logs: list[tuple[HiddenStateLog, Sequence[int]]] = []
 
     def open(self, states: Sequence[int], size: int) -> HiddenStateLog:
@@ -114,11 +114,11 @@ class OpenLogs:
             log.append(position, rows[:, columns].reshape(len(rows), len(columns) * rows.shape[2]))
 
     def truncate(self, length: int) -> None:
-        """Forget the hidden states from position `length` on."""
+        """Discard the hidden states from position `length` on."""
         for log, _ in self._logs:
             log.truncate(length)
 
     def clear(self) -> None:
-        """Forget all hidden states."""
+        """Discard all hidden states."""
         for log, _ in self._logs:
             log.clear()

@@ -16,7 +16,7 @@ _BYTE_FALLBACK = frozenset(
 
 
 def longest_piece_bytes(entries: Mapping[str, int], raw_piece: Callable[[int], bytes]) -> int:
-    """Return the length of the longest token in bytes, or 0 if a token can stand for text of any length.
+    """Return the length of the longest token in bytes, or 0 if tokens can represent text of any length.
 
     Args:
         entries: The token id of each vocabulary entry. No token may have more bytes than its entry.

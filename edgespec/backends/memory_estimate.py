@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol, get_args
 
 from edgespec.backends.base import LoadOptions
@@ -39,11 +39,15 @@ GPU: Pool = "gpu"
 
 @dataclass(frozen=True, slots=True)
 class MemoryPart:
-    """The memory that a model uses for one purpose (`kind`) in system or GPU memory (`pool`)."""
+    """The memory that a model uses for one purpose (`kind`) in system or GPU memory (`pool`).
+
+    Concurrent replies share it unless `per_reply` is set.
+    """
 
     kind: ModelMemoryKind
     bytes: int
     pool: Pool = MEMORY
+    per_reply: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +57,11 @@ class MachineShare:
     Attributes:
         name: The worker's address, or `this machine`.
         layers: Number of layers.
-        weight_bytes: Weights, which include the embedding and the output layer on this machine.
-        cache_bytes: KV cache.
+        weight_bytes: Size of the weights. On the target's own machine, this includes the embedding and the
+            output layer.
+        cache_bytes: Size of the KV cache.
         compute_bytes: Maximum size of the compute buffers.
-        read_fraction: Fraction of the weights read by a pass that is in these layers.
+        read_fraction: Weight bytes of these layers, as a fraction of all weight bytes that a pass reads.
         can_hold_all: Whether all layers would fit on this machine. Always False for the target's own machine.
     """
 
@@ -70,7 +75,7 @@ class MachineShare:
 
     @property
     def total_bytes(self) -> int:
-        """The memory that the target needs on this machine."""
+        """The memory that the target needs on this machine, in bytes."""
         return self.weight_bytes + self.cache_bytes + self.compute_bytes
 
 
@@ -82,13 +87,21 @@ class MemoryEstimate:
         context_tokens: Size of the context.
         kv_type: Data type of the KV cache.
         parts: The memory on this machine.
-        machines: The target's shares, this machine's first. Empty if it is on this machine only.
+        machines: The share of each machine, starting with this one. Empty if the whole target is on this
+            machine.
     """
 
     context_tokens: int
     kv_type: str
     parts: tuple[MemoryPart, ...]
     machines: tuple[MachineShare, ...] = ()
+
+    def for_replies(self, count: int) -> MemoryEstimate:
+        """Return the estimate for `count` concurrent replies, given that for one."""
+        parts = (
+            replace(part, bytes=part.bytes * count if part.per_reply else part.bytes) for part in self.parts
+        )
+        return replace(self, parts=tuple(parts))
 
     def bytes_of(self, *kinds: ModelMemoryKind) -> int:
         """Return the estimated memory in bytes that the model uses for the given purposes."""

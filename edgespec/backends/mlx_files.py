@@ -72,7 +72,12 @@ def require_mlx(model: str) -> None:
 
 
 def check_mlx_adapters(adapters: Sequence[Adapter], model: Path) -> None:
-    """Check that there is a single adapter in a folder that exists. Raises ModelFileError or OptionError."""
+    """Check that there is one adapter, without a scale, and that its folder exists.
+
+    Raises:
+        OptionError: There are several adapters, or the adapter has a scale.
+        ModelFileError: The folder does not exist.
+    """
     if len(adapters) > 1 or adapters[0].scale != 1:
         raise OptionError(
             f"{model.name} is an MLX model, to which only one adapter can be applied, without a scale",
@@ -130,7 +135,7 @@ def missing_from_head(folder: Path) -> list[str]:
 
 
 def is_complete_without_config(weights: Iterable[str]) -> bool:
-    """Return whether these are the weights of a Medusa or Hydra head, whose shapes determine all sizes."""
+    """Return whether these files are Medusa or Hydra weights, whose shapes determine all sizes."""
     return any(residual_head_method(Path(name)) for name in weights)
 
 

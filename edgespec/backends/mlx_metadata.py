@@ -102,8 +102,9 @@ def read_mlx_info(folder: Path) -> ModelInfo:
 def read_head_info(folder: Path) -> ModelInfo:
     """Return the metadata of a head in the layout of Hugging Face.
 
-    Reads its configuration and the names of its files. The names of its tensors are read only if these do not
-    identify the kind of head, as for EAGLE-1. The kind is `model` if the files do not belong to a head.
+    This function reads the head's configuration and the names of its files. If they do not identify the kind
+    of head, as for EAGLE-1, it also reads the names of the tensors. `kind` is `model` if the files do not
+    belong to a head.
 
     Raises:
         ModelFileError: The files are missing or damaged.
@@ -145,7 +146,7 @@ def read_head_info(folder: Path) -> ModelInfo:
 
 
 def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a model's configuration, with the settings that vision models and heads nest moved up."""
+    """Return a model's configuration, with nested settings of vision models and heads at the top level."""
     inner = (config.get(name) for name in _INNER_CONFIGS)
     return dict(ChainMap(*(each for each in inner if isinstance(each, dict)), dict(config)))
 

@@ -18,7 +18,7 @@ __all__ = ["HeadModel", "HiddenStateSource", "Skippable", "Trainable", "Trainer"
 class HeadModel(LanguageModel, Protocol):
     """A head, which is a draft model that reads the target's hidden states.
 
-    Its `snapshot` copies only the head's own KV cache. If that begins after the first requested position, so
+    `snapshot` copies only the head's own KV cache. If the cache begins after the first requested position, so
     does the snapshot.
     """
 
@@ -92,9 +92,9 @@ class TrainingExample:
     """A token sequence with the target's most likely next tokens.
 
     Attributes:
-        rows: Indices into `tokens`. The draft model learns to predict the token after each of them.
+        rows: Indices into `tokens`. The draft model learns to predict the token after each index.
         best: The target's k most likely tokens after each of `rows`, int64 [rows, k].
-        probs: Their probabilities, float32 [rows, k]. Each row sums to 1.
+        probs: The probabilities of `best`, float32 [rows, k]. Each row sums to 1.
     """
 
     tokens: tuple[int, ...]

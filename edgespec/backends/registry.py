@@ -65,10 +65,10 @@ class BenchmarkModels:
     """Models with random weights, which show how fast this machine runs each quantisation type.
 
     Attributes:
-        types: The quantisation types to measure, and the bits that each uses per weight.
+        types: Bits per weight of each quantisation type to measure.
         write: Writes a model to a path, given the name of its type and the approximate bytes of its weights,
             or 0 bytes for a model of many small layers. Returns its weights. Raises OSError.
-        mixtures: For each quantisation name with several types, such as `Q4_K_M`, the typical share of each.
+        mixtures: Typical share of each type in quantisations that mix several types, such as `Q4_K_M`.
     """
 
     types: Mapping[str, float]

@@ -60,7 +60,7 @@ class Head:
 
     @property
     def shown_path(self) -> Path:
-        """The path to show to the user. Heads in the target's own files have none."""
+        """The head's path to show to the user. Use only for heads that are not in the target's own files."""
         path = self.converted_from or self.path
         assert path is not None
         return path

@@ -74,7 +74,10 @@ class SelfDraftView(ABC, Generic[M]):
         self.prefill(tokens[:-1], progress)
 
     def embed(self, tokens: Sequence[int], progress: Progress | None = None) -> NDArray[np.float32]:  # noqa: ARG002
-        raise self._no_cache_error("a self-draft model cannot embed texts; call `embed` on the target")
+        raise self._unsupported(
+            f"{self.facts.name} uses the KV cache of the target and cannot embed texts",
+            "call `embed` on the target",
+        )
 
     @abstractmethod
     def verify(self, tree: TokenTree, first: int = 0) -> Logits:
@@ -87,8 +90,9 @@ class SelfDraftView(ABC, Generic[M]):
         self._check()
 
     def remove_range(self, start: int, end: int) -> None:  # noqa: ARG002
-        raise self._no_cache_error(
-            "a self-draft model cannot remove tokens; call `remove_range` on the target"
+        raise self._unsupported(
+            f"{self.facts.name} uses the KV cache of the target and cannot remove tokens",
+            "call `remove_range` on the target",
         )
 
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:  # noqa: ARG002
@@ -97,16 +101,20 @@ class SelfDraftView(ABC, Generic[M]):
         return Snapshot(self.length, b"")
 
     def restore(self, snapshot: Snapshot) -> None:  # noqa: ARG002
-        raise self._no_cache_error(
-            "a self-draft model cannot restore a snapshot; call `restore` on the target"
+        raise self._unsupported(
+            f"{self.facts.name} uses the KV cache of the target and cannot restore a snapshot",
+            "call `restore` on the target",
         )
 
     def resize(self, context_tokens: int) -> None:  # noqa: ARG002
-        raise self._no_cache_error("a self-draft model cannot be resized; call `resize` on the target")
+        raise self._unsupported(
+            f"{self.facts.name} uses the KV cache of the target and cannot be resized",
+            "call `resize` on the target",
+        )
 
-    def _no_cache_error(self, next_step: str) -> CapabilityError:
+    def _unsupported(self, what: str, next_step: str) -> CapabilityError:
         self._check()
-        return CapabilityError(f"{self.facts.name} uses the KV cache of the target", next_step)
+        return CapabilityError(what, next_step)
 
     def resized(self) -> None:
         """Update `facts` with the target's current context size."""

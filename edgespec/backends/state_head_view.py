@@ -22,7 +22,7 @@ class StateHeadView(SelfDraftView[BaseModel]):
 
     Args:
         target: The target.
-        log: The target's hidden states.
+        log: The log of the target's hidden states.
         stop_logging: Stops the log. Called when the view is closed.
         facts: Properties of the head.
     """
@@ -86,7 +86,7 @@ class CachedStateHeadView(StateHeadView):
         self._attention.truncate(self._length)
 
     def start_at(self, position: int) -> None:
-        """Empty the KV cache. Its first token will be at `position`; tokens before that are never run."""
+        """Empty the KV cache, and let it begin at `position`. Tokens before `position` are never run."""
         self._check()
         self._attention.restart(position)
         self._length = position
@@ -98,7 +98,7 @@ class CachedStateHeadView(StateHeadView):
         self._end_round()
 
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
-        """Copy the KV cache at positions [start, end). If the cache starts after `start`, copy from there."""
+        """Copy the KV cache at positions [start, end). Start at the first cached position if it is later."""
         self._check()
         self._end_round()
         end = self._length if end is None else min(end, self._length)

@@ -105,7 +105,11 @@ def tokens_of_header(header: GgufHeader) -> TokenList | None:
 
 
 def tokens_of_folder(folder: Path) -> TokenList | None:
-    """Return the tokens of an MLX model, or None if it has no tokenizer.json. Raises ModelFileError."""
+    """Return the tokens of an MLX model, or None if it has no tokenizer.json.
+
+    Raises:
+        ModelFileError: The file is unreadable or invalid.
+    """
     path = folder / "tokenizer.json"
     try:
         tokenizer = json.loads(read_regular_file(path, MAX_JSON_BYTES))

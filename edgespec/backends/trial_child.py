@@ -17,14 +17,14 @@ from edgespec.errors import EdgespecError
 
 __all__ = ["PASSED", "REFUSED", "encode_head", "main"]
 
-# Lines that the child process prints after each model.
+# Outcomes that the child process prints, one line for each model.
 PASSED, REFUSED = "passed", "refused"
 # Memory limit of the child process that loads models for a trial, excluding mapped files.
 _MAX_MEMORY_BYTES = 4 * 2**30
 
 
 def encode_head(head: Head | None) -> list[str | None] | None:
-    """Return a head in the form in which the request of `main` contains it."""
+    """Return a head as JSON values for the request that `main` reads."""
     return None if head is None else [head.method, None if head.path is None else str(head.path)]
 
 

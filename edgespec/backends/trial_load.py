@@ -65,7 +65,7 @@ class TrialModel(NamedTuple):
         runs: Whether to load the weights and run a few tokens, rather than only read the metadata.
         head: The head to test together with the model, which has already passed its own test. None to test
             only the model.
-        adapters: The adapters to test together with the model, in the same way.
+        adapters: The adapters to test together with the model, which has already passed its own test.
     """
 
     name: str
@@ -84,7 +84,7 @@ class TrialModel(NamedTuple):
 
     @property
     def files(self) -> list[Path]:
-        """The files of the model, the head and the adapters. Raises OSError or ModelFileError."""
+        """The files of the model, the head and the adapters. Raises OSError or ModelFileError on failure."""
         head = self.head.path if self.head else None
         adapters = [Path(adapter.path) for adapter in self.adapters]
         return [*self.form.files(self.path), *(all_files(head) if head else ()), *adapters]
@@ -183,7 +183,7 @@ def _key(model: TrialModel) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """Result of a trial load: whether tokens were decoded, and how the process crashed, if it did."""
+    """Result of a trial load: whether tokens were decoded, and a description of the crash, if any."""
 
     ran: bool
     failure: str = ""
@@ -220,7 +220,7 @@ class _Results:
 
 
 class _Child:
-    """A running child process that tries to load models one by one. Created by `_start_child`.
+    """A running child process that loads models one by one. Created by `_start_child`.
 
     Args:
         process: The process, which prints progress and outcomes to stdout.
@@ -261,7 +261,7 @@ class _Child:
                 fraction = min(1.0, max(0.0, float(line)))
 
     def crash(self, model: TrialModel) -> str:
-        """Return how the process crashed, or an empty string if it exited with an error status.
+        """Return a description of the crash, or an empty string if the process exited with an error status.
 
         Raises:
             BackendError: The process was killed from outside, or used too much CPU time.
@@ -298,7 +298,11 @@ class _Child:
 
 @contextmanager
 def _start_child(models: Sequence[TrialModel]) -> Iterator[_Child]:
-    """Run a child process that tries to load models, until the `with` block exits. Raises OSError."""
+    """Run a child process that tries to load models, until the `with` block exits.
+
+    Raises:
+        OSError: The process cannot be started.
+    """
     if not sys.executable:
         raise OSError("no Python interpreter was found (sys.executable is not set)")
     size_bytes = sum(file.stat().st_size for model in models for file in model.files)

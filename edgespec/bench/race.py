@@ -95,9 +95,9 @@ class Race:
     Attributes:
         plain: The reply from plain decoding, which was generated first.
         other: The reply from the other method.
-        drift: Change of the machine's speed during the race. 0.2 means that the same tokens took 1.2 times as
-            long after the race, and -0.2 that they took 1.2 times as long before it. None if the replies
-            were too short to measure it.
+        drift: How much the machine slowed down during the race. 0.2 means that the same tokens took 1.2 times
+            as long after the race as before it. Negative values mean that the machine became faster. None if
+            the replies were too short to measure this.
     """
 
     plain: Lane

@@ -95,13 +95,14 @@ def as_messages(items: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
             or a tool.
     """
     if isinstance(items, str | Mapping) or not isinstance(items, Iterable):
-        raise OptionError(f"messages must be a list, not {type(items).__name__}", "pass a list of messages")
+        raise OptionError(
+            f"messages must be a list, not {type(items).__name__}",
+            "for example, pass [{'role': 'user', 'content': 'Hello'}]",
+        )
     messages = [as_message(number, item) for number, item in enumerate(items, 1)]
     if not messages or messages[-1].role not in ("user", "tool"):
         last = f"ends with the role {messages[-1].role}" if messages else "is empty"
-        raise OptionError(
-            f"the list of messages {last}", "end the list with a user message or the result of a tool call"
-        )
+        raise OptionError(f"the list of messages {last}", "the last message must have the role user or tool")
     names = {call.id: call.name for message in messages for call in message.tool_calls}
     return [
         replace(message, name=names.get(message.tool_call_id, ""))

@@ -165,7 +165,7 @@ class ChatStore:
 
     def hide(self, chat_id: str) -> None:
         """Remove a chat from the list until it is restored or deleted. Raises ChatFileError on failure."""
-        self._move(self._path(chat_id), self._hidden_path(chat_id))
+        self._move(self._path(chat_id), self._hidden_path(chat_id), "delete")
         with suppress(OSError):
             os.utime(self._hidden_path(chat_id))
 
@@ -182,7 +182,7 @@ class ChatStore:
         path, hidden = self._path(chat_id), self._hidden_path(chat_id)
         with self._locked():
             if not path.exists():
-                self._move(hidden, path)
+                self._move(hidden, path, "restore")
                 return chat_id
             chat = replace(read_chat(hidden, chat_id), id=self.new_id())
             self.save(chat)
@@ -190,12 +190,12 @@ class ChatStore:
                 hidden.unlink()
         return chat.id
 
-    def _move(self, path: Path, target: Path) -> None:
+    def _move(self, path: Path, target: Path, purpose: str) -> None:
         try:
             path.rename(target)
         except OSError as error:
             raise ChatFileError(
-                f"cannot rename {path} to {target.name}: {error_reason(error)}",
+                f"cannot {purpose} the chat {path}: {error_reason(error)}",
                 write_advice(error, self.folder),
             ) from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import select
 import stat
 import sys
 import threading
@@ -19,6 +20,7 @@ from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.options import KindType
 from edgespec.cli.screen import note, print_json
 from edgespec.cluster.machines import parse_address
+from edgespec.cluster.status import STDIN_SILENCE_SECONDS
 from edgespec.errors import OptionError
 from edgespec.files import cache_folder
 from edgespec.option_kinds import Integer, Size
@@ -123,7 +125,10 @@ def _serve(stop: Stop, host: str, port: int, options: dict[str, Any]) -> None:
 
 
 def _close_with_stdin(close: Callable[[], None]) -> None:
-    """If stdin is a pipe from the program that started the worker, call `close` when the pipe is closed."""
+    """If stdin is a pipe from the program that started the worker, call `close` when the pipe is closed.
+
+    After the first bytes, `close` is also called if no more bytes follow for `STDIN_SILENCE_SECONDS`.
+    """
     if sys.stdin is None:
         return
     number = sys.stdin.fileno()
@@ -132,8 +137,9 @@ def _close_with_stdin(close: Callable[[], None]) -> None:
         return
 
     def wait() -> None:
-        while os.read(number, 4096):
-            pass
+        patience: float | None = None
+        while select.select([number], (), (), patience)[0] and os.read(number, 4096):
+            patience = STDIN_SILENCE_SECONDS
         close()
 
     threading.Thread(target=wait, daemon=True).start()

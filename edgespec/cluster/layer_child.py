@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from pathlib import Path
 
 from edgespec.child_process import ChildProcess, module_arguments
 
@@ -16,17 +17,22 @@ class LayerChild:
     Args:
         connection: The connection to the target. The child process uses its own copy of it.
         memory_bytes: The memory for weights.
+        cache: Folder for received weights, or None to keep none.
 
     Raises:
         EdgespecError: The process cannot be started.
     """
 
-    def __init__(self, connection: socket.socket, memory_bytes: int) -> None:
+    def __init__(self, connection: socket.socket, memory_bytes: int, cache: Path | None) -> None:
         number = connection.fileno()
         self._process = ChildProcess(
             module_arguments("edgespec.backends.mlx.layer_server"), open_files=(number,)
         )
-        options = {"connection": number, "memory_bytes": memory_bytes}
+        options = {
+            "connection": number,
+            "memory_bytes": memory_bytes,
+            "cache": None if cache is None else str(cache),
+        }
         self._process.stdin.write(json.dumps(options).encode() + b"\n")
         self._process.stdin.flush()
 

@@ -16,6 +16,7 @@ from typing import IO, TypeAlias
 
 from edgespec.cluster.machines import SshAddress, WorkerAddress
 from edgespec.cluster.rpc_child import LOOPBACK
+from edgespec.cluster.status import STDIN_SILENCE_SECONDS
 from edgespec.errors import CancelledError, WorkerError, shorten
 
 __all__ = ["ConnectProgress", "reach_worker"]
@@ -136,6 +137,7 @@ class _Ssh:
         ]
         for reader in self._readers:
             reader.start()
+        threading.Thread(target=self._show_life, name="edgespec-ssh", daemon=True).start()
 
     def wait_for_worker(self, progress: ConnectProgress | None) -> None:
         """Wait until the worker prints its line.
@@ -183,6 +185,15 @@ class _Ssh:
         # The command line prints one line that begins with `error: ` and says what to do.
         own = next((line for line in lines if line.startswith("error: ")), last)
         return WorkerError(f"the worker on {self._machine} did not start: {own.removeprefix('error: ')}")
+
+    def _show_life(self) -> None:
+        """Write to the worker's stdin until it is closed, which shows that the connection works."""
+        assert self._process.stdin
+        with suppress(OSError, ValueError):
+            while True:
+                self._process.stdin.write(b"\n")
+                self._process.stdin.flush()
+                time.sleep(STDIN_SILENCE_SECONDS / 12)
 
     def close(self) -> None:
         """End the worker by closing its stdin, and wait until its memory is free."""

@@ -9,7 +9,16 @@ from typing import Any
 
 from edgespec.cluster.libraries import LLAMA_CPP, MLX
 
-__all__ = ["LAYERS", "LEAD", "MAX_STATUS_BYTES", "MEASURE", "PROBE", "Device", "WorkerStatus"]
+__all__ = [
+    "LAYERS",
+    "LEAD",
+    "MAX_STATUS_BYTES",
+    "MEASURE",
+    "PROBE",
+    "STDIN_SILENCE_SECONDS",
+    "Device",
+    "WorkerStatus",
+]
 
 # The first line of a connection. `PROBE` asks for the status only. `LEAD` also reserves the worker: after the
 # status, the worker sends a byte every second, until either side closes the connection. After `MEASURE`, the
@@ -19,6 +28,9 @@ __all__ = ["LAYERS", "LEAD", "MAX_STATUS_BYTES", "MEASURE", "PROBE", "Device", "
 PROBE, LEAD = b"edgespec worker probe\n", b"edgespec worker lead\n"
 MEASURE, LAYERS = b"edgespec worker measure\n", b"edgespec worker layers\n"
 MAX_STATUS_BYTES = 65536
+# If the program that started a worker writes to the worker's stdin, it must write again within this time. A
+# connection can break without a notice, as when a laptop goes to sleep.
+STDIN_SILENCE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)

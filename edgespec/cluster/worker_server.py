@@ -218,8 +218,9 @@ class WorkerServer:
         with self._lock:
             if self._leader is not None and self._layers is None and not self._is_closed:
                 connection.settimeout(None)
+                folder = None if self._cache is None else self._cache.folder
                 try:
-                    self._layers = LayerChild(connection, memory_bytes)
+                    self._layers = LayerChild(connection, memory_bytes, folder)
                 except EdgespecError as error:
                     self._note(str(error))
 

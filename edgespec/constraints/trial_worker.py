@@ -15,8 +15,8 @@ from contextlib import suppress
 
 __all__ = ["main"]
 
-# Maximum address space of this process in bytes. Python and llguidance need about 220 MiB, of which they use
-# a sixth.
+# Maximum address space of this process in bytes. Python and llguidance reserve about 220 MiB, but
+# use only a sixth of that.
 _MEMORY_BYTES = 384 << 20
 # Stack size in bytes for compiling a constraint in this process. The threads that compile it later have
 # larger stacks, so a constraint that fits here cannot overflow them. About 400 nested rules fit.

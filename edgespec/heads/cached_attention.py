@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import NamedTuple
 
 import numpy as np
@@ -30,8 +31,9 @@ class TreeNodes(NamedTuple):
 
     Attributes:
         positions: The position of each new token in the text, int64 [new tokens].
-        visible: Mask of the tree tokens that each new token attends to, bool [new tokens, tree tokens so
-            far]. The tree tokens are the last ones in the KV cache. All tokens before the tree are visible.
+        visible: Whether each new token attends to each token of the tree, bool [new tokens, tree tokens]. The
+            tree tokens are the last ones in the KV cache, and include the new tokens. Tokens before the tree
+            are always visible.
     """
 
     positions: NDArray[np.int64]
@@ -63,8 +65,15 @@ class CachedAttention:
         # Keys and values [2, kv heads, tokens, head size].
         self._cache: Array = np.empty((2, kv_heads, 0, head_size), np.float32)
 
+    def with_own_cache(self) -> CachedAttention:
+        """Return the same attention with an empty KV cache of its own."""
+        other = copy(self)
+        other.start = other.end = 0
+        other._cache = self._cache[:, :, :0].copy()
+        return other
+
     def restart(self, position: int) -> None:
-        """Empty the KV cache. The next token is at `position`."""
+        """Empty the KV cache, and let it begin at `position`."""
         self.start = self.end = position
 
     def truncate(self, end: int) -> None:
@@ -77,7 +86,7 @@ class CachedAttention:
         return self._cache[:, :, start - self.start : end - self.start].tobytes()
 
     def restore(self, tokens: int, data: bytes) -> bool:
-        """Append `tokens` keys and values from a copy. Return False if `data` does not have that size."""
+        """Append the keys and values of `tokens` tokens. Return False if `data` has the wrong size."""
         shape = (2, self._kv_heads, tokens, self._head_size)
         values = np.frombuffer(data, np.float32) if len(data) % 4 == 0 else np.empty(0, np.float32)
         if values.size != np.prod(shape):

@@ -60,7 +60,8 @@ class EagleFiles:
 def eagle_kind(names: Collection[str]) -> str:
     """Return "EAGLE-1" or "EAGLE-3" if these tensor names belong to such a head, or "" if they do not.
 
-    The configuration cannot answer this, because an EAGLE-1 head's configuration looks like its target's.
+    The configuration does not identify heads, because an EAGLE-1 head's configuration looks like its
+    target's.
     """
     canonical = {_canonical(name) for name in names}
     if not {"fc.weight", "layer.self_attn.q_proj.weight"} <= canonical:

@@ -1,4 +1,4 @@
-"""Dequantise FP8 weights, which DeepSeek-V3 and other models are published with."""
+"""Dequantise FP8 weights, in which DeepSeek-V3 and other models are published."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from edgespec.heads.stored_tensor import StoredTensor
 
 __all__ = ["dequantise_fp8"]
 
-# Suffixes that turn the name of a weight into that of its scales. The weight is the product of both.
+# Suffixes that turn the name of a weight into the name of its scales. The product of the two is the
+# dequantised weight.
 _SUFFIXES = ("_scale_inv", "_scale")
 # Rows and columns that share a scale. All published models with scales per block use this size, which mlx-lm
 # assumes too.
@@ -21,7 +22,7 @@ _BLOCK = 128
 
 
 def dequantise_fp8(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return `stored` with each FP8 weight multiplied by its scales, which are then left out.
+    """Return `stored` with FP8 weights dequantised and their scales removed.
 
     A weight [..., rows, columns] has one scale for all elements, one for each row, or one for each block of
     128 x 128 elements. The products are rounded to BF16, like the weights that mlx-lm dequantises. FP8

@@ -111,7 +111,7 @@ def read_mtp(folder: Path) -> list[dict[str, StoredTensor]]:
 
 
 def _checked(tensors: dict[str, StoredTensor], layout: _Layout, folder: Path) -> dict[str, StoredTensor]:
-    """Convert a module so that its `fc` reads the embedding first.
+    """Check a module, and convert it so that its `fc` reads the embedding first.
 
     Raises:
         ModelFileError: A tensor is missing or cannot be dequantised.

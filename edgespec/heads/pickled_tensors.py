@@ -118,7 +118,7 @@ def _read_entry(archive: ZipFile, entry: ZipInfo) -> bytes:
 
 
 def _damaged(path: Path, error: Exception) -> ModelFileError:
-    # Other exceptions come from instructions without the values that they need.
+    # Other exceptions mean that an instruction lacks operands.
     reason = shorten(error) if isinstance(error, ValueError | BadZipFile) else "its pickle is malformed"
     return ModelFileError(
         f"{path} is damaged, or was not written by PyTorch 1.6 or later: {reason}",
@@ -138,7 +138,7 @@ class _Interpreter:
     def __init__(self, path: Path, root: str, sizes: dict[str, int]) -> None:
         self._path, self._root, self._sizes = path, root, sizes
         self._stack: list[Any] = []
-        # Stack length at each open MARK instruction.
+        # Length of the stack at each MARK instruction that is still open.
         self._marks: list[int] = []
         self._memo: dict[int, Any] = {}
 
@@ -255,7 +255,7 @@ class _Interpreter:
                 return self._tensor(storage, offset, tuple(shape), tuple(strides))
             case _Global(name):
                 raise self._refused(f"the pickle calls {shorten(name.replace(' ', '.'))}")
-        raise self._refused("the pickle calls an object")
+        raise self._refused("the pickle calls an object that is not a function")
 
     def _tensor(
         self, storage: Any, offset: Any, shape: tuple[Any, ...], strides: tuple[Any, ...]

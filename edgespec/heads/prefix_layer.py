@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ __all__ = ["AttentionShape", "PrefixLayer"]
 
 
 class AttentionShape(NamedTuple):
-    """Settings of an attention layer that do not follow from its weights. Hydra++ heads use the target's.
+    """Settings of an attention layer that its weights do not determine. Hydra++ heads use the target's.
 
     Attributes:
         heads: Number of query heads. Multiple query heads can share a key head.
@@ -61,6 +62,12 @@ class PrefixLayer:
             weights.k_proj.shape[0] // head_size,
             head_size,
         )
+
+    def with_own_cache(self) -> PrefixLayer:
+        """Return the same layer with an empty KV cache of its own."""
+        other = copy(self)
+        other.attention = self.attention.with_own_cache()
+        return other
 
     def append(self, states: Array) -> None:
         """Append the keys and values of hidden states [tokens, size] to the KV cache."""

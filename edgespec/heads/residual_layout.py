@@ -56,7 +56,7 @@ class ResidualBlock(NamedTuple):
 
 
 class ResidualHead(NamedTuple):
-    """Residual blocks, and the output matrix that maps to logits. None means the target's LM head."""
+    """Residual blocks, and the output matrix for logits. If `output` is None, it is the target's LM head."""
 
     blocks: tuple[ResidualBlock, ...]
     output: Linear | None
@@ -93,8 +93,8 @@ class ResidualHeads:
         state_size: Hidden size.
         vocab_size: Number of tokens that can be predicted. 0 if the heads have no output matrices and use the
             target's LM head.
-        layers_before_last: Which hidden state the heads read. 0 means the final one, which is the input of
-            the target's LM head. n means the input of the n-th layer from the end.
+        layers_before_last: The hidden state that the heads read. 0 means the final hidden state, which the
+            target's LM head reads. n means the input of the n-th layer from the end.
     """
 
     file: Path
@@ -262,7 +262,7 @@ def _checked(
     prefix: AttentionLayer | None,
     layers_before_last: int,
 ) -> ResidualHeads:
-    """Check the shapes of the heads and return them. Raises ModelFileError if shapes do not match."""
+    """Return the heads after checking their shapes. Raises ModelFileError if shapes do not match."""
     if not heads:
         raise tensors.error("the file contains no heads")
     size = _matrix_shape(tensors, heads[0].blocks[0].linear.weight)[0]

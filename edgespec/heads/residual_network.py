@@ -37,7 +37,8 @@ class ResidualNetwork:
         """
         with np.errstate(over="ignore", invalid="ignore"):
             logits = self._heads[head](inputs)
-        # Very large weights can make logits overflow. Without NaN, drafts are useless but still valid.
+        # Very large weights can make logits overflow. Replace NaN, so that the drafts are useless but still
+        # valid.
         return logits if np.isfinite(logits).all() else np.nan_to_num(logits)
 
 

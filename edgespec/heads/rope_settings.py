@@ -41,7 +41,7 @@ def parse_rope(config: Mapping[str, Any]) -> RopeSettings:
     theta = config.get("rope_theta") or scaling.get("rope_theta") or RopeSettings().theta
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     if kind == "mrope":
-        # The positions of text tokens are equal in all sections, so the sections make no difference.
+        # M-RoPE gives text tokens the same position in all sections, so it equals ordinary RoPE.
         kind, scaling = "default", {}
     numbers = {name: positive(name, scaling[name]) for name in _POSITIVE if scaling.get(name) is not None}
     if kind == "llama3" and numbers.get("low_freq_factor") == numbers.get("high_freq_factor"):

@@ -19,7 +19,9 @@ _LLAMA3_ORIGINAL_TOKENS, _YARN_ORIGINAL_TOKENS = 8192.0, 4096.0
 
 
 class Rotation:
-    """Rotates vectors by angles that depend on the position. Each pair has one value from each half.
+    """Applies rotary position embeddings to vectors.
+
+    Each value in the first half of a vector is rotated together with its counterpart in the second half.
 
     Args:
         rope: The RoPE settings.

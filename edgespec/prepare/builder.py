@@ -228,7 +228,7 @@ def build(
     except OSError as error:
         raise ModelFileError(
             f"{folder} cannot be written: {error_reason(error)}",
-            f"{write_advice(error, folder.parent, '--to')}; then prepare the model again to resume",
+            f"{write_advice(error, folder.parent, '--to')}, then prepare the model again to resume",
         ) from error
 
 
@@ -240,7 +240,7 @@ def _register(entry: Path, folder: Path) -> None:
     except OSError as error:
         raise ModelFileError(
             f"{folder} is complete, but its path cannot be saved in {entry.parent}: {error_reason(error)}",
-            f"{write_advice(error, entry.parent, 'EDGESPEC_CACHE_DIR')}; then prepare the model again",
+            f"{write_advice(error, entry.parent, 'EDGESPEC_CACHE_DIR')}, then prepare the model again",
         ) from error
 
 
@@ -305,7 +305,7 @@ def _existing(
 
 
 def _delete(folder: Path) -> None:
-    """Delete a prepared folder. Delete the manifest last to make interrupted deletions detectable."""
+    """Delete a prepared folder. The manifest is deleted last, so that interrupted deletions are detected."""
     for path in folder.iterdir():
         if path.name != MANIFEST:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()

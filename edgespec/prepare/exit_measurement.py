@@ -22,7 +22,7 @@ __all__ = ["measure_exits"]
 
 _CONTEXT_TOKENS = 256
 _MAX_EXITS = 16
-# Convert this many rows of the output head to floating point at a time, to limit memory use.
+# Number of rows of the output head to convert to floating point at a time. Limits memory use.
 _HEAD_ROWS = 8192
 # Minimum fraction of the model's greedy reply that the hidden states of its last layer must predict.
 _MIN_LAST_LAYER_AGREEMENT = 0.9
@@ -87,7 +87,7 @@ def _layer_bytes(source: GgufModel) -> tuple[list[int], int]:
 
 
 def _agreement(source: GgufModel, hidden: NDArray[np.float32], expected: NDArray[np.int64]) -> list[float]:
-    """Return how often each layer's most likely token is the expected one, as a fraction of the positions.
+    """Return the fraction of positions at which each layer's most likely token is the expected one.
 
     The shape of `hidden` is (layers, tokens, embedding).
     """

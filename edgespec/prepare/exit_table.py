@@ -30,7 +30,7 @@ class Exit:
         agreement: Fraction of positions where these layers predict the same token as the full model.
         cost: Cost of drafting a token, as a multiple of the cost of a single-token pass of the full model.
         draft_length: Draft length with the highest expected speed-up.
-        speed_up: Expected speed-up over plain decoding; 1.0 means no speed-up.
+        speed_up: Expected speed-up over plain decoding. 1.0 means no speed-up.
     """
 
     exit_layer: int

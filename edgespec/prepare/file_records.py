@@ -72,7 +72,11 @@ def hash_files(paths: Sequence[Path], what: str, progress: Progress | None = Non
 
 
 def matches_record(path: Path, record: FileRecord) -> bool:
-    """Return whether the size and a few blocks of a file match its record. Raises ModelFileError."""
+    """Return whether the size and a few blocks of a file match its record.
+
+    Raises:
+        ModelFileError: The file cannot be read.
+    """
     with _reading([path]):
         return path.stat().st_size == record.size_bytes and sampled_sha256(path) == record.sample
 

@@ -65,7 +65,7 @@ class GgufModel:
         return {name: tensor for name, tensor in self.tensors.items() if not _LAYER.fullmatch(name)}
 
     def output_head(self) -> Any:
-        """Return the output head tensor (the embedding if they are tied), or None if there is none."""
+        """Return the tensor of the output head (the embedding if tied), or None if it is missing."""
         return self.tensors.get("output.weight", self.tensors.get("token_embd.weight"))
 
     def layers(self, begin: int, end: int, first: int = 0) -> Tensors:
@@ -180,7 +180,7 @@ def merged_file(
 ) -> Iterator[Path]:
     """Merge the lower and upper parts of a split model into a temporary file.
 
-    The file is deleted on leaving the context.
+    The file is deleted at the end of the `with` block.
 
     Args:
         folder: Folder of the split model.

@@ -81,7 +81,8 @@ def find_prepared(
 ) -> PreparedModel | None:
     """Find the newest model that was prepared from `source`.
 
-    The files are not checked; use `check_prepared` for that. Folders with an unreadable manifest are ignored.
+    This function does not check the files. Use `check_prepared` for that. Folders with an unreadable manifest
+    are ignored.
 
     Args:
         kind: Kind of the prepared model.

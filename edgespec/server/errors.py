@@ -140,6 +140,9 @@ def validation_error(
     same_field = [each for each in problems if f"{_place(each['loc'])}.".startswith(f"{first}.")]
     problem = max(same_field, key=lambda each: _place(each["loc"]).count("."))
     place = _place(problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        # The name is the client's, so it can look like the name of a type.
+        place = ".".join(filter(None, (_place(problem["loc"][:-1]), str(problem["loc"][-1]))))
     if isinstance(wrong := problem.get("ctx", {}).get("error"), OptionError):
         return invalid_request(_shortened(str(wrong)), param=place)
     if problem["type"] == "json_invalid":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Union, get_args, get_type_hints
 
 from pydantic import (
@@ -10,27 +12,101 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
     TypeAdapter,
     WithJsonSchema,
     create_model,
+    model_validator,
 )
 
 from edgespec.errors import OptionError
-from edgespec.options import REPLY_OPTIONS, Option, ReplyArguments
+from edgespec.options import LOAD_OPTIONS, REPLY_OPTIONS, Option, ReplyArguments
 from edgespec.reply_option_kinds import TokenBiases
 from edgespec.server.errors import invalid_request
+from edgespec.spelling import FOREIGN_NAMES
 
-__all__ = ["Ignored", "ReplyFields", "RequestFields", "combined_options", "reply_options", "require_fields"]
+__all__ = [
+    "Ignored",
+    "ItemFields",
+    "Off",
+    "One",
+    "ReplyFields",
+    "RequestFields",
+    "combined_options",
+    "ignored_in",
+    "reply_options",
+    "require_fields",
+]
 
 _IGNORED = object()
 Ignored = Annotated[Any, Field(default=None, description="Accepted, but ignored."), _IGNORED]
 """The type of a field that can be ignored without changing what the client expects from the reply."""
 
 
-class RequestFields(BaseModel):
-    """A JSON object in a request. Unknown fields are rejected, and numbers are not converted to strings."""
+def _require(neutral: int, value: Any, name: str | None) -> Any:
+    """Raise OptionError unless an option has its neutral value, which has no effect."""
+    if value is not None and value != neutral:
+        raise OptionError(f"{name} {value!r} is not supported", f"leave {name} out, or set it to {neutral}")
+    return value
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+
+Off = Annotated[Ignored, AfterValidator(lambda value, info: _require(0, value, info.field_name))]
+"""The type of a field for a feature that edgespec does not have. It is ignored if it is 0 or false."""
+One = Annotated[Ignored, AfterValidator(lambda value, info: _require(1, value, info.field_name))]
+"""The type of a field for a feature that edgespec does not have. It is ignored if it is 1 or true."""
+
+# Maximum number of unknown fields in an object, and of characters in their names. Bounds the time to compare
+# them with known names, and the size of the list of ignored fields.
+_MAX_UNKNOWN_FIELDS, _MAX_NAME_CHARACTERS = 20, 64
+# Maximum number of items whose ignored fields are listed, to bound the time. Chosen.
+_MAX_SEARCHED_ITEMS = 1000
+# Similarity (`difflib`) from which on an unknown name is probably a misspelt one, such as `max_token`.
+_MISSPELT_SIMILARITY = 0.75
+
+
+class _Fields(BaseModel):
+    """A JSON object. Numbers are not converted to strings."""
+
+    model_config = ConfigDict(strict=True)
+
+    def ignored_fields(self) -> list[str]:
+        """Return the names of the ignored fields that the request sets."""
+        known = [
+            name
+            for name, info in type(self).model_fields.items()
+            if _IGNORED in info.metadata and getattr(self, name) is not None
+        ]
+        extra = (self.model_extra or {}).items()
+        return [*known, *(name for name, value in extra if value is not None)]
+
+
+class ItemFields(_Fields):
+    """An item of a conversation, such as a message. Unknown fields are ignored.
+
+    A request can have many items, so they must be cheap to validate.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+
+class RequestFields(_Fields):
+    """A JSON object in a request.
+
+    Unknown fields are rejected unless they are null, or unless the class ignores them.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    # Not in `_Fields`, because private attributes make validation slower.
+    _ignored: list[str] = PrivateAttr(default_factory=list)
+
+    ignores_unknown: ClassVar[bool] = False
+    """Whether to ignore unknown fields and to list them in `ignored_fields`.
+
+    Programs send fields that only some servers know. Misspelt names, names in `advice` and options that are
+    set when a model is loaded are rejected nevertheless, because the client expects them to have an effect.
+    """
 
     advice: ClassVar[Mapping[str, str]] = {}
     """What to do instead of setting fields that other endpoints support, by the name of the field."""
@@ -45,11 +121,48 @@ class RequestFields(BaseModel):
 
     def ignored_fields(self) -> list[str]:
         """Return the names of the ignored fields that the request sets."""
-        return [
-            name
-            for name, info in type(self).model_fields.items()
-            if _IGNORED in info.metadata and getattr(self, name) is not None
-        ]
+        return [*super().ignored_fields(), *self._ignored]
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _set_unknown_fields_aside(
+        cls, data: Any, handler: ModelWrapValidatorHandler[RequestFields]
+    ) -> RequestFields:
+        known = _names(cls)
+        if not isinstance(data, dict) or data.keys() <= known:
+            return handler(data)
+        given = {name: value for name, value in data.items() if name in known or value is not None}
+        unknown = [name for name in given if name not in known]
+        if not cls.ignores_unknown or len(unknown) > _MAX_UNKNOWN_FIELDS:
+            return handler(given)
+        ignored = []
+        for name in unknown:
+            option = FOREIGN_NAMES.get(name, name)
+            if option in known and option not in given:
+                given[option] = given.pop(name)
+            elif not cls._is_refused(name, option):
+                ignored.append(name)
+                del given[name]
+        fields = handler(given)
+        fields._ignored = ignored
+        return fields
+
+    @classmethod
+    def _is_refused(cls, name: str, option: str) -> bool:
+        # Ollama's fields include those in `options`, such as `options.num_predict`.
+        known = [each.rpartition(".")[2] for each in cls.known_fields()]
+        return (
+            len(name) > _MAX_NAME_CHARACTERS
+            or name in cls.advice
+            or name == "keep_alive"
+            or option in (*LOAD_OPTIONS, *known)
+            or bool(get_close_matches(name.lower().replace("-", "_"), known, 1, _MISSPELT_SIMILARITY))
+        )
+
+
+@cache
+def _names(fields: type[RequestFields]) -> frozenset[str]:
+    return frozenset(fields.known_fields())
 
 
 # Maximum number of entries in a list or object. Bounds the validation time.
@@ -116,6 +229,7 @@ if TYPE_CHECKING:
 
 else:
     ReplyFields = create_model("ReplyFields", __base__=RequestFields, **_REPLY_FIELDS)
+    ReplyFields.ignores_unknown = True
 
 
 def reply_options(fields: ReplyFields) -> dict[str, Any]:
@@ -131,7 +245,16 @@ def combined_options(options: dict[str, Any], more: dict[str, Any]) -> dict[str,
     return {**options, **more}
 
 
-def require_fields(place: str, given: RequestFields, names: Sequence[str]) -> None:
+def ignored_in(place: str, items: Sequence[ItemFields]) -> list[str]:
+    """Return the ignored fields of items, such as messages. Each name is listed where it comes first."""
+    first: dict[str, str] = {}
+    for index, item in enumerate(items[:_MAX_SEARCHED_ITEMS]):
+        for name in item.ignored_fields():
+            first.setdefault(name[:_MAX_NAME_CHARACTERS], f"{place}.{index}.{name[:_MAX_NAME_CHARACTERS]}")
+    return list(first.values())[:_MAX_UNKNOWN_FIELDS]
+
+
+def require_fields(place: str, given: BaseModel, names: Sequence[str]) -> None:
     """Raise ApiError if one of the fields `names` is missing."""
     for name in names:
         if getattr(given, name) is None:

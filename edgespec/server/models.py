@@ -21,7 +21,7 @@ from edgespec.errors import BusyError, ClosedError, EdgespecError, ModelNotFound
 from edgespec.options import LOAD_OPTIONS
 from edgespec.server.settings import ServerSettings
 
-__all__ = ["KnownModel", "LoadedModel", "ModelPool"]
+__all__ = ["KnownModel", "LoadedModel", "ModelPool", "without_latest"]
 
 # Seconds between checks for models that were not used for `idle_unload_seconds`.
 _IDLE_CHECK_SECONDS = 1.0
@@ -37,15 +37,22 @@ class KnownModel:
 
     Attributes:
         name: The name.
+        format: Name of its file format, or an empty string if unknown.
         created: Modification time of the model's file (Unix time in seconds), or 0 if unknown.
         info: The metadata in the model's files, or None if they could not be read.
         loaded: The loaded model, or None if it is not loaded.
     """
 
     name: str
+    format: str
     created: int
     info: ModelInfo | None
     loaded: LoadedModel | None
+
+
+def without_latest(name: str) -> str:
+    """Return a model name without the tag `:latest`, which many of Ollama's clients add."""
+    return name.removesuffix(":latest")
 
 
 class LoadedModel:
@@ -194,8 +201,9 @@ class ModelPool:
                 created = int(files[0].stat().st_mtime)
             except (EdgespecError, OSError):
                 continue
-            info = next((each.info for each in installed.values() if each.path == files[0]), None)
-            known.setdefault(files, KnownModel(name, created, info, loaded.get(files)))
+            model = next((each for each in installed.values() if each.path == files[0]), None)
+            info, form = (model.info, model.format) if model else (None, "")
+            known.setdefault(files, KnownModel(name, form, created, info, loaded.get(files)))
         return list(known.values())
 
     def _check_name(self, name: str, found: Resolved | None = None) -> None:
@@ -221,6 +229,8 @@ class ModelPool:
         try:
             found = resolve(name, allow_download=name == self._settings.target)
         except ModelNotFoundError as error:
+            if (plain := without_latest(name)) != name:
+                return self._find(plain)
             if name in error.what:
                 raise
             # The error is about the name behind the client's alias, so add the name that the client used.

@@ -18,7 +18,7 @@ from edgespec.train.conversations import Conversation, batch_of, batches
 
 __all__ = ["DEPTH", "DrafterFigures", "measure_drafter"]
 
-# Number of tokens per draft during evaluation.
+# Draft length during evaluation, in tokens.
 DEPTH = 4
 
 

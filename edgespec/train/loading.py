@@ -1,4 +1,4 @@
-"""Load the target and the draft model to train, or explain which form of a model is needed."""
+"""Load the target and the draft model to train, or explain which version of a model is needed."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def load_target(path: Path, name: str, weights: Path | None, progress: Progress)
     Args:
         path: File or folder of the target.
         name: The target's name, for messages.
-        weights: Folder with the MLX or Hugging Face form of a GGUF target.
+        weights: Folder with the MLX or Hugging Face version of a GGUF target.
         progress: Called with a description and the completed fraction. Returning False cancels loading.
 
     Raises:

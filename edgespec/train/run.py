@@ -1,4 +1,4 @@
-"""Train a drafter: write conversations, train on them, and publish the drafter if it beats the earlier one.
+"""Train a drafter on conversations that the target writes, and publish it if it beats the earlier one.
 
 Conversations and training state are saved as training proceeds, so that an interrupted training can be
 continued. The result is the same as without the interruption.
@@ -101,23 +101,23 @@ def train_drafter(
     progress: Progress,
     announce: Callable[[float, str], None],
 ) -> TrainingResult:
-    """Train a drafter, or continue an interrupted training.
+    """Train a drafter, or continue an interrupted training run.
 
     Args:
         target: The loaded target.
         student: The kind of head, or the draft model, to train.
-        settings: Settings of the training.
+        settings: Settings of the training run.
         prompts: Prompts to answer before the target writes its own questions.
         folder: Folder for the drafter. A drafter that is already there is replaced only by a better one.
         progress: Called with a description and the completed fraction. Returning False stops the training.
         announce: Called once before writing and training, with the estimated remaining time in seconds (0 if
-            training is finished), and with what an interrupted training has finished (empty for a new
-            training).
+            training is finished) and a description of what an interrupted run has finished (empty for a new
+            run).
 
     Raises:
         CancelledError: `progress` returned False. Calling with the same arguments continues the training.
         BusyError: Another process trains in the same folder.
-        OptionError: The folder contains an unfinished training with other settings, or other files.
+        OptionError: The folder contains an unfinished training run with other settings, or other files.
         ModelFileError: The folder contains another kind of drafter, or one for another target.
         EdgespecError: The training or the conversion to GGUF failed, or the folder cannot be written.
     """
@@ -193,7 +193,7 @@ def train_drafter(
 
 @contextmanager
 def _explain_failures(path: Path) -> Iterator[None]:
-    """Add to errors that the training in the folder `path` can be continued."""
+    """Convert exceptions to errors that say how to continue the training run in `path`."""
     try:
         yield
     except CancelledError as error:
@@ -211,7 +211,7 @@ def _explain_failures(path: Path) -> Iterator[None]:
 def _continued(
     settings: TrainingSettings, conversations: list[Conversation], state: TrainingProgress, *, trained: bool
 ) -> str:
-    """Describe what an interrupted training has finished. Empty for a new training."""
+    """Describe what an interrupted run has finished. Return an empty string for a new run."""
     if trained:
         return "all training steps are finished, and only the evaluation is left"
     if state.steps:
@@ -227,7 +227,7 @@ def _continued(
 
 
 def _divided(conversations: list[Conversation]) -> tuple[list[Conversation], list[Conversation]]:
-    """Return the held-out conversations, and those to train with."""
+    """Return the held-out conversations and the training conversations."""
     held_out = conversations[::_HELD_OUT_EVERY][:_MAX_HELD_OUT]
     held = set(map(id, held_out))
     return held_out, [each for each in conversations if id(each) not in held]
@@ -240,7 +240,7 @@ def _write_conversations(
     wanted_tokens: int,
     progress: Progress,
 ) -> None:
-    """Append conversations to the list until they have `wanted_tokens` tokens, and save each batch."""
+    """Append conversations to the list until it contains `wanted_tokens` tokens, and save each batch."""
     tokens = sum(len(each.tokens) for each in conversations)
     batch = len(saved.conversation_files())
 
@@ -273,7 +273,7 @@ def _train(
         trainer.load_state(saved.state_file(state.steps))
     try:
         while True:
-            # There are no losses if the drafter was evaluated after the same step before.
+            # There are no losses if an earlier run was evaluated after this step.
             if state.losses and (state.steps % every == 0 or state.steps == len(steps)):
                 figures = measure_drafter(
                     trainer, held_out, BATCH_TOKENS, lambda _text, fraction: progress("evaluating", fraction)

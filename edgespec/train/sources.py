@@ -30,7 +30,11 @@ class TrainingPrompt:
 
 
 def file_prompts(path: Path) -> list[TrainingPrompt]:
-    """Read prompts from a JSON Lines file in the format of `edgespec bench --prompts`. Raises OptionError."""
+    """Read prompts from a JSON Lines file in the format of `edgespec bench --prompts`.
+
+    Raises:
+        OptionError: The file cannot be read or is invalid.
+    """
     return [TrainingPrompt(each.messages, each.category) for each in read_prompts(path)]
 
 

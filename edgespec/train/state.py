@@ -31,7 +31,7 @@ _SETTINGS, _PROGRESS = "settings.json", "progress.json"
 
 @dataclass(frozen=True, slots=True)
 class TrainingSettings:
-    """The settings of a training. An interrupted training can only be continued with the same settings.
+    """The settings of a training run, which can only be continued with the same settings.
 
     Attributes:
         method: Kind of drafter, such as `eagle3` or `draft`.
@@ -69,7 +69,7 @@ class CurvePoint:
 
 @dataclass(slots=True)
 class TrainingProgress:
-    """The progress of a training.
+    """The progress of a training run.
 
     Attributes:
         steps: Number of finished training steps.
@@ -85,7 +85,7 @@ class TrainingProgress:
 
     @property
     def best(self) -> CurvePoint:
-        """The evaluation with the most tokens per pass. If several are equal, the last of them."""
+        """The evaluation with the most tokens per pass. Ties favour the latest evaluation."""
         return max(self.curve, key=lambda point: (point.tokens_per_pass, point.steps))
 
     def add_point(self, tokens_per_pass: float) -> None:
@@ -96,14 +96,14 @@ class TrainingProgress:
 
 
 class TrainingFolder:
-    """The folder that holds the state of an unfinished training.
+    """The folder that holds the state of an unfinished training run.
 
     Args:
         path: The folder, which must exist and be locked with `lock_training`.
-        settings: The settings of the training.
+        settings: The settings of the training run.
 
     Raises:
-        OptionError: The folder contains a training with different settings, or unrelated files.
+        OptionError: The folder contains a training run with different settings, or unrelated files.
         ModelFileError: The folder is damaged.
         OSError: The folder cannot be written.
     """
@@ -113,7 +113,7 @@ class TrainingFolder:
         file = path / _SETTINGS
         if not file.exists():
             # The folder is deleted after training, so it must not contain unrelated files. If an earlier run
-            # was killed early, the folder contains its temporary file.
+            # was killed while it wrote the settings, the folder contains a temporary file.
             if {each.name for each in path.iterdir()} - {LOCK_FILE, f"{_SETTINGS}.tmp"}:
                 raise OptionError(
                     f"{path} contains files that edgespec did not create", "choose another folder with --to"
@@ -132,12 +132,12 @@ class TrainingFolder:
         other = [names[key] for key, value in asdict(settings).items() if found.get(key) != value]
         if other:
             raise OptionError(
-                f"{path} contains an unfinished training with a different {other[0]}",
+                f"{path} contains an unfinished training run with a different {other[0]}",
                 f"repeat the command that started it, or delete the folder {path} to begin again",
             )
 
     def speed(self, measure: Callable[[], TrainingSpeed]) -> TrainingSpeed:
-        """Return the saved speed of the training, or measure and save it.
+        """Return the saved speed of the training run, or measure and save it.
 
         Raises:
             ModelFileError: The file is damaged.
@@ -152,7 +152,7 @@ class TrainingFolder:
         return self._figures_file(drafter).exists()
 
     def save_figures(self, drafter: str, figures: DrafterFigures) -> None:
-        """Save the figures of a drafter (`new` or `earlier`). Raises OSError."""
+        """Save the figures of a drafter (`new` or `earlier`). Raises OSError if writing fails."""
         _write_json(self._figures_file(drafter), asdict(figures))
 
     def figures(self, drafter: str) -> DrafterFigures:
@@ -225,7 +225,7 @@ class TrainingFolder:
                 _delete(saved)
 
     def delete_contents(self) -> None:
-        """Delete the files of a finished training, except for the lock.
+        """Delete the files of a finished training run, except for the lock.
 
         The progress is deleted before the files that it refers to, and the settings are deleted last. If this
         is interrupted, the training folder therefore stays valid.
@@ -324,6 +324,6 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _damaged(path: Path) -> ModelFileError:
     return ModelFileError(
-        f"{path}, which belongs to an interrupted training, is damaged",
+        f"{path}, which belongs to an interrupted training run, is damaged",
         f"delete the folder {path.parent} and train again",
     )

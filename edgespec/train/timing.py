@@ -1,4 +1,4 @@
-"""Estimate the duration of a training from the speed in a short trial."""
+"""Estimate the duration of a training run from the speed of a short trial."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ __all__ = ["TrainingSpeed", "measure_speed"]
 # Maximum number of tokens to write per conversation. Enough to estimate a real batch's time per token within
 # a factor of two.
 _TRIAL_TOKENS = 24
-# Number of conversations in each trial step. Larger steps need less time per token and are closer to real
-# ones. But no step can be interrupted, so a slow machine runs only the first.
+# Number of conversations in each trial step. Larger steps take less time per token and are closer to real
+# ones. A step cannot be interrupted, so a slow machine runs only the first.
 _TRIAL_CONVERSATIONS = (1, 8, BATCH_CONVERSATIONS)
 _LONG_STEP_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSpeed:
-    """The measured speed of a training.
+    """The measured speed of a training run.
 
     Attributes:
         write_seconds: Seconds to generate one token of a conversation.
@@ -54,7 +54,7 @@ class TrainingSpeed:
 def measure_speed(
     teacher: Teacher, student: Student, question_start: Sequence[int], progress: Progress
 ) -> TrainingSpeed:
-    """Measure the speed of a training by generating a short text and training on it.
+    """Measure the speed of a training run by generating a short text and training on it.
 
     Args:
         teacher: The target.

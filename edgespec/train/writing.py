@@ -33,8 +33,8 @@ _MARKER = "edgespec-7f3a"
 class ConversationWriter:
     """Writes conversations in batches.
 
-    A batch depends only on its index, the target and the prompts, so that an interrupted training continues
-    with the same batches.
+    A batch depends only on its index, the target and the prompts, so that an interrupted training run
+    continues with the same batches.
 
     Args:
         teacher: The target.

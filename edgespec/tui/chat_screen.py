@@ -321,13 +321,18 @@ class ChatScreen(TurnScreen):
     async def action_select_message(self, step: int) -> None:
         await selection.select(self, step)
 
+    async def action_undo(self) -> None:
+        await selection.undo(self)
+
     async def action_message_key(self, key: str) -> None:
         await selection.run(self, key)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Leave Ctrl+R and Ctrl+P to the list of chats while it has the focus."""
+        """Leave Ctrl+R and Ctrl+P to the list of chats while it has the focus, and `u` to other widgets."""
         if action in ("regenerate", "edit_last") and self.sidebar.has_focus:
             return False
+        if action == "undo":
+            return self.can_undo_all
         return super().check_action(action, parameters)
 
     def on_key(self, event: events.Key) -> None:

@@ -234,6 +234,8 @@ class ChatView(Screen[None]):
             label = "" if message.place is None else version_label(self.current_chat.tree, message.place)
             title = f"Version {label}" if label else ""
             hint = selection.hint(prompt.size.width - 2, versions=bool(label), fold=message.fold_hint)
+        elif self.can_undo_all:
+            hint = "u undoes · Esc back"
         elif self.sidebar.has_focus:
             hint = chat_list_hint(narrow=narrow)
         elif editing:
@@ -254,6 +256,12 @@ class ChatView(Screen[None]):
     def selected(self) -> MessageWidget | None:
         """The selected message, or None."""
         return self.focused if isinstance(self.focused, MessageWidget) else None
+
+    @property
+    def can_undo_all(self) -> bool:
+        """True while the transcript has the focus because the user has just deleted all messages."""
+        tree = self.current_chat.tree
+        return self.transcript.has_focus and not tree.path and bool(tree.deleted)
 
     @on(events.DescendantFocus)
     @on(PromptInput.Changed)

@@ -137,7 +137,7 @@ async def delete(screen: ChatScreen, place: int) -> None:
         path = chat.tree.path
         number = len(path) - path.index(place)
         await _show(screen, chat.tree.without(place), path.index(place))
-        undo_keys = "Type /undo" if screen.selected is None else "Press u or type /undo"
+        undo_keys = "Type /undo" if screen.prompt.has_focus else "Press u or type /undo"
         screen.say(f"Deleted {count(number, 'message')}. {undo_keys} to undo.")
 
     await screen.when_free(begin)
@@ -179,12 +179,15 @@ async def _switch(screen: ChatScreen, place: int, step: int) -> None:
 
 
 async def _show(screen: ChatScreen, tree: MessageTree[ChatEntry], index: int) -> None:
-    """Save a changed tree and redraw the chat from the `index`-th message, which stays selected."""
-    selecting = screen.selected is not None
+    """Save a changed tree and redraw the chat from the `index`-th message, which stays selected.
+
+    If all messages are deleted, the empty transcript has the focus, so that `u` still restores them.
+    """
+    selecting = screen.selected is not None or screen.transcript.has_focus
     screen.current_chat.change_messages(tree)
     await screen.transcript.show_from(index)
     message = screen.transcript.message_at(min(index, len(tree.path) - 1)) if selecting else None
-    screen.set_focus(message or screen.prompt)
+    screen.set_focus(message or (screen.transcript if selecting else screen.prompt))
     if not tree.path:
         # Remove notes that no longer apply, such as "This is a new chat with 1 message".
         await screen.transcript.remove_notes()

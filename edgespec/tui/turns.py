@@ -124,7 +124,10 @@ class TurnScreen(ChatView):
             )
         error = self.archive.unsaved.get(self.current_chat.id)
         if error is not None and not self._failure_shown:
-            await self.show_error(error)
+            advice = sentences(
+                error.next_step, "To save a copy elsewhere, type /export and a path that ends in .json"
+            )
+            await self.show_error(ChatFileError(error.what, advice))
         self._failure_shown = error is not None
         return error is None
 

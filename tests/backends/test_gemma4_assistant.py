@@ -31,7 +31,6 @@ from edgespec.errors import (
     EdgespecError,
     MemoryBudgetError,
     ModelFileError,
-    OptionError,
 )
 from tests.backends.gemma4_reference import GemmaReference
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
@@ -356,5 +355,5 @@ def test_a_sidecar_is_found_by_itself(tmp_path: Path) -> None:
 
 
 def test_several_replies_at_once_cannot_use_the_head(plain: Files) -> None:
-    with pytest.raises(OptionError, match="heads cannot draft for several replies at once"):
+    with pytest.raises(CapabilityError, match="assistant .* cannot draft for several replies at once"):
         edgespec.load(str(plain.target), "none", head=plain.head, parallel=2, context=256)

@@ -23,6 +23,7 @@ from edgespec.backends.llamacpp import context_planning, mtp, probe, state_taps
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.backends.llamacpp.mtp_files import MTP_GRAPHS, read_mtp_layers
 from edgespec.backends.replay import ReplayModel
+from edgespec.backends.self_draft_methods import Head
 from edgespec.drafters.head_cache import HeadCache
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, EdgespecError, ModelFileError, OptionError
@@ -405,5 +406,5 @@ def test_llama_cpp_without_these_functions_does_not_draft(
     with pytest.raises(CapabilityError, match="this version of llama.cpp"):
         head_of(target)
     with pytest.raises(CapabilityError, match="this version of llama.cpp cannot run MTP layers"):
-        mtp.load_mtp_head(cast(LlamaCppModel, target), None)
+        mtp.load_mtp_head(cast(LlamaCppModel, target), Head("mtp"))
     target.close()

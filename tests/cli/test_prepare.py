@@ -174,7 +174,7 @@ def test_a_full_disk_of_the_store_is_not_confused_with_the_disk_of_the_result(
     line = one_line_error(run("prepare", "layerskip", str(model), "--exit", "1", "--to", str(to)), 1)
     store = small_disk / "prepared" / "layerskip"
     assert f"{to} is complete, but its path cannot be saved in {store}: the disk is full; free some" in line
-    assert "set EDGESPEC_CACHE_DIR to a folder on another disk; then prepare the model again" in line
+    assert "set EDGESPEC_CACHE_DIR to a folder on another disk, then prepare the model again" in line
 
 
 @pytest.mark.parametrize("free_kib", [0, 4, 20])

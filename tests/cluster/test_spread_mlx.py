@@ -20,12 +20,14 @@ import pytest
 import edgespec
 from edgespec.backends import mlx
 from edgespec.backends.base import LanguageModel, LoadOptions
+from edgespec.backends.mlx import remote_block
+from edgespec.backends.mlx.remote_block import RemoteBlock
 from edgespec.cluster import link
 from edgespec.cluster.connected import ConnectedWorkers
 from edgespec.cluster.libraries import LLAMA_CPP, MLX, Library, installed_mlx
 from edgespec.cluster.link import Link, open_layers, probe_worker
 from edgespec.cluster.machines import WorkerAddress, parse_machines
-from edgespec.cluster.messages import MessageConnection
+from edgespec.cluster.messages import Buffer, MessageConnection
 from edgespec.cluster.status import LAYERS, Device, WorkerStatus
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, MemoryBudgetError, OptionError, WorkerError, WorkerLostError
@@ -267,6 +269,40 @@ def test_the_plan_is_that_of_the_loaded_model(workers: tuple[Worker, Worker]) ->
     assert planned.spread is not None
     assert planned.spread.tokens_per_second is None
     assert len(planned.spread.links) == 2
+
+
+def test_a_cached_weight_is_not_sent_again(
+    start_worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(remote_block, "_CACHED_BYTES", 1 << 12)
+    monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path))
+    folder = write_checkpoint(tmp_path / "llama", "llama")
+    worker = start_worker("--cache", "1GiB")
+    sent: list[int] = []
+    ask = RemoteBlock.ask
+
+    def count(
+        block: RemoteBlock, header: dict[str, Any], data: Buffer = b""
+    ) -> tuple[dict[str, Any], Buffer]:
+        sent[-1] += len(data) * ("digest" in header)
+        return ask(block, header, data)
+
+    monkeypatch.setattr(RemoteBlock, "ask", count)
+    rows = []
+    for _ in range(3):
+        sent.append(0)
+        model = load_tiny(folder, worker.address)
+        rows.append(model.verify(TokenTree.chain(1)).at(0, np.arange(TOKENS)))
+        model.close()
+        if len(sent) == 2:
+            # A damaged file is sent again.
+            damaged = min((tmp_path / "workers").iterdir())
+            size = damaged.stat().st_size
+            damaged.write_bytes(bytes(size))
+    np.testing.assert_array_equal(rows[0], rows[1])
+    np.testing.assert_array_equal(rows[0], rows[2])
+    assert sent[0] > 100_000
+    assert sent[1:] == [0, size]
 
 
 def test_too_little_memory_is_an_error(workers: tuple[Worker, Worker]) -> None:

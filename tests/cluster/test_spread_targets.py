@@ -233,7 +233,7 @@ def test_too_little_memory_is_an_error(workers: tuple[Worker, Worker]) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"method": "mtp"}, {"method": "lookahead"}, {"head": "x"}, {"parallel": 2}, {"exact": True},
+        {"method": "mtp"}, {"method": "lookahead"}, {"parallel": 2}, {"exact": True},
         {"draft_branches": (2,)}, {"prefix_cache": "disk"}, {"gpu_layers": 1},
     ],
 )  # fmt: skip

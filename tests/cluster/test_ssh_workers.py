@@ -1,4 +1,4 @@
-"""Workers that edgespec starts by SSH: with an sshd of the tests, and with a program in place of `ssh`."""
+"""Workers that edgespec starts by SSH on an sshd of the tests. Without sshd, a program replaces `ssh`."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def stand_in_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(params=["sshd", "stand_in"])
+@pytest.fixture(params=["sshd" if SSHD and CLIENT else "stand_in"])
 def site(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Site:
     folder: Path = request.getfixturevalue(f"{request.param}_folder")
     monkeypatch.setenv("PATH", f"{folder}/bin:{os.environ['PATH']}")
@@ -197,6 +197,11 @@ def test_the_error_of_a_worker_is_reported(site: Site) -> None:
     assert error_of() == "the worker on ssh://mac did not start: no RPC library; build it"
 
 
+def test_the_worker_hears_that_the_connection_works(site: Site) -> None:
+    site.install("read first && echo 'error: heard' >&2; exit 1")
+    assert error_of() == "the worker on ssh://mac did not start: heard"
+
+
 _FAKE_WORKER = """
 import json, socket, sys
 port = int(sys.argv[-1].rpartition(":")[2])
@@ -249,7 +254,7 @@ def test_taken_ports_are_replaced(
 
 
 def test_connecting_can_be_cancelled(site: Site) -> None:
-    site.install("read line")
+    site.install("exec cat >/dev/null")
     calls: list[str] = []
 
     def progress(what: str, _: float) -> bool:
@@ -264,7 +269,7 @@ def test_connecting_can_be_cancelled(site: Site) -> None:
 
 
 def test_ctrl_c_while_connecting(site: Site) -> None:
-    site.install("read line")
+    site.install("exec cat >/dev/null")
     (site.home / "pid").unlink(missing_ok=True)
     command = [sys.executable, "-m", "edgespec", "generate", "--workers", "ssh://mac", "hello"]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
@@ -278,7 +283,7 @@ def test_ctrl_c_while_connecting(site: Site) -> None:
 
 
 def test_a_worker_that_does_not_start_is_an_error(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    site.install("read line")
+    site.install("exec cat >/dev/null")
     monkeypatch.setattr(ssh, "_START_SECONDS", 3.0)
     assert error_of().startswith("the worker on ssh://mac did not start within 3 seconds")
     site.wait_for_the_end()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import edgespec
+from edgespec.cli import worker as worker_command
 from edgespec.cluster import link
 from edgespec.cluster.libraries import LLAMA_CPP, Library
 from edgespec.cluster.link import Link, probe_worker
@@ -45,6 +47,21 @@ def test_a_worker_ends_with_its_input_and_with_ctrl_c(start_worker: Callable[...
     assert second.process.wait(20) == 0
     for server in servers:
         server.wait(20)
+
+
+def test_a_worker_ends_when_the_program_that_started_it_falls_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_command, "STDIN_SILENCE_SECONDS", 0.1)
+    read, write = os.pipe()
+    is_closed = threading.Event()
+    with os.fdopen(read) as stdin, os.fdopen(write, "wb", buffering=0) as sink:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        worker_command._close_with_stdin(is_closed.set)
+        # Programs that never write are never too silent.
+        assert not is_closed.wait(0.5)
+        sink.write(b"\n")
+        assert is_closed.wait(10)
 
 
 def read_answer(connection: socket.socket, sent: bytes) -> None:

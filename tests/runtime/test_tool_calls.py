@@ -190,7 +190,7 @@ def test_tools_count_as_prompt_tokens(runtime: Runtime) -> None:
         ({"tools": {"type": "function"}}, "tools must be a list, not dict"),
         ({"tools": [{"type": "web_search"}]}, "tool 1 is not a function"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tool 1 has an invalid name: ''"),
-        ({"tools": [NOW, NOW]}, "two tools have the same name"),
+        ({"tools": [NOW, NOW]}, "two tools have the same name: now"),
         ({"tools": [], "tool_choice": "required"}, "there are no tools"),
         ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice is invalid: 'any'"),
         ({"tools": TOOLS, "tool_choice": "required", "regex": "a"}, "regex cannot be used together"),

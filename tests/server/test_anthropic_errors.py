@@ -30,7 +30,7 @@ def client(server: HttpServer) -> Iterator[anthropic.Anthropic]:
     [
         ({"temperatur": 1}, "unknown field 'temperatur'; did you mean temperature?"),
         ({"temperature": "hot"}, "temperature must be a number from 0 to 100, not 'hot'"),
-        ({"mcp_servers": []}, "unknown field 'mcp_servers'; leave it out"),
+        ({"mcp_servers": []}, "unknown field 'mcp_servers'; the server calls no tools"),
         ({"messages": []}, "messages is empty; add at least one"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "'robot'"),
         ({"messages": [{"role": "user", "content": [PNG]}]}, "messages.0.content.0 has type 'image'"),

@@ -242,7 +242,7 @@ def test_models_are_described(client: ollama.Client, http: httpx.Client) -> None
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_predict": 1}, "did you mean options.max_tokens or options.num_predict?"),
+        ({"num_predictt": 1}, "did you mean options.max_tokens or options.num_predict?"),
         ({"temperature": -1}, "temperature must be a number from 0 to 100, not -1"),
         ({"options": {"temperatur": 1}}, "did you mean options.temperature?"),
         ({"options": {"mirostat": 2}}, "mirostat 2 is not supported; leave mirostat out, or set it to 0"),
@@ -290,7 +290,7 @@ def test_other_errors(client: ollama.Client, http: httpx.Client) -> None:
     with pytest.raises(ResponseError) as long:
         list(client.chat("demo", [{"role": "user", "content": "word " * 1500}], stream=True))
     assert "1024" in str(long.value)
-    assert "there is nothing at /api/pull" in http.post("/api/pull", json={}).json()["error"]
+    assert "use `edgespec models pull`" in http.post("/api/pull", json={}).json()["error"]
 
 
 def test_options_that_change_nothing_are_ignored(http: httpx.Client) -> None:

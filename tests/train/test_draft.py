@@ -147,7 +147,7 @@ def test_an_interrupted_training_gives_the_same_draft_model(
         with pytest.raises(CancelledError, match="run the same command again to continue"):
             trained(target, draft, tmp_path / "parts", Stops(after))
         assert list((tmp_path / "parts" / "training").glob("state-*.safetensors"))
-    with pytest.raises(OptionError, match="an unfinished training with a different --lora"):
+    with pytest.raises(OptionError, match="an unfinished training run with a different --lora"):
         trained(target, draft, tmp_path / "parts", lora=True)
     parts = trained(target, draft, tmp_path / "parts")
     assert (parts.curve, parts.figures, parts.earlier) == (whole.curve, whole.figures, whole.earlier)

@@ -200,7 +200,7 @@ def test_the_published_layout(finished: TrainingResult, tmp_path: Path) -> None:
 
 def test_an_unfinished_training_is_not_mixed_with_another(train: Train, tmp_path: Path) -> None:
     stopped(train, tmp_path, 0)
-    with pytest.raises(OptionError, match="an unfinished training with a different --tokens"):
+    with pytest.raises(OptionError, match="an unfinished training run with a different --tokens"):
         train(tmp_path, tokens=600)
 
 

@@ -200,7 +200,7 @@ async def test_an_undo_that_fails_can_be_repeated(tmp_path: Path) -> None:
     archive = Archive(store)
     await archive.hide("one")
     (tmp_path / ".one.deleted").rename(tmp_path / "away")
-    with pytest.raises(ChatFileError, match="cannot rename"):
+    with pytest.raises(ChatFileError, match="cannot restore the chat"):
         await archive.restore()
     (tmp_path / "away").rename(tmp_path / ".one.deleted")
     restored = await archive.restore()

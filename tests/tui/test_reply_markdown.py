@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
+from textual._compositor import Compositor, ReflowResult
 from textual.app import App, ComposeResult
+from textual.geometry import Region, Size
 from textual.pilot import Pilot
 from textual.selection import SELECT_ALL
+from textual.strip import Strip
+from textual.widget import Widget
 
+from edgespec import TextChunk
 from edgespec.tui.themes import DARK, LIGHT
 from edgespec.tui.widgets.reply_markdown import ReplyMarkdown
+from tests.tui.driving import driving
+from tests.tui.scripted import ScriptedRuntime, loading
 
 TEXT = """# Heading
 
@@ -226,3 +234,50 @@ async def test_code_has_colours_which_change_with_the_theme() -> None:
 async def test_html_is_shown_as_text() -> None:
     async with showing("Use <name> and <b>bold</b>.") as (reply, _):
         assert copied(reply) == "Use <name> and <b>bold</b>."
+
+
+@pytest.mark.parametrize("step", [1, 7])
+async def test_a_growing_text_leaves_no_outdated_rows(step: int) -> None:
+    async with showing("", 41) as (reply, pilot):
+        for start in range(0, len(TEXT), step):
+            reply.append(TEXT[start : start + step])
+            await pilot.pause(0)
+            shown = reply.render_lines(Region.from_offset((0, 0), reply.size))
+            assert [*shown] == [reply.render_line(y) for y in range(reply.size.height)]
+
+
+async def test_only_the_rows_that_change_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with showing("One paragraph.\n\nThe start of a long second one " * 2, 41) as (reply, pilot):
+        drawn: list[int] = []
+        draw = ReplyMarkdown.render_line
+
+        def noted(self: ReplyMarkdown, y: int) -> Strip:
+            drawn.append(y)
+            return draw(self, y)
+
+        monkeypatch.setattr(ReplyMarkdown, "render_line", noted)
+        reply.append(" more")
+        await pilot.pause()
+        assert drawn == [reply.size.height - 1]
+
+
+async def test_a_new_line_is_laid_out_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layouts: list[Size] = []
+    reflow = Compositor.reflow
+
+    def counted(self: Compositor, parent: Widget, size: Size) -> ReflowResult:
+        layouts.append(size)
+        return reflow(self, parent, size)
+
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        reply = await d.chat.transcript.start_reply()
+        for number in range(40):
+            await reply.write([TextChunk(f"- line {number}\n", 1, False)])
+            await d.pilot.pause()
+        monkeypatch.setattr(Compositor, "reflow", counted)
+        for number in range(10):
+            await reply.write([TextChunk(f"- and {number}\n", 1, False)])
+            await d.pilot.pause()
+        assert len(layouts) == 10
+        assert d.chat.transcript.scroll_y == d.chat.transcript.max_scroll_y
+        await d.sees("and 9")

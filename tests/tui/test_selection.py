@@ -252,6 +252,31 @@ async def test_deleting_the_only_message_removes_the_outdated_note(tmp_path: Pat
         assert "This is a new chat with 1 message" in d.transcript()
         await until(d.pilot, lambda: used_tokens(d) > 0, "the number of tokens")
         await act(d, "shift+up", "d")
-        await d.sees("Type /undo to undo.")
+        await d.sees("Press u or type /undo to undo.")
         assert "This is a new chat" not in d.transcript()
         await until(d.pilot, lambda: used_tokens(d) == 0, "the number of tokens")
+
+
+async def test_u_restores_the_only_message(tmp_path: Path) -> None:
+    async with driving(loading(replies("One.")), tmp_path) as d:
+        await d.say("first")
+        await act(d, "shift+up", "up", "d")
+        assert conversation(d) == []
+        await d.sees("u undoes · Esc back")
+        await act(d, "u")
+        assert conversation(d) == ["first", "One."]
+        # The message is selected again. Deleting it again, and then any other letter, returns to the input.
+        await act(d, "d", "x", "u")
+        assert conversation(d) == []
+        assert d.chat.prompt.text == "xu"
+
+
+async def test_the_same_note_is_shown_once(tmp_path: Path) -> None:
+    async with driving(loading(replies("One.")), tmp_path) as d:
+        await d.say("/preset")
+        await d.send("/race")
+        await d.said("There is no message to race yet")
+        d.chat.prompt.clear()
+        await d.say("/preset")
+        assert d.transcript().count("There are no presets yet.") == 1
+        assert d.transcript().index("There are no presets yet.") > d.transcript().index("no message to race")

@@ -37,6 +37,7 @@ class TestUnsaved:
             assert len(d.chat.transcript.query(Panel)) == 1
             assert "the disk is full" in d.transcript()
             assert "Free some space" in d.transcript()
+            assert "To save a copy elsewhere, type /export" in " ".join(d.transcript().split())
 
     @pytest.mark.usefixtures("full_disk")
     def test_leaving_says_what_was_not_saved(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

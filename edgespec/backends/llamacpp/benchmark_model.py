@@ -19,7 +19,7 @@ __all__ = ["write_benchmark_model"]
 _EMBEDDING, _FEED_FORWARD, _HEADS = 2048, 5632, 16
 # Dimensions of a layer whose weights take hardly any time to read, so that its fixed costs can be measured.
 _SMALL_EMBEDDING, _SMALL_FEED_FORWARD, _SMALL_LAYERS = 256, 256, 24
-# Number of random rows per matrix. The other rows repeat them, because generating random numbers is slow.
+# Number of random rows per matrix. All other rows repeat these, because generating random numbers is slow.
 _RANDOM_ROWS = 64
 _CONTROL, _BYTE = 3, 6
 

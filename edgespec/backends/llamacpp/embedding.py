@@ -21,7 +21,7 @@ _NONE, _MEAN, _CLS, _LAST = "0", "1", "2", "3"
 
 
 class Pooling(NamedTuple):
-    """How a model turns the hidden states of a text into one vector.
+    """The pooling method, which turns the hidden states of a text into one vector.
 
     edgespec pools the states itself, because llama.cpp can only pool texts that fit in one pass.
 

@@ -30,7 +30,7 @@ class HiddenStateHook:
         self._row_size = row_size
         self._rows: dict[bytes, NDArray[np.float32]] = {}
         self._ggml = ggml()
-        # Keep a reference to the callback, because C code may still call it and ctypes does not keep one.
+        # Keep a reference to the callback, because C code may call it later, and ctypes holds no reference.
         self.callback = library().ggml_backend_sched_eval_callback(self._on_node)
 
     def set_names(self, names: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ __all__ = ["KvCells", "UnchangedPrefix"]
 
 @dataclass(eq=False, slots=True)
 class UnchangedPrefix:
-    """Counts the tokens at the start of the target's KV cache that a draft model has valid copies of.
+    """Number of tokens at the start of the target's KV cache of which a draft model has valid copies.
 
     Attributes:
         tokens: The number of tokens. The draft model sets it after copying, and every rollback of the target

@@ -112,7 +112,8 @@ class KvSequences:
     @property
     def first_position(self) -> int | None:
         """The lowest position in sequence 0, or None if it is empty."""
-        position = int(self._lib.llama_memory_seq_pos_min(self._memory, 0))
+        with self._lock:
+            position = int(self._lib.llama_memory_seq_pos_min(self._memory, self._first))
         return None if position < 0 else position
 
     @property
@@ -149,8 +150,8 @@ class KvSequences:
     def export_cells(self, source: int, start: int, end: int) -> list[memoryview]:
         """Return a sequence's KV cells at positions [start, end) as a list of parts for `import_cells`.
 
-        Each part is at most as long as the model's sliding attention window, because llama.cpp exports no
-        more at a time.
+        A part contains at most one sliding attention window of tokens, because llama.cpp exports no more at
+        a time.
         """
         parts = []
         # Remove KV cells that an earlier, interrupted export may have left in the scratch sequence.

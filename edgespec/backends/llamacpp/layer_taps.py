@@ -31,7 +31,7 @@ class LayerTaps:
     def set(self, context: Any, layers: Sequence[int]) -> None:
         """Choose the layers whose inputs are copied from the next pass on.
 
-        If the context was freed, pass None, and call `apply` when it has been created again.
+        Pass None if the context was freed, and call `apply` after it has been created again.
         """
         before, self._layers = self._layers, layers
         if context:

@@ -215,7 +215,7 @@ class LowerSplit:
 
     def _reset(self) -> None:
         self._tree = TreeBuilder()
-        # For each node of the token tree to verify, its index in `self._tree`.
+        # Index in `self._tree` of each node of the token tree to verify.
         self._nodes: list[int] = []
         self._hidden: list[NDArray[np.float32]] = []
 

@@ -164,7 +164,12 @@ def model_params(gpu_layers: int | None = None) -> Any:
 
 
 def _open(paths: Paths, params: Any) -> Any:
-    """Open one GGUF model with llama.cpp. Raises ModelFileError or MemoryBudgetError."""
+    """Open a GGUF model with llama.cpp.
+
+    Raises:
+        ModelFileError: The model is damaged or not supported.
+        MemoryBudgetError: There is not enough memory.
+    """
     every = [paths] if isinstance(paths, str) else paths
     size_bytes = sum(map(check_file, every))
     check_header(Path(every[0]))

@@ -19,7 +19,7 @@ class MarkovHead:
     """The Markov head of a DSpark head, a table with a row of logits for each possible previous token.
 
     The table is the product of two low-rank matrices, `markov_w1` and `markov_w2`. llama.cpp adds the rows
-    for the draft that it predicts itself. This class computes the rows for all other drafts.
+    only for the most likely draft. This class computes the rows for all other drafts.
 
     Args:
         path: The head's GGUF file.
@@ -35,8 +35,8 @@ class MarkovHead:
     def _outputs(self) -> NDArray[np.float32]:
         """The matrix `markov_w2` [draft vocabulary, rank].
 
-        Loaded on first use, because greedy drafts usually match the draft that llama.cpp predicts itself, so
-        most of them never need it.
+        The matrix is loaded on first use, because most greedy drafts match the draft that llama.cpp predicts
+        itself, and never need the matrix.
         """
         matrix = FileMatrix(self._path, "markov_w2.weight")
         outputs: NDArray[np.float32] = dequantize(matrix.stored(), matrix.kind).astype(np.float32)

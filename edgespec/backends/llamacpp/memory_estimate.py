@@ -157,7 +157,7 @@ class GgufMemoryEstimator:
             compute_bytes += buffers.compute_bytes + _attention_bytes(weights, plan, each)
             gpu_compute += sum(size for name, size in buffers.compute if self.layers and _is_on_gpu(name))
             logits = logits_bytes(weights, min(plan.rows, each.batch_tokens))
-            # Replies that share a pass copy their logits.
+            # Count logits twice, because replies that share a pass copy them.
             output_bytes += logits if plan.slots == 1 else 2 * logits
         if options.workers is not None:
             return self._estimate_local(options, plans[0], cache_bytes, compute_bytes, output_bytes)
@@ -211,7 +211,11 @@ class GgufMemoryEstimator:
         return MemoryEstimate(plan.share.tokens, plan.kv_types.text, present, machines)
 
     def placement(self, options: LoadOptions) -> LayerPlacement:
-        """Return the devices of the layers for load options with workers. Raises MemoryBudgetError."""
+        """Return the devices of the layers if the model is loaded on workers.
+
+        Raises:
+            MemoryBudgetError: The layers do not fit on the machines.
+        """
         assert options.workers is not None
         plans, part_options = self._plans(options)
         buffers = self._buffers(0, plans[0], part_options[0])

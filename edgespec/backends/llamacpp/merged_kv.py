@@ -30,8 +30,8 @@ Bytes: TypeAlias = NDArray[np.uint8]
 
 _HEADER_BYTES = 8
 _COUNT = struct.Struct("=I")
-# Header before the keys or values of a layer: data type and bytes per row. For transposed values: data type,
-# bytes per element and row length.
+# Headers before the keys or values of a layer. The first contains the data type and bytes per row. The
+# second, for transposed values, contains the data type, bytes per element and row length.
 _ROWS, _TRANSPOSED = struct.Struct("=iQ"), struct.Struct("=iII")
 # Each exported KV cell has three integers: its position, its number of sequences (always 1) and its sequence
 # id.

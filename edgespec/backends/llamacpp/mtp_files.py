@@ -58,7 +58,7 @@ class MtpGraph(NamedTuple):
         return (POST_NORM,) if self.reads_normed else (layer_count,)
 
 
-# Architectures whose MTP layers llama.cpp can run. For others, llama.cpp would end the process.
+# Architectures whose MTP layers llama.cpp can run. With any other architecture, it would end the process.
 MTP_GRAPHS = {
     "bailingmoe3": MtpGraph(),
     "cohere2moe": MtpGraph(),
@@ -84,8 +84,8 @@ _EXPERTS = (
     ("ffn_gate_inp.weight", "ffn_gate_up_exps.weight", "ffn_down_exps.weight"),
     ("ffn_gate_inp.weight", "ffn_up_exps.weight", "ffn_down_exps.weight"),
 )
-# Metadata keys that may differ between the target and a file that contains only MTP layers. Older files lack
-# `embedding_length_out`, and `_check_streams` checks it.
+# Metadata keys that may differ between the target and a file that contains only MTP layers. `_check_streams`
+# checks `embedding_length_out`, which older files lack.
 _INDEPENDENT_KEYS = frozenset(
     {"block_count", "nextn_predict_layers", "context_length", "vocab_size", "embedding_length_out"}
 )

@@ -37,7 +37,7 @@ _callbacks: list[Any] = []
 
 @cache
 def library() -> ModuleType:
-    """Import and initialise the llama_cpp module and return it. Raises BackendMissingError."""
+    """Import, initialise and return the llama_cpp module. Raises BackendMissingError if that fails."""
     try:
         import llama_cpp
     except (ImportError, OSError, RuntimeError) as error:

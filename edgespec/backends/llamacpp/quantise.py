@@ -40,8 +40,8 @@ _UNSUITABLE = {"F16", "BF16", "TQ1_0", "TQ2_0", "MXFP4_MOE", "NVFP4", "Q1_0", "Q
 # these types.
 _MATRIX_PREFIXES = ("IQ1", "IQ2", "IQ3_X", "Q2_K_S")
 _PREFIX = "LLAMA_FTYPE_MOSTLY_"
-# Seconds between empty lines that the child process prints, so that the parent process can check for
-# cancellation.
+# Seconds between empty lines that the child process prints. The parent process checks for cancellation at
+# each line.
 _HEARTBEAT_SECONDS = 0.2
 _PARTIAL_SUFFIX = ".growing"
 _SHORT_NAMES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
@@ -71,7 +71,11 @@ def quantisation_types() -> dict[str, int]:
 
 
 def parse_quantisation_type(name: str) -> str:
-    """Return the full name of a quantisation type, such as Q4_K_M for q4_k. Raises OptionError."""
+    """Return the full name of a quantisation type, such as Q4_K_M for q4_k.
+
+    Raises:
+        OptionError: The type is unknown or not supported.
+    """
     upper = name.upper()
     upper = _SHORT_NAMES.get(upper, upper)
     if upper not in quantisation_types():

@@ -21,10 +21,11 @@ from edgespec.backends.llamacpp.memory_estimate import GgufMemoryEstimator
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.backends.llamacpp.native import ggml, library
 from edgespec.backends.llamacpp.rpc_library import add_devices, guard_against_aborts
+from edgespec.backends.self_draft_methods import Head, SelfDraft
 from edgespec.cluster.connected import ConnectedWorkers
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import MemoryBudgetError, WorkerLostError
+from edgespec.errors import CapabilityError, MemoryBudgetError, WorkerLostError
 
 __all__ = ["RemoteModel", "load_on_workers"]
 
@@ -32,6 +33,9 @@ _Result = TypeVar("_Result")
 # The tensors of the output layer, which stay on this machine so that logits do not cross the network.
 _OUTPUT_TENSORS = rb"^(output|token_embd)\.weight$"
 _UNLIMITED_BYTES = 1 << 62
+# The kinds of heads that read only hidden states. Multi-token prediction (MTP) heads also use weights or the
+# KV cache of the target, which are on the workers.
+_HEADS = frozenset({"dflash", "eagle", "hydra", "medusa"})
 _MAX_DEVICES = 16
 # Widths to which verify passes are padded: the root plus a draft of 0, 1, 2, 4, 8 or 16 tokens. Few widths
 # are used because the first pass of a new width takes eight more round trips with two workers, and each
@@ -57,7 +61,12 @@ def load_on_workers(
     # Skip the memory checks, because the planner has checked all machines. Allow only chains as drafts,
     # because committing a tree would move KV cells over the network.
     own = replace(
-        options, memory_bytes=_UNLIMITED_BYTES, initial_context_tokens=None, max_branches=1, workers=None
+        options,
+        memory_bytes=_UNLIMITED_BYTES,
+        initial_context_tokens=None,
+        max_branches=1,
+        mtp=False,
+        workers=None,
     )
 
     def load() -> LlamaCppModel:
@@ -132,7 +141,7 @@ class RemoteModel(BaseModel):
                 tree=False,
                 pass_widths=_PASS_WIDTHS,
                 reason="drafts without branches only, because its layers are on workers",
-                self_draft_methods=frozenset(),
+                self_draft_methods=facts.capabilities.self_draft_methods & _HEADS,
             ),
         )
 
@@ -175,6 +184,18 @@ class RemoteModel(BaseModel):
 
     def restore(self, snapshot: Snapshot) -> None:
         self._call(lambda: self._model.restore(snapshot))
+
+    def self_draft(self, method: SelfDraft) -> LanguageModel:
+        if not isinstance(method, Head):
+            return super().self_draft(method)
+        if method.method not in self.facts.capabilities.self_draft_methods:
+            raise CapabilityError(
+                f"{self.facts.name} cannot use a head for the method {method.method}, because its layers"
+                " are on workers",
+                "use --head none, or omit --workers",
+            )
+        # The head runs on this machine. Only the hidden states that it reads cross the network.
+        return self._call(lambda: self._model.self_draft(method))
 
     def resize(self, context_tokens: int) -> None:
         raise MemoryBudgetError(

@@ -38,7 +38,11 @@ _generation = 0
 
 @cache
 def _rpc(copy: int = 0) -> Any:
-    """Return the RPC library. Each copy has its own locks and connections. Raises BackendMissingError."""
+    """Return the RPC library. Each copy has its own locks and connections.
+
+    Raises:
+        BackendMissingError: The library is not built, or cannot be copied or loaded.
+    """
     lib = library()
     suffix = "dylib" if sys.platform == "darwin" else "so"
     path = Path(str(lib.__file__)).parent / "lib" / f"libggml-rpc-{lib.__version__}.{suffix}"

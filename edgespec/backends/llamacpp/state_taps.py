@@ -108,7 +108,7 @@ class StateTaps:
 
 
 def _final_states(architecture: str, layer_count: int) -> tuple[int, ...]:
-    """Return the indices of the final hidden states that MTP heads read. Empty without MTP heads."""
+    """Return the indices of the final hidden states that MTP heads read, or none without MTP heads."""
     if architecture == ASSISTANT_TARGET:
         return (POST_NORM,)
     graph = MTP_GRAPHS.get(architecture)

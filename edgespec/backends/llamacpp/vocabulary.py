@@ -95,7 +95,7 @@ class LlamaVocabulary:
         return longest_piece_bytes(dict(zip(texts, tokens, strict=True)), self.raw_piece)
 
     def piece(self, token: int) -> bytes:
-        """Return the bytes that a token adds to the text. Control tokens add none."""
+        """Return the bytes that a token adds to the text, which are empty for control tokens."""
         return self._cached_piece(token)
 
     def raw_piece(self, token: int) -> bytes:
@@ -128,7 +128,10 @@ class LlamaVocabulary:
     def _open(self) -> Iterator[None]:
         """Prevent the model from being freed during the `with` block, which can take long.
 
-        Calls that take microseconds hold the lock instead. Raises ClosedError.
+        Calls that take microseconds hold the lock instead.
+
+        Raises:
+            ClosedError: The model is closed.
         """
         with self._lock:
             self._check_open()

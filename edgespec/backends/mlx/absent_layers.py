@@ -99,7 +99,7 @@ def check_separable(model: Any, name: str) -> None:
     nothing else. The check builds the graph of a pass without evaluating it.
 
     Raises:
-        CapabilityError: The layers exchange more, or have other caches.
+        CapabilityError: The layers exchange other data, or have caches of other kinds.
     """
     layers, caches = LayerList(model), LayerCaches(model, PassLayout())
     calls: list[tuple[Any, Any, list[Any]]] = []

@@ -145,7 +145,7 @@ class AttentionCache:
         self.offset = round_start + len(path)
 
     def dump(self, first: int, end: int) -> tuple[list[int], list[mx.array]]:
-        """Return the numbers and arrays from which `load` restores positions `first` to `end` (exclusive)."""
+        """Return the numbers and arrays from which `load` restores the rows at positions [first, end)."""
         low, high = max(0, first - self.start), end - self.start
         return [self.start, end], [array[..., low:high, :] for array in self.state]
 

@@ -26,7 +26,7 @@ def write_texts(
     *,
     failure: str,
 ) -> list[list[int]]:
-    """Continue each prompt until an end token or its number of tokens. See `Teacher.write`.
+    """Continue each prompt up to an end token or its maximum length. See `Teacher.write`.
 
     Args:
         net: The mlx `nn.Module` of the model.
@@ -36,7 +36,7 @@ def write_texts(
         max_tokens: Maximum number of new tokens for each prompt, at least 1.
         seed: Seed of the random draws.
         progress: Called with the completed fraction. Returning False cancels the call.
-        failure: What failed, for the message of a BackendError.
+        failure: Start of the message if a BackendError is raised.
     """
     mx.random.seed(seed)
     # mlx-lm samples in one batch for all prompts that share a sampler.

@@ -26,7 +26,7 @@ class MlxBuildInfo(NamedTuple):
         device: `CPU` or `GPU`, followed by the device name if mlx reports one.
         metal: Whether this build of mlx can use Metal.
         cuda: Whether this build of mlx can use CUDA.
-        working_set_bytes: Maximum memory use recommended by Metal, in bytes; 0 without Metal.
+        working_set_bytes: Maximum memory use recommended by Metal, in bytes. 0 without Metal.
     """
 
     version: str

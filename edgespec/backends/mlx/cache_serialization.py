@@ -48,7 +48,7 @@ def serialize_caches(caches: LayerCaches, start: int, end: int, fingerprint: str
 def _attention_parts(
     caches: Sequence[AttentionCache], start: int, end: int, blobs: list[bytes]
 ) -> list[dict[str, Any]]:
-    """Describe the rows from `start` to `end` of each cache, and append their data to `blobs`."""
+    """Return a description of rows [start, end) of each cache, and append their data to `blobs`."""
     parts: list[dict[str, Any]] = []
     for cache in caches:
         numbers, arrays = cache.dump(start, end)
@@ -57,7 +57,7 @@ def _attention_parts(
 
 
 def _array_header(array: mx.array | None, blobs: list[bytes]) -> dict[str, Any] | None:
-    """Describe an array, and append its data to `blobs`."""
+    """Return the type and shape of an array for the JSON header, and append its data to `blobs`."""
     if array is None:
         return None
     blobs.append(np.array(array.view(_STORED_AS.get(array.dtype, array.dtype))).tobytes())
@@ -108,10 +108,10 @@ def serialize_head(caches: Sequence[AttentionCache], origin: int, start: int, en
     """Serialise the rows of a head's caches from position `start` to `end` (exclusive).
 
     Args:
-        caches: The caches. Their first row belongs to the position `origin`.
-        origin: Position at which the head began. Keys are rotated relative to it.
-        start: The first position.
-        end: The position after the last.
+        caches: The head's caches.
+        origin: Position of the first row in the caches. Keys are rotated relative to this position.
+        start: The first position to serialise.
+        end: The position after the last one to serialise.
     """
     blobs: list[bytes] = []
     parts = _attention_parts(caches, start - origin, end - origin, blobs)
@@ -122,8 +122,8 @@ def deserialize_head(caches: Sequence[AttentionCache], origin: int, start: int, 
     """Append the rows in the result of `serialize_head` to caches that hold all positions before `start`.
 
     Raises:
-        BackendError: The data are damaged, belong to another head, or to one that began at another position.
-            The contents of the caches are undefined then.
+        BackendError: `data` is damaged, or was saved by another head or with another `origin`. The contents
+            of the caches are then undefined.
     """
     try:
         header, rest = _decoded(data)
@@ -143,7 +143,7 @@ def _decoded(data: bytes) -> tuple[dict[str, Any], bytes]:
 
 
 def _load_parts(caches: Sequence[Any], parts: Sequence[dict[str, Any]], data: bytes, start: int) -> None:
-    """Append the described rows to attention caches, and replace the contents of recurrent ones."""
+    """Append the rows in `data` to the attention caches, and replace the states of the recurrent ones."""
     offset = 0
     for cache, part in zip(caches, parts, strict=True):
         arrays = []

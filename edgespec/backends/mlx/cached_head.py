@@ -107,7 +107,7 @@ class CachedHead(SelfDraftView["MlxModel"]):
         return self.log.end
 
     def start_at(self, position: int) -> None:
-        """Empty the KV cache. Its first token will be the one at `position`. Skip earlier tokens."""
+        """Empty the KV cache, and let it begin at `position`. Tokens before `position` are never run."""
         self._check()
         self._clear(position)
 
@@ -127,10 +127,9 @@ class CachedHead(SelfDraftView["MlxModel"]):
 
     @abstractmethod
     def _append(self, tokens: Sequence[int]) -> None:
-        """Append the rows of tokens to the KV cache, from the target's hidden states."""
+        """Append keys and values for `tokens`, computed from the target's hidden states, to the KV cache."""
 
     def verify(self, tree: TokenTree, first: int = 0) -> DeviceLogits:
-        """See `LanguageModel.verify`."""
         self._check()
         try:
             check_tokens_fit(self, tree.width)
@@ -157,7 +156,7 @@ class CachedHead(SelfDraftView["MlxModel"]):
         self._end_round()
 
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
-        """Copy the KV cache at positions [start, end). If it begins later, start there."""
+        """Copy the KV cache at positions [start, end). Start at the first cached position if it is later."""
         self._check()
         self._end_round()
         end = self._length if end is None else min(end, self._length)

@@ -78,7 +78,7 @@ class DFlashHead(CachedHead):
         self._add_states(self._length, self._length + len(tokens))
 
     def _add_states(self, start: int, end: int) -> None:
-        """Append the rows of positions [start, end) to the KV cache."""
+        """Append the target's hidden states at positions [start, end) to the head's KV cache."""
         self._layout.set_chain(start - self._start)
         with translate_errors("the head could not be run"):
             self._network.add_states(mx.array(self.log.rows(start, end)).astype(self._dtype), self._caches)

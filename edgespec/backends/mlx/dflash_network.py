@@ -1,4 +1,4 @@
-"""The network of a DFlash (arXiv 2602.06036) or DSpark head (2607.05147), which predicts a token block."""
+"""The network of a DFlash (arXiv 2602.06036) or DSpark head (arXiv 2607.05147)."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class DFlashNetwork(Module):
 
 
 class _MarkovHead(Module):
-    """Computes logits that depend on the previous token, and are added to those of the block."""
+    """Computes logits from the previous token, which are added to the logits of the block."""
 
     def __init__(self, config: DFlashConfig, draft_vocab_size: int) -> None:
         super().__init__()

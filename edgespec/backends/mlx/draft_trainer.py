@@ -39,13 +39,13 @@ _MAX_GRADIENT_NORM = 1.0
 # Every second training step uses text that the draft model itself generated (on-policy), which corresponds
 # to lambda = 0.5 in GKD.
 _ON_POLICY_EVERY = 2
-# Maximum number of tokens that the draft model writes per reply in such a step. Drafts are shorter, and more
-# tokens would take too long.
+# Maximum number of tokens that the draft model writes per reply in an on-policy step. Real drafts are
+# shorter, and more tokens would take too long.
 _OWN_TOKENS = 32
 
 
 class DraftGuesser:
-    """`Guesser` for a draft model.
+    """Implements `Guesser` for a draft model.
 
     Args:
         teacher: The target.
@@ -59,7 +59,6 @@ class DraftGuesser:
         self._vocab_size = min(teacher.vocabulary.size, draft.vocab_size)
 
     def guesses(self, batch: TrainingBatch, depth: int) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-        """See `Guesser`."""
         best = self._target_logits(batch).argmax(axis=-1)
         evaluate(best)
         right = self._draft_logits(batch).argmax(axis=-1) == best
@@ -80,12 +79,12 @@ class DraftGuesser:
             return logits.reshape(-1, logits.shape[-1])[:, : self._vocab_size].astype(mx.float32)
 
     def _known(self, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Replace padding tokens of only one model, because MLX would read outside of the embedding table."""
+        """Replace padding tokens that only one model has, because MLX does not check token ids."""
         return np.minimum(tokens, self._vocab_size - 1)
 
 
 class DraftTrainer(DraftGuesser):
-    """`DrafterTrainer` for a draft model.
+    """Implements `DrafterTrainer` for a draft model.
 
     Args:
         teacher: The target.
@@ -105,7 +104,6 @@ class DraftTrainer(DraftGuesser):
         self._descent = GradientDescent(draft, (everything,), _MAX_GRADIENT_NORM, name)
 
     def step(self, batch: TrainingBatch, done: float) -> float:
-        """See `DrafterTrainer`."""
         with translate_errors(f"{self._name} cannot be trained"):
             if self._descent.steps % _ON_POLICY_EVERY == 0:
                 batch = self.continued(batch)
@@ -140,15 +138,12 @@ class DraftTrainer(DraftGuesser):
         return TrainingBatch(self._known(tokens), replied)
 
     def save_state(self, path: Path) -> None:
-        """See `DrafterTrainer`."""
         self._descent.save(path)
 
     def load_state(self, path: Path) -> None:
-        """See `DrafterTrainer`."""
         self._descent.load(path)
 
     def publish(self, folder: Path) -> None:
-        """See `DrafterTrainer`."""
         for file in self._original.iterdir():
             if file.suffix in _COPIED_SUFFIXES and file.name != WEIGHTS_INDEX:
                 shutil.copyfile(file, folder / file.name)
@@ -156,20 +151,18 @@ class DraftTrainer(DraftGuesser):
 
 
 class DraftStudent:
-    """`Student` for a draft model. See `Teacher.draft`."""
+    """Implements `Student` for a draft model. See `Teacher.draft`."""
 
     def __init__(self, teacher: MlxTeacher, path: Path, name: str, lora: bool) -> None:
         self.title = "draft model"
         self._teacher, self._path, self._name, self._lora = teacher, path, name, lora
 
     def trainer(self, _examples: TrainingBatch, _counts: NDArray[np.int64]) -> DraftTrainer:
-        """See `Student`."""
         draft = TrainableDraft(self._path, self._name, self._lora)
         rate = _LORA_RATE if self._lora else _RATE_TIMES_SIZE / draft.size
         return DraftTrainer(self._teacher, draft, self._name, self._path, rate)
 
     def published(self, folder: Path) -> DraftGuesser | None:
-        """See `Student`."""
         names = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
         weights = set(filter(is_weights, names))
         if not weights and "config.json" not in names:
@@ -182,7 +175,6 @@ class DraftStudent:
         return self._loaded(folder)
 
     def untrained(self) -> DraftGuesser:
-        """See `Student`."""
         return self._loaded(self._path)
 
     def _loaded(self, folder: Path) -> DraftGuesser:
@@ -190,7 +182,7 @@ class DraftStudent:
 
 
 def _config(folder: Path) -> bytes:
-    """Return the contents of a model's configuration file, or nothing if there is none."""
+    """Return the contents of a model's configuration file, or empty bytes if there is none."""
     file = folder / "config.json"
     return file.read_bytes() if file.exists() else b""
 

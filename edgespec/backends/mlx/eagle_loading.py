@@ -84,7 +84,7 @@ def _state_choices(target: MlxModel, files: EagleFiles, folder: Path) -> list[tu
     layers = target.layer_count
     if files.config.version == 1:
         # Most heads read the hidden state after the final norm, as in EAGLE's own code. Some read the state
-        # before it.
+        # before the norm.
         return [(POST_NORM,), (layers,)]
     choices = files.config.layer_choices(layers)
     if not choices:

@@ -54,16 +54,13 @@ class EagleNetwork(Module):
 
     @property
     def dtype(self) -> mx.Dtype:
-        """See `HeadNetwork.dtype`."""
         return self.fc.weight.dtype
 
     @property
     def cache_count(self) -> int:
-        """See `HeadNetwork.cache_count`."""
         return 1
 
     def reduced(self, states: mx.array) -> mx.array:
-        """See `HeadNetwork.reduced`."""
         if self._config.version == 1:
             return states
         if "input_norm" in self:
@@ -78,7 +75,7 @@ class EagleNetwork(Module):
     def __call__(self, embeddings: mx.array, states: mx.array, caches: Sequence[AttentionCache]) -> mx.array:
         """Return the layer's hidden states [tokens, size].
 
-        Given each token's embedding and the hidden state of the token before it. See `HeadNetwork.__call__`.
+        The inputs are the embedding of each token and the hidden state before it. See `HeadNetwork.__call__`.
         """
         attend = _CachedAttention(caches[0])
         if self._config.version == 1:
@@ -87,11 +84,9 @@ class EagleNetwork(Module):
         return self.layer(states[None], embeddings[None], attend)[0]
 
     def normalised(self, states: mx.array) -> mx.array:
-        """See `HeadNetwork.normalised`."""
         return self.norm(states) if self._config.version == 3 else states
 
     def fed_back(self, states: mx.array) -> mx.array:
-        """See `HeadNetwork.fed_back`."""
         return self.norm(states) if self._config.norm_output else states
 
 
@@ -110,7 +105,7 @@ class Attend(Protocol):
     def offset(self) -> int: ...
 
     def __call__(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
-        """Return [batch, heads, tokens, head size], the shape of `queries`."""
+        """Return the attention output [batch, heads, tokens, head size]."""
 
 
 class _CachedAttention:

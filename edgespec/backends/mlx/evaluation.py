@@ -14,8 +14,8 @@ from edgespec.errors import BackendError, OutOfMemoryError
 
 __all__ = ["evaluate", "freed_buffers_bytes", "release_thread_state", "start_evaluation", "translate_errors"]
 
-# How many bytes of freed memory MLX keeps for reuse. The GPU limit is higher, because allocating GPU memory
-# is slow.
+# Maximum size in bytes of the freed memory that MLX keeps for reuse. The GPU limit is higher, because
+# allocating GPU memory is slow.
 _CPU_FREED_BUFFERS_BYTES, _GPU_FREED_BUFFERS_BYTES = 2 * 2**20, 64 * 2**20
 
 

@@ -1,4 +1,4 @@
-"""The feed-forward block of the layers of heads, as in Llama."""
+"""The feed-forward block of a head's layers, as in Llama."""
 
 from __future__ import annotations
 

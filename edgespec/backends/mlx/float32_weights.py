@@ -17,7 +17,7 @@ __all__ = ["convert_to_float32", "faster_in_float32"]
 
 
 def faster_in_float32(loaded: LoadedModel) -> bool:
-    """Return whether batches run faster with float32 weights, and these fit in memory.
+    """Return whether float32 weights fit in memory and make batches run faster.
 
     On a CPU, MLX multiplies batches with quantised weights more slowly than with float32.
     """

@@ -1,4 +1,4 @@
-"""Train the weights of heads and draft models by gradient descent, and save the state of the training."""
+"""Train the weights of heads and draft models by gradient descent, and save the training state."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class GradientDescent:
 
     Args:
         network: The network to train.
-        groups: Each weight belongs to exactly one of these groups.
-        max_gradient_norm: Longer gradients are scaled down to this norm.
-        name: What is trained, for messages.
+        groups: The groups of weights. Each weight belongs to exactly one group.
+        max_gradient_norm: Gradients with a larger norm are scaled down to this norm.
+        name: Name of the network, for messages.
 
     Attributes:
         steps: Number of steps so far.
@@ -103,7 +103,7 @@ class GradientDescent:
         return float(np.array(value))
 
     def save(self, path: Path) -> None:
-        """Save the weights and the optimisers' state in the safetensors format. Raises OSError."""
+        """Save the weights and optimiser states in a safetensors file. Raises OSError if writing fails."""
         arrays = {**self._network.weights, **self._moments()}
         save_arrays(path, arrays, {"steps": str(self.steps)})
 
@@ -120,7 +120,7 @@ class GradientDescent:
             self.steps = int(metadata["steps"])
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             raise ModelFileError(
-                f"{path}, which holds the state of an interrupted training, is damaged: {error}",
+                f"{path}, which holds the state of an interrupted training run, is damaged: {error}",
                 f"delete the folder {path.parent} and train again",
             ) from error
         evaluate(*saved.values())
@@ -143,7 +143,8 @@ class GradientDescent:
 
 def save_arrays(path: Path, arrays: Arrays, metadata: dict[str, str]) -> None:
     """Write arrays to a file in the safetensors format. Raises OSError if it cannot be written."""
-    # Given a path, MLX appends `.safetensors` to it, and raises a RuntimeError without the reason.
+    # Pass an open file, because MLX appends `.safetensors` to paths and raises a RuntimeError without the
+    # reason.
     with path.open("wb") as file:
         mx.save_safetensors(file, arrays, metadata)
 

@@ -41,7 +41,7 @@ _DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16}
 def estimate_head(
     context_tokens: int, weight_bytes: int, kv_bytes_per_token: int, compute_elements: int
 ) -> MemoryEstimate:
-    """Return the memory estimate of a head. Its passes need `compute_elements` float32 values."""
+    """Return the memory estimate of a head whose passes allocate `compute_elements` float32 values."""
     return MemoryEstimate(
         context_tokens,
         "as the weights",
@@ -72,10 +72,10 @@ def loaded_bytes(tensor: StoredTensor) -> int:
 
 
 def weight_array(tensor: StoredTensor) -> mx.array:
-    """Load a weight as an evaluated array. Quantised weights are stored as integers and stay as they are.
+    """Load a weight as an evaluated array. Quantised weights remain packed in integers.
 
-    The array must be evaluated here, because MLX can do that only in the thread that created it, and another
-    thread may run the head.
+    The array must be evaluated here, because MLX can evaluate an array only in the thread that created it,
+    and another thread may run the head.
     """
     dtype = mx.float32 if runs_on_cpu() else _DTYPES.get(tensor.dtype, mx.float32)
     with translate_errors("the head could not be loaded"):
@@ -86,7 +86,7 @@ def weight_array(tensor: StoredTensor) -> mx.array:
 
 
 def evaluate_constants(ropes: Iterable[Any]) -> None:
-    """Evaluate the arrays in rotary embeddings, for the same reason as `weight_array`."""
+    """Evaluate the arrays in rotary embeddings, because another thread may run the head."""
     evaluate(*(part for rope in ropes for part in vars(rope).values() if isinstance(part, mx.array)))
     evaluate(mx.random.state)  # type: ignore[arg-type]
 
@@ -122,7 +122,7 @@ def head_facts(
     kv_bytes_per_token: int,
     context_tokens: int,
 ) -> ModelFacts:
-    """Describe a head for its target. The capabilities are still those of the target.
+    """Return the facts of a head, with the capabilities of its target.
 
     Args:
         target: The target.

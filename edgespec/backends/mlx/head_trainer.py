@@ -48,7 +48,7 @@ class _Goals(NamedTuple):
 
 
 class HeadGuesser:
-    """`Guesser` for a head.
+    """Implements `Guesser` for a head.
 
     Args:
         teacher: The target.
@@ -63,7 +63,6 @@ class HeadGuesser:
         self._draft_tokens = mx.array(head.draft_tokens)
 
     def guesses(self, batch: TrainingBatch, depth: int) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-        """See `Guesser`."""
         states = self._teacher.states(batch.tokens, self.head.states)
         best = states.logits.argmax(axis=-1).reshape(-1)
         evaluate(best, states.hidden)
@@ -79,11 +78,11 @@ class HeadGuesser:
 
 
 class MlxHeadTrainer(HeadGuesser):
-    """`DrafterTrainer` for a head of any kind."""
+    """Implements `DrafterTrainer` for a head of any kind."""
 
     def __init__(self, teacher: MlxTeacher, head: TrainableHead) -> None:
         super().__init__(teacher, head)
-        # Muon trains matrices, AdamW norms and biases.
+        # Train matrices with Muon, and norms and biases with AdamW.
         self._descent = GradientDescent(
             head,
             (
@@ -97,7 +96,6 @@ class MlxHeadTrainer(HeadGuesser):
         )
 
     def step(self, batch: TrainingBatch, done: float) -> float:
-        """See `DrafterTrainer`."""
         unroll = self.head.steps(done)
         with translate_errors(f"the head of {self._teacher.name} cannot be trained"):
             states = self._teacher.states(batch.tokens, self.head.states)
@@ -132,22 +130,19 @@ class MlxHeadTrainer(HeadGuesser):
         return candidates, _Goals(probs / probs.sum(axis=-1, keepdims=True), rows, indices)
 
     def save_state(self, path: Path) -> None:
-        """See `DrafterTrainer`."""
         self._descent.save(path)
 
     def load_state(self, path: Path) -> None:
-        """See `DrafterTrainer`."""
         self._descent.load(path)
 
     def publish(self, folder: Path) -> None:
-        """See `DrafterTrainer`."""
         file, config = folder / self.head.weights_file, json.dumps(self.head.config, indent=2)
         save_arrays(file, self.head.published(), {"format": "pt"})
         (folder / _CONFIG).write_text(f"{config}\n", encoding="utf-8")
 
 
 class HeadStudent:
-    """The `Student` that trains a head of the given kind.
+    """Implements `Student` for heads of one kind.
 
     Args:
         teacher: The target.
@@ -159,12 +154,10 @@ class HeadStudent:
         self.title = kind.title
 
     def trainer(self, examples: TrainingBatch, counts: NDArray[np.int64]) -> MlxHeadTrainer:
-        """See `Student`."""
         mx.random.seed(0)
         return MlxHeadTrainer(self._teacher, self._kind.create(self._teacher, examples, counts))
 
     def published(self, folder: Path) -> HeadGuesser | None:
-        """See `Student`."""
         return _load_published_head(self._teacher, self._kind, folder)
 
     def untrained(self) -> None:

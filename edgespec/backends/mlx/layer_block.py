@@ -34,11 +34,11 @@ class LayerBlock:
         first: Index of the block's first layer.
         end: Index after the block's last layer.
         kv_bits: Bits per element in the KV cache, or None if it is not quantised.
-        memory_bytes: The memory for weights.
+        memory_bytes: Maximum size of the weights in bytes.
 
     Raises:
         ModelFileError: The model cannot be built.
-        WorkerError: There is no space for its files.
+        WorkerError: The model's files cannot be written.
         ValueError: An argument is invalid.
     """
 
@@ -70,15 +70,16 @@ class LayerBlock:
         layers.replace([*map(AbsentLayer, before), *own, *map(AbsentLayer, after)])
 
     def load(self, name: str, weight: mx.array) -> None:
-        """Set a weight.
+        """Set a weight of the block.
 
         Args:
-            name: The index of the layer and the path in it, such as `3.self_attn.q_proj.weight`.
+            name: The index of the layer and the path of the weight in the layer, such as
+                `3.self_attn.q_proj.weight`.
             weight: The weight. 16-bit weights can be widened to float32.
 
         Raises:
             ValueError: The block has no such weight.
-            MemoryBudgetError: The weights exceed the memory.
+            MemoryBudgetError: The weights exceed `memory_bytes`.
         """
         from mlx.utils import tree_unflatten
 
@@ -107,12 +108,12 @@ class LayerBlock:
         evaluate(*(array for _, array in named_arrays(self._layers)))
 
     def run(self, states: mx.array, offset: int, round_start: int) -> mx.array:
-        """Return the block's output for the next tokens, evaluated.
+        """Return the block's evaluated output for the next tokens.
 
         Args:
             states: The hidden states [1, tokens, ...].
-            offset: Number of cached tokens before them. The caches drop the tokens from there on.
-            round_start: See `PassLayout`.
+            offset: Number of cached tokens before `states`. The caches drop all later tokens.
+            round_start: Number of cached tokens before the draft. See `PassLayout`.
 
         Raises:
             ValueError: The caches cannot drop these tokens.
@@ -149,7 +150,7 @@ def _build_model(json_files: Mapping[str, str], headers: Sequence[tuple[bytes, i
             for index, (header, size) in enumerate(headers):
                 with (folder / f"model{index}.safetensors").open("wb") as stream:
                     stream.write(header)
-                    # The rest of the file is a hole, which takes no space.
+                    # Extend the file to its full size by a hole, which takes no disk space.
                     stream.truncate(size)
         except OSError as error:
             raise WorkerError(

@@ -154,7 +154,7 @@ class LayerCaches:
         )
 
     def restore(self, checkpoint: CacheCheckpoint) -> None:
-        """Return the caches to a checkpoint. They must still hold all tokens that precede it."""
+        """Restore a checkpoint. The caches must still hold all tokens before it."""
         for cache, state in zip(self.recurrent, checkpoint.states, strict=True):
             cache.cache = list(state)
         for attention, offset in zip(self.attention, checkpoint.offsets, strict=True):

@@ -2,13 +2,15 @@
 
 The target sends
 
-1. the model's JSON files and the headers of its weight files. The worker builds the same model and answers.
-2. a message for each weight of the block, without an answer.
+1. the model's JSON files and the headers of its weight files. The worker builds the same model, and answers
+   whether it has a cache for weights.
+2. a message for each weight of the block. If the worker has a cache, the target first sends the digest of a
+   large weight, and the worker answers whether it has this weight. It also answers when it has stored one.
 3. a message without an array, which the worker answers when it is ready.
 4. the block's input in each pass, with the number of cached tokens before it. The worker first drops the
    cached tokens from there on, so that a rollback needs no message. It answers with the block's output.
 
-A worker that cannot do what a message asks answers with an error. Arrays are sent as raw bytes.
+If a worker cannot do what a message asks, it answers with an error. Arrays are sent as raw bytes.
 """
 
 from __future__ import annotations
@@ -30,12 +32,13 @@ __all__ = [
     "read_array",
 ]
 
-# Changes whenever the messages change.
+# Version of the protocol. It is increased whenever the messages change.
 PROTOCOL = 1
 # The JSON files from which mlx-lm builds a model.
 JSON_FILES = ("config.json", "hf_quant_config.json")
-# Limits of a message's data. The headers of a model with many experts have several MB. Hidden states of 512
-# tokens take 32 MiB if each has 16384 values in float32.
+# Maximum size in bytes of a message with files, and of a message with hidden states. The headers of a model
+# with many experts have several MB. Hidden states of 512 tokens take 32 MiB if each has 16384 values in
+# float32.
 MAX_FILES_BYTES, MAX_STATES_BYTES = 1 << 27, 1 << 28
 
 _DTYPES = {
@@ -60,7 +63,7 @@ def array_bytes(array: mx.array) -> Buffer:
 
 
 def read_array(header: dict[str, Any], data: Buffer) -> mx.array:
-    """Return the array of a message, not evaluated.
+    """Return the unevaluated array in a message.
 
     Raises:
         ValueError: The message is invalid.

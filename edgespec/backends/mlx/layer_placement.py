@@ -26,7 +26,7 @@ class LayerSizes:
     """The memory of each layer.
 
     Attributes:
-        weight_bytes: The weights of each layer.
+        weight_bytes: Size of the weights of each layer, in bytes.
         caches: The bytes per token of each layer's KV cache, and its sliding window in tokens if it has one.
     """
 
@@ -42,13 +42,13 @@ class LayerSizes:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlacement:
-    """The machines of a model's layers.
+    """The assignment of a model's layers to this machine and the workers.
 
     Attributes:
         widened: Whether 16-bit weights are widened to float32.
-        local: Number of layers on this machine, which are the first ones.
-        local_weight_bytes, local_cache_bytes: Weights and KV cache of these layers.
-        workers: The share of each worker, in the order of the layers.
+        local: Number of layers on this machine. These are the first layers of the model.
+        local_weight_bytes, local_cache_bytes: Size of the weights and of the KV cache of these layers.
+        workers: The layers and memory of each worker, in the order of the layers.
     """
 
     widened: bool
@@ -59,12 +59,12 @@ class LayerPlacement:
 
     @property
     def remote_weight_bytes(self) -> int:
-        """Weights on the workers."""
+        """Size of the weights on the workers, in bytes."""
         return sum(share.weight_bytes for share in self.workers)
 
     @property
     def blocks(self) -> list[tuple[int, int]]:
-        """The first layer of each worker, and the one after its last."""
+        """For each worker, the index of its first layer and the index after its last layer."""
         return list(pairwise(accumulate((share.layers for share in self.workers), initial=self.local)))
 
 
@@ -72,7 +72,7 @@ class LayerPlacement:
 def read_layer_sizes(
     path: str, name: str, kv_bits: int | None, widened: bool, _stamps: tuple[Any, ...]
 ) -> LayerSizes:
-    """Return the memory of each layer of the model in a folder. Cached until a model file changes.
+    """Return the memory of each layer of the model in a folder. The result is cached until a file changes.
 
     Raises:
         CapabilityError: The layers cannot be on several machines.
@@ -108,11 +108,11 @@ def place_layers(
 
     Args:
         name: The model's name, for messages.
-        weight_bytes: The weights of each layer.
-        cache_bytes: The KV cache of each layer.
+        weight_bytes: Size of the weights of each layer, in bytes.
+        cache_bytes: Size of the KV cache of each layer, in bytes.
         workers: The workers.
-        compute_bytes: The memory that a pass needs on each worker.
-        read_bytes: The weights that a pass reads.
+        compute_bytes: Memory in bytes that a pass needs on each worker.
+        read_bytes: Size of the weights that a pass reads.
         widened: Whether 16-bit weights are widened to float32.
 
     Raises:

@@ -9,9 +9,11 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgespec.cluster.messages import MessageConnection
+from edgespec.cluster.messages import Buffer, MessageConnection
+from edgespec.cluster.weight_cache import read_weight, write_weight
 from edgespec.errors import BackendError, EdgespecError, WorkerError
 
 if TYPE_CHECKING:
@@ -25,9 +27,10 @@ _BEAT_SECONDS = 1.0
 def main() -> None:
     """Read the options from stdin, and serve the target until it closes the connection or stdin is closed."""
     options = json.loads(sys.stdin.buffer.readline())
-    # Nobody reads what libraries print.
+    # Discard what libraries print to stdout, because nobody reads it.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    server = _LayerServer(socket.socket(fileno=options["connection"]), options["memory_bytes"])
+    cache = options["cache"] and Path(options["cache"])
+    server = _LayerServer(socket.socket(fileno=options["connection"]), options["memory_bytes"], cache)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     threading.Thread(target=server.beat, daemon=True).start()
     with contextlib.suppress(OSError):
@@ -41,9 +44,9 @@ def _end_with_parent() -> None:
 
 
 class _LayerServer:
-    def __init__(self, connection: socket.socket, memory_bytes: int) -> None:
+    def __init__(self, connection: socket.socket, memory_bytes: int, cache: Path | None) -> None:
         self._messages = MessageConnection(connection)
-        self._memory_bytes = memory_bytes
+        self._memory_bytes, self._cache = memory_bytes, cache
         self._works = threading.Event()
         self._works.set()
 
@@ -56,7 +59,7 @@ class _LayerServer:
             time.sleep(_BEAT_SECONDS)
 
     def serve(self) -> None:
-        """Load the layers, and run passes until the target closes the connection. Raises OSError."""
+        """Load the layers, and run passes until the target closes the connection, which raises OSError."""
         try:
             block = self._load()
             while True:
@@ -66,7 +69,7 @@ class _LayerServer:
         except EdgespecError as error:
             self._answer_error(error)
         except Exception as error:
-            # The target may have sent anything.
+            # Catch all exceptions, because an invalid message can cause any of them.
             self._answer_error(WorkerError(f"the message is invalid: {type(error).__name__}: {error}"))
 
     def _answer_error(self, error: EdgespecError) -> None:
@@ -84,20 +87,34 @@ class _LayerServer:
         for header_bytes, file_bytes in header["weight_files"]:
             headers.append((bytes(data[start : start + header_bytes]), file_bytes))
             start += header_bytes
-        # Importing mlx-lm takes seconds, in which the target receives empty messages.
+        # Import mlx-lm only now, because it takes seconds. Meanwhile, `beat` sends empty messages to the
+        # target.
         from edgespec.backends.mlx.layer_block import LayerBlock
 
         first, end = header["layers"]
         block = LayerBlock(header["json_files"], headers, first, end, header["kv_bits"], self._memory_bytes)
-        self._messages.send({})
+        self._messages.send({"has_cache": self._cache is not None})
         while True:
             header, data = self._messages.receive(self._memory_bytes)
             if "weight" not in header:
                 break
-            block.load(header["weight"], read_array(header, data))
+            if (weight := self._cached(header, data)) is not None:
+                block.load(header["weight"], read_array(header, weight))
         block.finish()
         self._messages.send({})
         return block
+
+    def _cached(self, header: dict[str, Any], data: Buffer) -> Buffer | None:
+        """Return the weight of a message, or None if the message asks for one that is not in the cache."""
+        if self._cache is None or "digest" not in header:
+            return data
+        weight: Buffer | None = data
+        if data:
+            write_weight(self._cache, data)
+        else:
+            weight = read_weight(self._cache, header["digest"])
+        self._messages.send({"has_weight": weight is not None})
+        return weight
 
     def _run(self, block: LayerBlock) -> None:
         from edgespec.backends.mlx.layer_messages import (

@@ -16,7 +16,7 @@ __all__ = ["Body", "HiddenStateHooks", "LayerList", "LayerProxy", "SkippedLayer"
 class LayerProxy:
     """Base class for replacements of modules. Forwards attribute access to the original module.
 
-    Not an `nn.Module`, because it has no weights of its own.
+    This class is not an `nn.Module`, because it has no weights of its own.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -128,10 +128,10 @@ class Body:
 
     Attributes:
         output: Output [1, tokens, size] of the last pass inside `recorded`, which the LM head reads. None
-            before that.
+            before the first such pass.
 
     Raises:
-        CapabilityError: The model does not consist of two such parts.
+        CapabilityError: The model's layers and its LM head are not separate.
     """
 
     def __init__(self, model: Any) -> None:
@@ -142,7 +142,7 @@ class Body:
 
     @property
     def arguments(self) -> Any:
-        """The sizes from which mlx-lm built the model."""
+        """The arguments, such as layer sizes, from which mlx-lm built the model."""
         return self._parent.args
 
     @contextmanager
@@ -159,8 +159,8 @@ class Body:
 
     @contextmanager
     def _replaced(self, body: LayerProxy) -> Iterator[None]:
-        # Set the item of the dictionary that an MLX module is, because the module's attributes must be arrays
-        # or modules.
+        # Assign a dictionary item, because MLX modules are dictionaries whose attributes can be set only to
+        # arrays and modules.
         self._parent[self._name] = body
         try:
             yield
@@ -179,7 +179,7 @@ class _RecordedBody(LayerProxy):
 
 
 def _find_module(model: Any, wanted: Any) -> tuple[Any, str]:
-    """Return the module that contains the module `wanted`, and the name under which it does."""
+    """Return the parent of the module `wanted`, and the name of the attribute that holds `wanted`."""
     for _, module in model.named_modules():
         for name, value in module.items():
             if value is wanted:

@@ -260,6 +260,6 @@ def _gumbel(keys: mx.array, tokens: mx.array) -> mx.array:
     words = (words ^ (words >> 27)) * _M2
     words = (words ^ (words >> 31)) >> 12
     unit = (words.astype(mx.float32) + 0.5) * 2.0**-52
-    # This is 1 - unit, computed from integers because float32 is not precise near 1.
+    # Compute 1 - unit from the integers, because float32 is not precise near 1.
     distance = ((_LAST - words).astype(mx.float32) + 0.5) * 2.0**-52
     return -mx.log(-mx.where(unit < 0.5, mx.log(unit), mx.log1p(-distance)))

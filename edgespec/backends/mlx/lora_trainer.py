@@ -46,7 +46,7 @@ class AdaptedLayer(NamedTuple):
 
 
 class MlxTrainer:
-    """`Trainer` that adds rank-8 LoRA layers to the linear layers in a model's transformer blocks.
+    """A `Trainer` that adds rank-8 LoRA layers to the linear layers in a model's transformer blocks.
 
     While the adapter is disabled, the model uses its original layers, so its output is unchanged.
     """

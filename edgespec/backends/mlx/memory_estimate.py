@@ -205,7 +205,7 @@ def _file_stamps(folder: Path) -> _FileStamps:
 def _read_shape(
     path: str, name: str, adapters: tuple[Adapter, ...], low_bits: bool, _stamps: tuple[_FileStamps, ...]
 ) -> _ModelShape:
-    """Return a model's properties without loading its weights. Cached until a model file changes."""
+    """Return a model's properties without loading its weights. The result is cached until a file changes."""
     try:
         return _shape_of(read_skeleton(path, name, LoadOptions(adapters=adapters, low_bits=low_bits)))
     finally:
@@ -251,7 +251,7 @@ def _scans(model: Any) -> Iterator[Callable[[int], int]]:
             if array.ndim == 4:
                 heads, head_size, state_size = array.shape[1:]
                 is_mamba2 = any("A_log" in module and "D" in module for module in model.modules())
-                # Layers other than Mamba 2 store a copy of their state for every token.
+                # Recurrent layers other than Mamba 2 layers store a copy of their state for every token.
                 copies = 0 if is_mamba2 else 1
             elif array.ndim == 3 and array.shape not in convolved:
                 heads, head_size, state_size, copies = array.shape[1], 1, array.shape[2], _LOOPED_COPIES

@@ -78,7 +78,7 @@ class MlxModel(BaseModel):
         # The loader replaces this function after it has measured the model's KV cache.
         self.kv_bytes_for: Callable[[int], int] = lambda _: 0
         self.partial_models = PartialModelFactory(self._net, self._runner.layout, loaded.skeleton.low_bits)
-        # Cached by `top1_agreement`: a KV-cache checkpoint, the input tokens, and the most likely next tokens
+        # Cache of `top1_agreement`: a KV-cache checkpoint, the input tokens, and the most likely next tokens
         # with all layers.
         self._scored: tuple[CacheCheckpoint, tuple[int, ...], NDArray[np.uint32]] | None = None
         self._batch_tokens = prefill_batch_tokens(options)
@@ -147,11 +147,9 @@ class MlxModel(BaseModel):
         )
 
     def log_hidden_states(self, states: Sequence[int]) -> HiddenStateLog:
-        """See `HiddenStateSource`."""
         return self._recorder().open(states)
 
     def stop_logging(self, log: HiddenStateLog) -> None:
-        """See `HiddenStateSource`."""
         if not self._closed:
             self._recorder().close(log)
 

@@ -49,7 +49,7 @@ class WeightSizes(NamedTuple):
             count as the 16-bit weights that mlx-lm converts them to.
         half_bytes: Size of the 16-bit weights, in bytes.
         kv_elements_per_token: Number of array elements in the KV caches per token.
-        trained_context_tokens: Context length that the model was trained for; 0 if unknown.
+        trained_context_tokens: Context length that the model was trained for. 0 if unknown.
     """
 
     tensor_bytes: int

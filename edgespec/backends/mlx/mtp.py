@@ -66,7 +66,7 @@ def _weight_bytes(modules: Iterable[Mapping[str, StoredTensor]]) -> int:
 
 
 def _kv_bytes(modules: Iterable[Mapping[str, _Shaped]]) -> int:
-    """Return the bytes of one token's keys and values in float32, computed from the shapes of the weights.
+    """Return the size of one token's keys and values in float32 in bytes, computed from the weights' shapes.
 
     Multi-head latent attention (arXiv 2405.04434), as in DeepSeek-V3, caches one latent vector for keys and
     values.
@@ -84,11 +84,15 @@ def _kv_bytes(modules: Iterable[Mapping[str, _Shaped]]) -> int:
 def load_mtp_head(target: MlxModel, net: Any, folder: Path) -> EagleHead:
     """Load the MTP layers in a target's folder. The target's cache must be empty.
 
-    Implementations differ in four ways: the layers read hidden states from before or after the final norm;
-    `fc` reads the embedding or the hidden state first; several layers run one after another or predict one
-    token each; and some conversions of Qwen models have already added 1 to the weights of norms. Files do not
-    say reliably which variant they need, so we try all of them and keep the most accurate one (see
-    `load_most_accurate`).
+    MTP implementations differ in four ways:
+
+    - The layers read hidden states from before or after the final norm.
+    - `fc` reads the embedding or the hidden state first.
+    - Several layers run one after another, or predict one token each.
+    - Some conversions of Qwen models have already added 1 to the weights of norms.
+
+    Files do not say reliably which variant they need, so we try all variants and keep the most accurate one
+    (see `load_most_accurate`).
 
     Raises:
         ModelFileError: The folder contains no MTP layers, or they are damaged.
@@ -114,7 +118,7 @@ def load_mtp_head(target: MlxModel, net: Any, folder: Path) -> EagleHead:
 
 
 def _arrangements(modules: list[_Weights]) -> Iterator[list[_Weights]]:
-    """Yield the possible lists of modules: as stored, and one module per layer of a single stored module."""
+    """Yield the modules as stored and, for a single module with several layers, one module per layer."""
     yield modules
     if len(modules) == 1 and _layer_count(modules[0]) > 1:
         yield _one_layer_each(modules[0])

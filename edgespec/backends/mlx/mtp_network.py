@@ -44,20 +44,16 @@ class MtpModule(Module):
 
     @property
     def dtype(self) -> mx.Dtype:
-        """See `HeadNetwork.dtype`."""
         return self.norm.weight.dtype
 
     @property
     def cache_count(self) -> int:
-        """See `HeadNetwork.cache_count`."""
         return len(self.layers)
 
     def reduced(self, states: mx.array) -> mx.array:
-        """See `HeadNetwork.reduced`."""
         return states
 
     def __call__(self, embeddings: mx.array, states: mx.array, caches: Sequence[AttentionCache]) -> mx.array:
-        """See `HeadNetwork.__call__`."""
         pair = [self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(states)]
         if self._hidden_first:
             pair.reverse()
@@ -70,11 +66,9 @@ class MtpModule(Module):
         return outputs[0]
 
     def normalised(self, states: mx.array) -> mx.array:
-        """See `HeadNetwork.normalised`."""
         return self.norm(states)
 
     def fed_back(self, states: mx.array) -> mx.array:
-        """See `HeadNetwork.fed_back`."""
         return self.norm(states) if self._post_norm else states
 
 
@@ -100,28 +94,22 @@ class MtpChain(Module):
 
     @property
     def dtype(self) -> mx.Dtype:
-        """See `HeadNetwork.dtype`."""
         return self.steps[0].dtype
 
     @property
     def cache_count(self) -> int:
-        """See `HeadNetwork.cache_count`."""
         return len(self.steps)
 
     def reduced(self, states: mx.array) -> mx.array:
-        """See `HeadNetwork.reduced`."""
         return states
 
     def __call__(self, embeddings: mx.array, states: mx.array, caches: Sequence[AttentionCache]) -> mx.array:
-        """See `HeadNetwork.__call__`."""
         return self.steps[self._step](embeddings, states, [caches[self._step]])
 
     def normalised(self, states: mx.array) -> mx.array:
-        """See `HeadNetwork.normalised`."""
         return self.steps[self._step].normalised(states)
 
     def fed_back(self, states: mx.array) -> mx.array:
-        """See `HeadNetwork.fed_back`."""
         return self.steps[self._step].fed_back(states)
 
 

@@ -138,7 +138,7 @@ class PartialModelFactory:
         return len(LayerList(self._net).layers)
 
     def layer_bytes(self) -> tuple[list[int], int]:
-        """Return the size in bytes of each layer, and of the weights after the last layer (the output head).
+        """Return the size in bytes of each layer, and of the output head, which follows the last layer.
 
         A separate embedding table is not counted, because a pass reads only a few of its rows.
         """

@@ -47,8 +47,8 @@ class PassLayout:
 
         Args:
             round_start: Position of the root token.
-            parents: Index of each node's parent; -1 for the root.
-            depths: Depth of each node; 0 for the root.
+            parents: Index of each node's parent. -1 for the root.
+            depths: Depth of each node. 0 for the root.
             first: Index of the first node in the pass. Earlier passes processed the nodes before it.
         """
         self.round_start = round_start
@@ -79,8 +79,8 @@ class PassLayout:
 class _TreeRope:
     """Rotary embedding wrapper that supports a separate position for each token in a tree.
 
-    `mx.fast.rope` accepts one offset per sequence in a batch, so each token is treated as a sequence. Not an
-    `nn.Module`, because it has no weights of its own.
+    `mx.fast.rope` accepts one offset per sequence in a batch, so each token is treated as a sequence. This
+    class is not an `nn.Module`, because it has no weights of its own.
     """
 
     def __init__(self, rope: Any, layout: PassLayout) -> None:

@@ -153,7 +153,7 @@ class PassRunner:
         mx.clear_cache()
 
     def verify(self, tree: TokenTree, first: int) -> DeviceLogits:
-        """Run a verify pass; see `LanguageModel.verify`. The caller must check that the tree is supported."""
+        """Run a verify pass of a supported tree. See `LanguageModel.verify`."""
         exit_states = self._end_draft(tree)
         prelaunched = self._take_prelaunched(tree, first)
         try:
@@ -242,7 +242,8 @@ class PassRunner:
                 start_evaluation(*self.caches.arrays)
             elif len(kept) < len(self._round):
                 if self.caches.recurrent and self._round_states:
-                    # The caller commits only to log the hidden states, and then returns to a checkpoint.
+                    # Discard the tree without an error, because the caller commits only to log the hidden
+                    # states, and then restores a checkpoint.
                     self.end_round()
                     return
                 if self.caches.recurrent:
@@ -255,7 +256,7 @@ class PassRunner:
         self._round, self._round_states = TreeBuilder(), []
 
     def rewind(self, checkpoint: CacheCheckpoint) -> None:
-        """Return to a checkpoint, whose tokens must still be in the caches. Logs of hidden states stay."""
+        """Return to a checkpoint, whose tokens must still be cached. Keep the logs of hidden states."""
         self.end_round()
         self.caches.restore(checkpoint)
         self.committed = checkpoint
@@ -338,7 +339,6 @@ class PassRunner:
         return self._forward_partial(mx.array(tree.tokens), exit_model.resumed_from(states))
 
     def pipeline_with(self, draft: PassRunner | None) -> None:
-        """See `LanguageModel.pipeline_with`."""
         if self._draft:
             self._draft._target = None
         self._draft = draft

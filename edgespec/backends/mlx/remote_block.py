@@ -1,9 +1,9 @@
 """The target's side of a block of layers on a worker: send the weights, then the hidden states of each pass.
 
-`mlx.distributed` would need a process group. After one process of a group was lost, the others cannot join a
-new group, so the target would need a process of its own. Here, each worker has its own connection to the
-target, and hidden states go from worker to worker through the target. A lost worker is then an error of one
-connection. A pass takes one round trip to each worker.
+`mlx.distributed` would need a process group. After one process of a group is lost, the others cannot join a
+new group, so the target would have to run in a process of its own. Here, each worker has its own connection
+to the target, and hidden states go from worker to worker through the target. The loss of a worker is then an
+error of one connection. A pass takes one round trip to each worker.
 """
 
 from __future__ import annotations
@@ -31,16 +31,19 @@ from edgespec.backends.mlx_files import MAX_JSON_BYTES, WEIGHTS
 from edgespec.cluster.connected import ConnectedWorkers
 from edgespec.cluster.link import Link, open_layers
 from edgespec.cluster.messages import Buffer, MessageConnection
+from edgespec.cluster.weight_cache import weight_digest
 from edgespec.errors import BackendError, WorkerLostError
 from edgespec.files import read_regular_file
 
 __all__ = ["RemoteBlock", "send_blocks"]
 
 _HALF_TYPES = (mx.float16, mx.bfloat16)
+# Weights of at least this size are cached. llama.cpp has the same limit.
+_CACHED_BYTES = 10 * 2**20
 
 
 class RemoteBlock:
-    """A block of layers on a worker. After an error of the connection, the worker is lost.
+    """A block of layers on a worker. A connection error means that the worker is lost.
 
     Args:
         workers: All workers of the target.
@@ -56,15 +59,15 @@ class RemoteBlock:
         self._messages = MessageConnection(self._connection)
 
     def send(self, header: dict[str, Any], data: Buffer = b"") -> None:
-        """Send a message. Raises WorkerLostError."""
+        """Send a message. Raises WorkerLostError if the connection fails."""
         self._workers.call(lambda: self._guarded(lambda: self._messages.send(header, data)))
 
     def ask(self, header: dict[str, Any], data: Buffer = b"") -> tuple[dict[str, Any], Buffer]:
         """Send a message, and return the header and the data of the answer.
 
         Raises:
-            WorkerLostError: The worker ended, hung or sent something else than an answer.
-            BackendError: The worker could not do what the message asks.
+            WorkerLostError: The worker ended, hung or sent an invalid answer.
+            BackendError: The worker answered with an error.
         """
 
         def exchange() -> tuple[dict[str, Any], Buffer]:
@@ -115,8 +118,8 @@ def send_blocks(
 
     Args:
         folder: The model's folder.
-        model: The model, whose weights were not read yet.
-        blocks: For each worker, the index of its first layer and the one after its last.
+        model: The model, whose weights have not been read yet.
+        blocks: For each worker, the index of its first layer and the index after its last layer.
         kv_bits: Bits per element in the KV cache, or None if it is not quantised.
         widen: Whether to widen 16-bit weights to float32.
         workers: The workers.
@@ -137,10 +140,10 @@ def send_blocks(
             block = RemoteBlock(workers, link)
             undo.callback(block.close)
             sent.append(block)
-            # The worker imports MLX first, which takes seconds.
-            block.ask(*_description(folder, first, end, kv_bits))
+            # This takes seconds, because the worker first imports MLX.
+            answer, _ = block.ask(*_description(folder, first, end, kv_bits))
             for index in range(first, end):
-                _send_weights(block, index, layers.layers[index], widen)
+                _send_weights(block, index, layers.layers[index], widen, answer["has_cache"] is True)
                 present[index] = AbsentLayer(layers.layers[index])
                 done += 1
                 report(done / total)
@@ -152,7 +155,7 @@ def send_blocks(
 
 
 def _description(folder: Path, first: int, end: int, kv_bits: int | None) -> tuple[dict[str, Any], bytes]:
-    """Return the message from which a worker builds the model."""
+    """Return the header and data of the message from which a worker builds the model."""
     headers, sizes = [], []
     for file in sorted(folder.glob(WEIGHTS)):
         with file.open("rb") as stream:
@@ -171,13 +174,20 @@ def _description(folder: Path, first: int, end: int, kv_bits: int | None) -> tup
     return header, b"".join(headers)
 
 
-def _send_weights(block: RemoteBlock, index: int, layer: Any, widen: bool) -> None:
+def _send_weights(block: RemoteBlock, index: int, layer: Any, widen: bool, has_cache: bool) -> None:
     """Send a layer's weights one at a time, and free them."""
     from mlx.utils import tree_unflatten
 
     for name, weight in named_arrays(layer.parameters()):
         sent = weight.astype(mx.float32) if widen and weight.dtype in _HALF_TYPES else weight
         evaluate(sent)
-        block.send({"weight": f"{index}.{name}", **array_header(sent)}, array_bytes(sent))
-        # The layer's attributes are still read. This array is never evaluated, so it takes no memory.
+        header, data = {"weight": f"{index}.{name}", **array_header(sent)}, array_bytes(sent)
+        if has_cache and len(data) >= _CACHED_BYTES:
+            header["digest"] = weight_digest(data)
+            if not block.ask(header)[0]["has_weight"]:
+                block.ask(header, data)
+        else:
+            block.send(header, data)
+        # Replace the weight, because mlx-lm still reads the layer's attributes. The new array is never
+        # evaluated, so it takes no memory.
         layer.update(tree_unflatten([(name, mx.zeros(weight.shape, weight.dtype))]))

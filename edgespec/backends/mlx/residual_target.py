@@ -46,7 +46,7 @@ def load_mlx_residual_heads(target: MlxModel, net: Any, path: Path) -> ResidualH
         return float(value) if isinstance(value, int | float) else default
 
     embedding = TargetEmbedding(net, target.facts.vocab_size, target.state_size)
-    return load_residual_heads(
+    heads = load_residual_heads(
         ResidualHeadTarget(
             model=target,
             states=target,
@@ -64,6 +64,7 @@ def load_mlx_residual_heads(target: MlxModel, net: Any, path: Path) -> ResidualH
         ),
         path,
     )
+    return heads.view(target, target)
 
 
 def estimate_mlx_residual_heads(path: Path, target: Path, context_tokens: int) -> MemoryEstimate:
@@ -83,7 +84,8 @@ def _dtype(name: str) -> mx.Dtype:
 def _product(matrix: NDArray[np.floating], dtype: str) -> Product:
     with translate_errors("the head could not be loaded"):
         weight = mx.array(matrix).astype(_dtype(dtype))
-    # Evaluate the array here, because another thread may run the head.
+    # Evaluate the weight here, because MLX can do so only in this thread, and another thread may run the
+    # head.
     evaluate(weight)
     return lambda rows: _on_host(lambda: mx.array(rows).astype(weight.dtype) @ weight.T)
 
@@ -94,7 +96,7 @@ def _lm_head(net: Any, embedding: TargetEmbedding) -> Product:
 
 
 def _on_host(compute: Callable[[], mx.array]) -> Array:
-    """Copy an MLX array to a NumPy array."""
+    """Return the result of `compute` as a NumPy array in float32."""
     with translate_errors("the head could not be run"):
         result = compute().astype(mx.float32)
     evaluate(result)

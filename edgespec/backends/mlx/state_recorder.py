@@ -82,7 +82,8 @@ class StateRecorder:
         """Store the hidden states of the pass inside the block in `last`."""
         hooks, body = self._hooks, self._body
         with ExitStack() as stack:
-            # The output of the last layer is recorded together with its input.
+            # The index `hooks.count` is the last layer's output, which is recorded together with that layer's
+            # input.
             layers = {min(state, hooks.count - 1) for state in self.states if state != POST_NORM}
             stack.enter_context(hooks.on(layers))
             if body is not None:

@@ -1,4 +1,4 @@
-"""Free what MLX holds for a thread when the thread ends, and reuse its CPU stream.
+"""Free MLX's state for a thread when the thread ends, and reuse the thread's CPU stream.
 
 By default, MLX creates a CPU stream for each thread that computes anything. Every CPU stream has its own
 system thread, which MLX never ends. A server that loads and unloads models for days would accumulate
@@ -19,9 +19,9 @@ _free: list[mx.Stream] = []
 class _Lease:
     """A stream that only one thread uses. When that thread ends, another one can use the stream.
 
-    Python deletes the lease while the thread can still run Python code. MLX would free the thread's compiled
-    functions and streams only after the thread has left Python. For that it needs the interpreter, and it
-    aborts the process if the interpreter is exiting by then.
+    Python deletes the lease while the thread can still run Python code, and the lease frees the thread's
+    compiled functions and streams. Otherwise, MLX would free them after the thread has left Python. That
+    requires the interpreter, and aborts the process if the interpreter is already exiting.
 
     Attributes:
         is_used: Whether the thread may have used MLX since `release_streams`. If not, there is nothing to
@@ -38,7 +38,8 @@ class _Lease:
             self.stream = mx.new_thread_unsafe_stream(mx.cpu)
 
     def __del__(self) -> None:
-        # When Python exits, the main thread deletes the leases of threads that still run.
+        # When Python exits, the main thread deletes the leases of threads that still run. Their streams must
+        # not be cleared by the main thread.
         if self.is_used and threading.get_ident() == self._thread:
             mx.synchronize()
             mx.clear_streams()
@@ -53,7 +54,7 @@ _leases = _Leases()
 
 
 def reuse_stream() -> None:
-    """Assign a free CPU stream to the calling thread, and free what MLX holds for the thread when it ends.
+    """Assign a free CPU stream to the calling thread. MLX's state for the thread is freed when it ends.
 
     Every thread must call this before its first MLX operation. Further calls return immediately.
     """

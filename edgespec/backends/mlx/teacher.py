@@ -75,7 +75,7 @@ def load_teacher(path: str, name: str, progress: Progress | None = None) -> MlxT
 
 
 class MlxTeacher:
-    """`Teacher` for MLX models.
+    """Implements `Teacher` for MLX models.
 
     Attributes:
         config: The model's `config.json`, or the part of it that describes its text layers.
@@ -151,7 +151,8 @@ class MlxTeacher:
         """
         hooks, body = self._hooks, Body(self._net) if POST_NORM in states else None
         with translate_errors(f"{self.name} could not be run"):
-            # The output of the last layer is recorded together with its input.
+            # The index `self.layers` is the last layer's output, which is recorded together with that layer's
+            # input.
             layers = {min(state, self.layers - 1) for state in states if state != POST_NORM}
             with hooks.on(layers), body.recorded() if body else nullcontext():
                 logits = self._net(mx.array(tokens)).astype(mx.float32)
@@ -171,7 +172,6 @@ class MlxTeacher:
         seed: int,
         progress: Progress,
     ) -> list[list[int]]:
-        """See `Teacher`."""
         return write_texts(
             self._net,
             self.vocabulary,
@@ -184,9 +184,7 @@ class MlxTeacher:
         )
 
     def head(self, method: str) -> Student:
-        """See `Teacher`."""
         return HeadStudent(self, _HEADS[method])
 
     def draft(self, path: Path, name: str, lora: bool) -> Student:
-        """See `Teacher`."""
         return DraftStudent(self, path, name, lora)

@@ -90,7 +90,7 @@ class TrainableDraft:
             module, _, leaf = key.rpartition(".")
             if leaf == "weight" and module in self._quantised and mx.issubdtype(array.dtype, mx.floating):
                 scales_dtype = self._dtypes[f"{module}.scales"]
-                # Some quantisations have scales of 8 bits, which cannot hold weights.
+                # Keep the type of the weights if the scales are 8-bit integers, as in some quantisations.
                 weight = array.astype(scales_dtype) if mx.issubdtype(scales_dtype, mx.floating) else array
                 packed = mx.quantize(weight, **self._quantised[module]._asdict())
                 parts = zip(("weight", "scales", "biases"), packed, strict=False)

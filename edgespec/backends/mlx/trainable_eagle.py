@@ -33,7 +33,7 @@ _UNROLL_FROM = (0.0, 0.1, 0.25, 0.45)
 
 
 class TrainableEagle(TrainableHead):
-    """`TrainableHead` for EAGLE-3 heads, in the layout of SafeAILab and SpecForge.
+    """Implements `TrainableHead` for EAGLE-3 heads, in the layout of SafeAILab and SpecForge.
 
     Args:
         teacher: The target.
@@ -62,7 +62,6 @@ class TrainableEagle(TrainableHead):
 
     @classmethod
     def create(cls, teacher: MlxTeacher, examples: TrainingBatch, counts: NDArray[np.int64]) -> Self:
-        """See `TrainableHead`."""
         draft_tokens = np.sort(np.argsort(-counts, kind="stable")[:_MAX_DRAFT_TOKENS])
         config = {
             "architectures": ["LlamaForCausalLMEagle3"],
@@ -105,7 +104,6 @@ class TrainableEagle(TrainableHead):
 
     @classmethod
     def read(cls, teacher: MlxTeacher, config: Mapping[str, Any], arrays: Arrays) -> Self:
-        """See `TrainableHead`."""
         # A head with the target's whole vocabulary may lack `d2t`. A head without an output matrix uses the
         # target's.
         offsets = np.array(arrays.pop("d2t", mx.zeros(config["vocab_size"])), np.int64)
@@ -121,19 +119,15 @@ class TrainableEagle(TrainableHead):
         return head
 
     def steps(self, done: float) -> int:
-        """See `TrainableHead`."""
         return sum(done >= first for first in _UNROLL_FROM)
 
     def unroll(self, embeddings: mx.array, hidden: mx.array, steps: int) -> Iterator[mx.array]:
-        """See `TrainableHead`."""
         return self._layer.unroll(embeddings, hidden, steps)
 
     def logits(self, states: mx.array) -> mx.array:
-        """See `TrainableHead`."""
         return states @ self.output.T
 
     def published(self) -> Arrays:
-        """See `TrainableHead`."""
         ids = self.draft_tokens
         arrays = {name: array.astype(mx.float16) for name, array in self.weights.items()}
         arrays["lm_head.weight"] = self.output.astype(mx.float16)

@@ -71,7 +71,6 @@ class _TrainableHeads(TrainableHead):
 
     @classmethod
     def create(cls, teacher: MlxTeacher, examples: TrainingBatch, counts: NDArray[np.int64]) -> Self:  # noqa: ARG003
-        """See `TrainableHead`."""
         return cls(
             teacher,
             {
@@ -83,7 +82,6 @@ class _TrainableHeads(TrainableHead):
 
     @classmethod
     def read(cls, teacher: MlxTeacher, config: Mapping[str, Any], arrays: Arrays) -> Self:
-        """See `TrainableHead`."""
         head = cls(teacher, config)
         blocks = {
             f"blocks.{name.removeprefix(cls.prefix)}": array.astype(mx.float32)
@@ -93,11 +91,9 @@ class _TrainableHeads(TrainableHead):
         return head
 
     def steps(self, done: float) -> int:  # noqa: ARG002 - all heads are trained from the beginning
-        """See `TrainableHead`."""
         return _HEADS
 
     def unroll(self, embeddings: mx.array, hidden: mx.array, steps: int) -> Iterator[mx.array]:
-        """See `TrainableHead`."""
         inputs = hidden
         for blocks in self._heads.blocks[:steps]:
             if self.reads_tokens:
@@ -109,11 +105,9 @@ class _TrainableHeads(TrainableHead):
             yield state
 
     def logits(self, states: mx.array) -> mx.array:
-        """See `TrainableHead`."""
         return self._lm_head(states)
 
     def published(self) -> Arrays:
-        """See `TrainableHead`."""
         return {
             self.prefix + name.removeprefix("blocks."): array.astype(mx.float16)
             for name, array in self.weights.items()
@@ -137,7 +131,6 @@ class TrainableHydra(_TrainableHeads):
 
     @classmethod
     def create(cls, teacher: MlxTeacher, examples: TrainingBatch, counts: NDArray[np.int64]) -> Self:
-        """See `TrainableHead`."""
         head = super().create(teacher, examples, counts)
         head.config = {
             **head.config, "hydra_head_arch": "mlp", "grounded_heads": True, "hidden_state_offset": 0,
@@ -171,7 +164,6 @@ class TrainableHydra(_TrainableHeads):
 
     @classmethod
     def read(cls, teacher: MlxTeacher, config: Mapping[str, Any], arrays: Arrays) -> Self:
-        """See `TrainableHead`."""
         outputs = [arrays.pop(f"hydra_lm_head.{head}.weight") for head in range(_HEADS)]
         own = cls._output(teacher)
         if not all(mx.array_equal(output, own).item() for output in outputs):
@@ -179,7 +171,6 @@ class TrainableHydra(_TrainableHeads):
         return super().read(teacher, config, arrays)
 
     def published(self) -> Arrays:
-        """See `TrainableHead`."""
         output = self._output(self._teacher)
         return {**super().published(), **{f"hydra_lm_head.{head}.weight": output for head in range(_HEADS)}}
 

@@ -1,4 +1,4 @@
-"""Build an MLX model without its weights, to see whether its files make MLX crash."""
+"""Build an MLX model without its weights, to find out whether its files make MLX crash."""
 
 from __future__ import annotations
 

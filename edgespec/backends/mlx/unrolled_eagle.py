@@ -62,7 +62,7 @@ class UnrolledEagle(Module):
 
 
 class _UnrolledAttention:
-    """Attend from each row to the first step's rows up to it, and to the same row of all later steps."""
+    """Attention of row t in each step to rows 0 to t of the first step, and to row t of later steps."""
 
     def __init__(self, length: int) -> None:
         rows = mx.arange(length)
@@ -72,11 +72,10 @@ class _UnrolledAttention:
 
     @property
     def offset(self) -> int:
-        """The number of earlier steps, because row t of step j belongs to the token at position t + j."""
+        """Number of earlier steps. Row t of step j belongs to the token at position t + j."""
         return len(self._keys)
 
     def __call__(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
-        """See `Attend`."""
         shared = queries.shape[1] // keys.shape[1]
         queries = queries * scale
         self._keys.append(mx.repeat(keys, shared, axis=1))

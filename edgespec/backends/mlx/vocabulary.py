@@ -73,7 +73,7 @@ class MlxVocabulary:
         text = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
         tokens = self._encode(text, special)
         if special and any(token >= self.size for token in tokens):
-            # The model has no logit for one of the control tokens, so treat them as ordinary text.
+            # Treat control tokens as ordinary text, because the model has no logit for one of them.
             tokens = self._encode(text, special=False)
         beyond = [token for token in tokens if token >= self.size]
         if beyond:
@@ -92,7 +92,6 @@ class MlxVocabulary:
         return tokens
 
     def min_tokens(self, text: str) -> int:
-        """See `Vocabulary`."""
         longest = self._longest_piece_bytes
         if not longest:
             return 0

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, FailFast, Field
+from pydantic import FailFast, Field
 from typing_extensions import TypeAliasType
 
-from edgespec.server.fields import Ignored, ReplyFields, RequestFields
+from edgespec.server.fields import Ignored, ItemFields, ReplyFields, RequestFields, ignored_in
 
 __all__ = [
     "AnthropicCountRequest",
@@ -19,10 +20,8 @@ __all__ = [
 ]
 
 
-class ContentBlock(RequestFields):
+class ContentBlock(ItemFields):
     """A part of a message's content. `chat_prompt` checks the fields that its type requires."""
-
-    model_config = ConfigDict(extra="allow")
 
     type: str
     text: str | None = None
@@ -38,17 +37,15 @@ class ContentBlock(RequestFields):
 _Blocks = TypeAliasType("_Blocks", Annotated[list[ContentBlock], FailFast()])
 
 
-class AnthropicMessage(RequestFields):
-    """A message of the conversation."""
+class AnthropicMessage(ItemFields):
+    """A message of the conversation. Fields of other servers are ignored."""
 
     role: Literal["user", "assistant", "system"]
     content: str | _Blocks
 
 
-class AnthropicTool(RequestFields):
+class AnthropicTool(ItemFields):
     """A tool. Tools with a special type, such as web search, run on Anthropic's servers."""
-
-    model_config = ConfigDict(extra="allow")
 
     name: str | None = None
     description: str | None = None
@@ -107,6 +104,14 @@ class Thread(RequestFields):
 class AnthropicCountRequest(RequestFields):
     """The body of a token count request."""
 
+    ignores_unknown = True
+    advice = MappingProxyType(
+        {
+            "container": "the server runs no code; leave it out",
+            "mcp_servers": "the server calls no tools; call the tools of MCP servers in your program",
+        }
+    )
+
     model: str | None = Field(default=None, description="The model. Defaults to the server's own model.")
     messages: Annotated[list[AnthropicMessage], Field(min_length=1), FailFast()]
     system: str | _Blocks | None = Field(default=None, description="The system prompt.")
@@ -114,16 +119,22 @@ class AnthropicCountRequest(RequestFields):
     tool_choice: AnthropicToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = Field(default=None, description="Like output_config.format.")
     cache_control: Ignored
     context_management: Ignored
     speed: Ignored
     user_profile_id: Ignored
     workspace_id: Ignored
 
+    @property
+    def answer_format(self) -> OutputFormat | None:
+        """The format of the answer, from either of the two fields that can set it."""
+        return self.output_format or (self.output_config.format if self.output_config else None)
+
     def ignored_fields(self) -> list[str]:
         """Return the names of the ignored fields and the positions of the skipped tools."""
         skipped = [f"tools.{at}" for at, tool in enumerate(self.tools or ()) if not tool.is_function]
-        return [*super().ignored_fields(), *skipped]
+        return [*super().ignored_fields(), *ignored_in("messages", self.messages), *skipped]
 
 
 class AnthropicMessageRequest(AnthropicCountRequest, ReplyFields):

@@ -53,7 +53,7 @@ def _request(body: AnthropicMessageRequest) -> ReplyRequest:
         options["thinking"] = body.thinking.option
     if body.stop_sequences:
         options["stop"] = body.stop_sequences
-    if body.output_config and body.output_config.format:
-        schema = without_other_properties(body.output_config.format.schema_)
+    if body.answer_format:
+        schema = without_other_properties(body.answer_format.schema_)
         options = combined_options(options, {"schema": schema})
     return ReplyRequest(chat_prompt(body), options)

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from typing_extensions import TypeAliasType, TypedDict
 
 from edgespec.chat.tool_calls.calls import ToolCall, parse_object
-from edgespec.server.fields import RequestFields
+from edgespec.server.fields import ItemFields, ignored_in
 from edgespec.server.generation import ChatPrompt, ReplyRequest
 from edgespec.server.ollama.fields import OllamaFields, options_of, refuse_images
 from edgespec.server.ollama.replying import OllamaReply, Part, load_model, respond
@@ -18,8 +18,8 @@ from edgespec.server.protocol import Call
 __all__ = ["OllamaChat", "OllamaChatRequest", "chat"]
 
 
-class OllamaMessage(RequestFields):
-    """A message of the conversation."""
+class OllamaMessage(ItemFields):
+    """A message of the conversation. Fields of other servers are ignored."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
@@ -42,6 +42,10 @@ class OllamaChatRequest(OllamaFields):
     tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = Field(
         default=None, description="As in OpenAI's API: auto, none, required, or the function to call."
     )
+
+    def ignored_fields(self) -> list[str]:
+        """Return the names of the ignored fields that the request sets, including those of messages."""
+        return [*super().ignored_fields(), *ignored_in("messages", self.messages or ())]
 
 
 class OllamaReplyMessage(TypedDict):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from edgespec.errors import OptionError
 from edgespec.json_schemas import without_other_properties
 from edgespec.server.errors import invalid_request
-from edgespec.server.fields import Ignored, ReplyFields, combined_options, reply_options
+from edgespec.server.fields import Ignored, Off, One, ReplyFields, combined_options, reply_options
 
 __all__ = ["OllamaFields", "OllamaOptions", "ignored_fields", "options_of", "refuse_images"]
 
@@ -19,17 +18,6 @@ _RENAMED = {
     "repeat_penalty": "repetition_penalty",
     "repeat_last_n": "penalty_window",
 }
-
-
-def _require(neutral: int, value: Any, name: str | None) -> Any:
-    """Raise OptionError unless an option has its neutral value, which has no effect."""
-    if value is not None and value != neutral:
-        raise OptionError(f"{name} {value!r} is not supported", f"leave {name} out, or set it to {neutral}")
-    return value
-
-
-_Off = Annotated[Ignored, AfterValidator(lambda value, info: _require(0, value, info.field_name))]
-_One = Annotated[Ignored, AfterValidator(lambda value, info: _require(1, value, info.field_name))]
 
 
 class OllamaOptions(ReplyFields):
@@ -46,12 +34,14 @@ class OllamaOptions(ReplyFields):
     )
     repeat_penalty: float | None = Field(default=None, description="Like repetition_penalty.")
     repeat_last_n: int | None = Field(default=None, description="Like penalty_window.")
-    embedding_only: _Off
+    embedding_only: Off
+    # LangExtract sets it here. `OllamaFields` has the field that counts.
+    keep_alive: Ignored
     f16_kv: Ignored
-    logits_all: _Off
+    logits_all: Off
     low_vram: Ignored
     main_gpu: Ignored
-    mirostat: _Off
+    mirostat: Off
     mirostat_eta: Ignored
     mirostat_tau: Ignored
     num_batch: Ignored
@@ -60,11 +50,11 @@ class OllamaOptions(ReplyFields):
     num_keep: Ignored
     num_thread: Ignored
     numa: Ignored
-    penalize_newline: _One
-    tfs_z: _One
+    penalize_newline: One
+    tfs_z: One
     use_mlock: Ignored
     use_mmap: Ignored
-    vocab_only: _Off
+    vocab_only: Off
 
 
 class OllamaFields(ReplyFields):
@@ -93,6 +83,7 @@ class OllamaFields(ReplyFields):
     keep_alive: float | str | None = Field(
         default=None, description="0 unloads the model after the request. Other values are ignored."
     )
+    num_ctx: Ignored
     shift: Ignored
     truncate: Ignored
 

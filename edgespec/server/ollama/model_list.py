@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 from edgespec.server.errors import ApiError
 from edgespec.server.fields import Ignored, RequestFields
-from edgespec.server.models import KnownModel
+from edgespec.server.models import KnownModel, without_latest
 from edgespec.server.protocol import Call
 from edgespec.server.responses import json_response
 
@@ -109,7 +109,7 @@ async def show_model(call: Call[ShowRequest]) -> Response:
     """Describe one of the models."""
     name = call.body.model or call.body.name or call.service.settings.target
     for known in await call.service.models.known():
-        if known.name == name:
+        if known.name in (name, without_latest(name)):
             return json_response(_shown(known))
     message = f"there is no model {name[:100]} on this machine; GET /api/tags lists the models"
     raise ApiError(404, message, code="model_not_found", param="model")
@@ -156,7 +156,7 @@ def _details(known: KnownModel) -> ModelDetails:
     info = known.info
     family = info.architecture if info else ""
     return {
-        "format": info.kind if info else "",
+        "format": known.format,
         "family": family,
         "families": [family] if family else [],
         "parameter_size": _count_text(info.parameters) if info else "",

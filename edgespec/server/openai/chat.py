@@ -17,12 +17,13 @@ from edgespec import Reply, TextChunk
 from edgespec.chat.tool_calls.calls import ToolCallDelta
 from edgespec.reply import TokenLogprobs
 from edgespec.server.errors import invalid_request
-from edgespec.server.fields import Ignored, combined_options
+from edgespec.server.fields import Ignored, combined_options, ignored_in
 from edgespec.server.generation import ReplyRequest
 from edgespec.server.openai.errors import error_event
 from edgespec.server.openai.fields import ChoiceFields, requests_options
 from edgespec.server.openai.logprobs import ChatLogprobs, chat_logprobs
 from edgespec.server.openai.messages import ChatMessage, chat_prompt
+from edgespec.server.openai.reasoning import ReasoningFields
 from edgespec.server.openai.report import Report, Timings, Usage, report, timings, usage
 from edgespec.server.openai.response_format import ResponseFormat, answer_schema
 from edgespec.server.protocol import Call
@@ -31,7 +32,7 @@ from edgespec.server.responses import json_response, open_stream, server_sent_ev
 __all__ = ["ChatCompletion", "ChatRequest", "create_chat_completion"]
 
 
-class ChatRequest(ChoiceFields):
+class ChatRequest(ReasoningFields, ChoiceFields):
     """The body of a chat completion request."""
 
     advice = MappingProxyType(
@@ -55,8 +56,11 @@ class ChatRequest(ChoiceFields):
     max_completion_tokens: int | None = Field(default=None, description="Like max_tokens.")
     parallel_tool_calls: Ignored
     prediction: Ignored
-    reasoning_effort: Ignored
     verbosity: Ignored
+
+    def ignored_fields(self) -> list[str]:
+        """Return the names of the ignored fields that the request sets, including those of messages."""
+        return [*super().ignored_fields(), *ignored_in("messages", self.messages)]
 
 
 class ReplyMessage(TypedDict):
@@ -139,7 +143,7 @@ def _requests(body: ChatRequest) -> list[ReplyRequest]:
         more["max_tokens"] = body.max_completion_tokens
     prompt = chat_prompt(body.messages, body.tools or (), body.tool_choice or "auto")
     return [
-        ReplyRequest(prompt, {**combined_options(options, schema), **more})
+        ReplyRequest(prompt, {**body.reasoning_options(), **combined_options(options, schema), **more})
         for options in requests_options(body)
     ]
 

@@ -34,7 +34,12 @@ class CompletionRequest(ChoiceFields):
     """The body of a completion request."""
 
     prompt_field = "prompt"
-    advice = MappingProxyType({"messages": "use prompt, or POST /v1/chat/completions"})
+    advice = MappingProxyType(
+        {
+            "messages": "use prompt, or POST /v1/chat/completions",
+            "suffix": "edgespec cannot fill in text before a suffix; leave it out",
+        }
+    )
 
     prompt: str | _Prompts = Field(description="The text to continue, or several texts.")
     echo: bool | None = Field(default=None, description="Repeat the prompt before the text.")

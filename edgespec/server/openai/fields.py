@@ -7,7 +7,14 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from edgespec.server.errors import invalid_request
-from edgespec.server.fields import Ignored, ReplyFields, RequestFields, combined_options, reply_options
+from edgespec.server.fields import (
+    Ignored,
+    Off,
+    ReplyFields,
+    RequestFields,
+    combined_options,
+    reply_options,
+)
 from edgespec.server.openai.structured_outputs import StructuredOutputFields, vllm_constraint
 
 __all__ = [
@@ -54,7 +61,9 @@ class ChoiceFields(OpenAIFields):
         default=None, description="Number of replies."
     )
     cache_prompt: Ignored
+    ignore_eos: Off
     id_slot: Ignored
+    min_tokens: Off
     timings_per_token: Ignored
 
 

@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, FailFast
+from pydantic import FailFast
 from typing_extensions import TypeAliasType
 
 from edgespec.chat.tool_calls.tool_set import ToolChoice
 from edgespec.server.errors import unsupported_content
-from edgespec.server.fields import Ignored, RequestFields
+from edgespec.server.fields import Ignored, ItemFields
 from edgespec.server.generation import ChatPrompt
 
 __all__ = ["ChatMessage", "chat_prompt"]
 
 
-class ContentPart(RequestFields):
+class ContentPart(ItemFields):
     """A part of a message's content. Only text is supported."""
-
-    model_config = ConfigDict(extra="allow")
 
     type: str
     text: str | None = None
@@ -29,8 +27,8 @@ class ContentPart(RequestFields):
 _Parts = TypeAliasType("_Parts", Annotated[list[ContentPart], FailFast()])
 
 
-class ChatMessage(RequestFields):
-    """A message of the conversation."""
+class ChatMessage(ItemFields):
+    """A message of the conversation. Fields that other servers add to their replies are ignored."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | _Parts | None = None

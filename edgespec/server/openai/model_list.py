@@ -8,7 +8,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from edgespec.server.errors import ApiError
-from edgespec.server.models import KnownModel
+from edgespec.server.models import KnownModel, without_latest
 from edgespec.server.protocol import Call
 from edgespec.server.responses import json_response
 
@@ -69,7 +69,7 @@ async def retrieve_model(call: Call[None]) -> Response:
     """Return one of the models."""
     name = call.path_values["model"]
     for known in await call.service.models.known():
-        if known.name == name:
+        if known.name in (name, without_latest(name)):
             return json_response(_model(known))
     raise ApiError(
         404,

@@ -108,7 +108,7 @@ class FileChips(Static):
         self._shown: Sequence[str] = ()
 
     def use_runtime(self, runtime: Runtime) -> None:
-        """Use another model to count tokens and check sizes from now on."""
+        """Count tokens with another model from now on, and check whether the files fit its context."""
         self._reader = AttachmentReader(runtime)
         self._references = ()
 

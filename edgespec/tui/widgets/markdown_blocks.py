@@ -104,6 +104,11 @@ class Block:
             self._rows = (width, top, style), self._draw(width, top, style, get_style)
         return self._rows[1]
 
+    @property
+    def drawn_rows(self) -> list[Row]:
+        """The rows that were drawn last. Empty if the block was not visible since its creation."""
+        return self._rows[1]
+
     def forget_rows(self) -> None:
         """Discard the drawn rows, because the theme has changed. They are drawn again when needed."""
         self._rows = (None, [])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from itertools import accumulate
 from urllib.parse import unquote
 
 from rich.cells import cell_len
 from rich.segment import Segment
 from textual import events
-from textual.geometry import Offset, Size
+from textual.geometry import Offset, Region, Size
 from textual.message import Message as Event
 from textual.reactive import Reactive
 from textual.selection import Selection
@@ -68,8 +69,28 @@ class ReplyMarkdown(Widget):
 
     def append(self, text: str) -> None:
         """Append to the text. Only its last part, such as a paragraph or a list, is read again."""
+        width = self.size.width
+        blocks, bottoms = self._blocks, self._bottoms_at(width)
         self._read(text)
-        self.refresh(layout=True)
+        if not bottoms or bottoms[-1:] != self._bottoms_at(width)[-1:]:
+            self.refresh(layout=True)
+        elif same := self._same_rows(blocks, width):
+            self.refresh(Region(0, same, width, bottoms[-1] - same))
+        else:
+            self.refresh()
+
+    def _same_rows(self, before: Sequence[Block], width: int) -> int:
+        """Return how many rows at the top look the same as those of the blocks `before` the last change."""
+        pairs = zip(before, self._blocks, strict=False)
+        number = next((number for number, (old, new) in enumerate(pairs) if old is not new), len(before))
+        top = self._bottoms_at(width)[number - 1] if number else 0
+        if number == min(len(before), len(self._blocks)) or not (drawn := before[number].drawn_rows):
+            return top
+        new = self._blocks[number]
+        if new.gap and number:
+            top += 1
+        rows = zip(drawn, new.rows(width, top, self.visual_style, self._get_style), strict=False)
+        return top + next((row for row, (old, now) in enumerate(rows) if old != now), len(drawn))
 
     def _read(self, text: str) -> None:
         markdown = read_markdown(self._last_text + text)

@@ -5,32 +5,29 @@ from __future__ import annotations
 import gc
 from asyncio import Lock
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
 from textual.geometry import Size, clamp
+from textual.reactive import Reactive
 from textual.scrollbar import ScrollBar
 from textual.widget import Widget
 from textual.widgets import Static
 
 from edgespec.tui.numbers import count
-from edgespec.tui.open_chat import OpenChat, version_label
-from edgespec.tui.widgets.long_texts import drawing_seconds
+from edgespec.tui.open_chat import OpenChat
+from edgespec.tui.widgets.message_pages import PAGE_MESSAGES, message_widgets, page_end
 from edgespec.tui.widgets.message_widget import MessageWidget
-from edgespec.tui.widgets.messages import Panel, ReplyMessage, SystemMessage, UserMessage, Welcome
-from edgespec.tui.widgets.tool_call import ToolCallMessage
+from edgespec.tui.widgets.messages import Panel, ReplyMessage, Welcome
 
 if TYPE_CHECKING:
     from textual.layout import DockArrangeResult
 
 __all__ = ["Transcript"]
 
-# Maximum number of messages that are added at once. Each message takes several milliseconds.
-_PAGE_MESSAGES = 40
-# Maximum time in seconds to spend on drawing the messages that are added at once.
-_PAGE_SECONDS = 1.0
 # Height in rows of the line that tells how many older messages there are. The user scrolls past this line.
 _MORE_ROWS = 2
 # Number of messages to add when the selection moves past the messages on screen.
@@ -42,18 +39,29 @@ _MAX_PAGES = 3
 # each other, so only the garbage collector frees them. It waits, because collecting while the user scrolls
 # would delay a key press.
 _COLLECTION_SECONDS = 2.0
-# Rows of a message besides those of its text: the space above it and its padding. Chosen low, because a page
-# with too many messages is better than one that does not fill the view.
-_OTHER_ROWS = 1
+
+
+class _Column(Vertical):
+    """The messages, notes and panels."""
+
+    # See `Transcript.virtual_size`.
+    virtual_size: Reactive[Size] = Reactive(Size(0, 0), repaint=False)
 
 
 class Transcript(VerticalScroll):
     """Scrolling list of messages, notes and panels, with the newest at the bottom."""
 
+    # Textual would lay out and draw all messages a second time after each new line. Its first layout has
+    # already moved the scrollbar and the messages.
+    virtual_size: Reactive[Size] = Reactive(Size(0, 0), repaint=False)
+
+    # Active only after the user has deleted all messages, see `ChatScreen.check_action`.
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("u", "screen.undo", show=False)]
+
     def __init__(self, chat: OpenChat, welcome: Widget, *, id: str) -> None:  # noqa: A002 - textual's own name
         super().__init__(id=id)
         self._earlier, self._later = _more("earlier"), _more("later")
-        self._column = Vertical(welcome, self._earlier, self._later, id="messages")
+        self._column = _Column(welcome, self._earlier, self._later, id="messages")
         self._chat = chat
         # Messages `_first` (inclusive) to `_end` (exclusive) of the current branch are shown as widgets.
         self._first = self._end = 0
@@ -103,7 +111,7 @@ class Transcript(VerticalScroll):
         for each in messages:
             self.scroll_to_widget(each, animate=False, immediate=True)
 
-    async def show_earlier(self, most: int = _PAGE_MESSAGES) -> None:
+    async def show_earlier(self, most: int = PAGE_MESSAGES) -> None:
         """Show up to `most` older messages, at most a page. Remove newer widgets if there are too many."""
         start = self._page(self._first, -1, most)
         if start == self._first:
@@ -122,7 +130,7 @@ class Transcript(VerticalScroll):
             self._refresh_more()
         self._hold(held, row)
 
-    async def show_later(self, most: int = _PAGE_MESSAGES) -> None:
+    async def show_later(self, most: int = PAGE_MESSAGES) -> None:
         """Show up to `most` newer messages, at most a page. Remove older widgets if there are too many."""
         held = self.message_at(self._end - 1)
         row = 0 if held is None else held.region.y
@@ -269,7 +277,9 @@ class Transcript(VerticalScroll):
         return reply
 
     async def note(self, text: str) -> None:
-        """Append a note from edgespec, such as the result of a command."""
+        """Append a note, such as the result of a command. It replaces an earlier note with the same text."""
+        same = [each for each in self.query(".note").results(Static) if str(each.content) == text]
+        await self._column.remove_children(same)
         await self.add(Static(Content(text), classes="note"))
 
     async def remove_notes(self) -> None:
@@ -337,23 +347,10 @@ class Transcript(VerticalScroll):
         await self._column.remove_children(messages)
         self._collection.reset()
 
-    def _page(self, start: int, step: int, most: int = _PAGE_MESSAGES) -> int:
-        """Return the index at which a page from `start` ends, going forwards (`step` 1) or backwards (-1).
-
-        A page contains as many messages as fill the view, but at most `most`.
-        """
-        entries, place, seconds, rows = self._chat.entries, start, 0.0, 0
-        width = max(1, self.size.width)
-        while 0 <= (following := place + step) <= len(entries) and abs(place - start) < most:
-            content = entries[min(place, following)].content
-            seconds += drawing_seconds(content)
-            if place != start and (seconds > _PAGE_SECONDS or rows >= self.app.size.height):
-                break
-            rows += _OTHER_ROWS + sum(
-                1 + len(line) // (2 * width) for line in content.splitlines() if line.strip()
-            )
-            place = following
-        return place
+    def _page(self, start: int, step: int, most: int = PAGE_MESSAGES) -> int:
+        """Return the index at which a page from `start` ends, going forwards (`step` 1) or backwards (-1)."""
+        view = Size(self.size.width, self.app.size.height)
+        return page_end(self._chat.entries, start, step, view, most)
 
     def _pages(self, start: int, step: int) -> int:
         """Return the index at which `_MAX_PAGES` pages from `start` end. See `_page`."""
@@ -362,33 +359,7 @@ class Transcript(VerticalScroll):
         return start
 
     def _widgets(self, start: int, end: int) -> list[MessageWidget]:
-        """Create the widgets for messages `start` (inclusive) to `end` (exclusive) of the current branch."""
-        return [self._widget(place) for place in self._chat.tree.path[start:end]]
-
-    def _widget(self, place: int) -> MessageWidget:
-        entry, versions = self._chat.tree.messages[place], version_label(self._chat.tree, place)
-        widget: MessageWidget
-        if entry.role == "user":
-            widget = UserMessage(entry.content, entry.message.files, versions)
-        elif entry.role == "tool":
-            calls = (call for each in self._chat.entries for call in each.message.tool_calls)
-            call = next((call for call in calls if call.id == entry.message.tool_call_id), None)
-            widget = ToolCallMessage(call, entry.content)
-        elif entry.role == "system":
-            widget = SystemMessage(entry.content)
-        else:
-            widget = ReplyMessage(
-                entry.content,
-                reasoning=entry.reasoning,
-                thought_seconds=entry.thought_seconds,
-                chunks=entry.chunks,
-                reply=entry.reply,
-                calls_tools=bool(entry.message.tool_calls),
-                origin=self._origin,
-                versions=versions,
-            )
-        widget.place = place
-        return widget
+        return message_widgets(self._chat.tree, start, end, origin=self._origin)
 
     def _refresh_more(self) -> None:
         earlier, later = self._first, len(self._chat.tree.path) - self._end

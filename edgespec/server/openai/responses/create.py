@@ -48,7 +48,7 @@ def _request(body: ResponsesRequest, stored_items: StoredItems) -> ReplyRequest:
         options["max_tokens"] = body.max_output_tokens
     if body.top_logprobs is not None or LOGPROBS in (body.include or ()):
         options["logprobs"] = body.top_logprobs or 0
-    return ReplyRequest(chat_prompt(body, stored_items), options)
+    return ReplyRequest(chat_prompt(body, stored_items), {**body.reasoning_options(), **options})
 
 
 def _schema(wanted: TextFormat | None) -> dict[str, Any]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, FailFast, Field
+from pydantic import FailFast, Field
 from typing_extensions import TypeAliasType
 
-from edgespec.server.fields import Ignored, RequestFields
+from edgespec.server.fields import Ignored, ItemFields, RequestFields
 from edgespec.server.openai.fields import OpenAIFields
+from edgespec.server.openai.reasoning import ReasoningFields
 
 __all__ = ["LOGPROBS", "InputItem", "InputPart", "ResponsesRequest", "TextFormat"]
 
@@ -16,10 +18,8 @@ __all__ = ["LOGPROBS", "InputItem", "InputPart", "ResponsesRequest", "TextFormat
 LOGPROBS = "message.output_text.logprobs"
 
 
-class InputPart(RequestFields):
+class InputPart(ItemFields):
     """A part of a message's content. Only text is supported."""
-
-    model_config = ConfigDict(extra="allow")
 
     type: str
     text: str | None = None
@@ -30,10 +30,8 @@ class InputPart(RequestFields):
 _Parts = TypeAliasType("_Parts", Annotated[list[InputPart], FailFast()])
 
 
-class InputItem(RequestFields):
+class InputItem(ItemFields):
     """An item of the conversation. `chat_prompt` checks the fields that its type requires."""
-
-    model_config = ConfigDict(extra="allow")
 
     type: str | None = Field(default=None, description="Defaults to message.")
     id: str | None = None
@@ -66,10 +64,18 @@ class TextConfig(RequestFields):
     verbosity: Ignored
 
 
-class ResponsesRequest(OpenAIFields):
+class ResponsesRequest(ReasoningFields, OpenAIFields):
     """The body of a request to create a response."""
 
     prompt_field = "input"
+    advice = MappingProxyType(
+        {
+            "conversation": "the server stores no conversations; send the whole conversation in input",
+            "messages": "use input, or POST /v1/chat/completions",
+            "n": "a response has one reply; send the request several times",
+            "prompt": "the server stores no prompts; use instructions and input",
+        }
+    )
 
     input: str | _Items = Field(description="The user's message, or the whole conversation.")
     instructions: str | None = Field(default=None, description="The system prompt.")
@@ -96,7 +102,6 @@ class ResponsesRequest(OpenAIFields):
     max_tool_calls: Ignored
     parallel_tool_calls: Ignored
     prompt_cache_options: Ignored
-    reasoning: Ignored
     truncation: Ignored
 
     def ignored_fields(self) -> list[str]:

@@ -1,0 +1,150 @@
+"""Heads draft for a target on workers, run on this machine, and change no reply."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import edgespec
+from edgespec.assembly.loading import always_draft
+from edgespec.errors import WorkerLostError
+from edgespec.load_options import LoadArguments
+from tests.backends.published_heads import VOCAB
+from tests.backends.tiny_models import write_dflash, write_gemma2, write_llama
+from tests.backends.tiny_mtp_models import write_mtp_model, write_mtp_sidecar
+from tests.cluster.conftest import Worker
+from tests.cluster.test_spread_targets import PROMPT, run
+from tests.heads.published import write_head
+from tests.heads.residual_files import Layout, random_arrays, write_heads
+
+# With the last one, the target chooses between two tokens, so that random heads are right now and then.
+ASKED: Sequence[dict[str, Any]] = (
+    {"temperature": 0.0},
+    {"temperature": 0.8, "seed": 3},
+    {"temperature": 0.8, "seed": 4, "logit_bias": {70: 60.0, 80: 60.0}},
+)
+
+
+def replies(target: str, prompt: str, max_tokens: int, **options: Any) -> list[edgespec.Reply]:
+    with always_draft(), edgespec.load(target, "none", context=512, **options) as runtime:
+        return [runtime.generate(prompt, max_tokens=max_tokens, **ask) for ask in ASKED]
+
+
+def both(workers: tuple[Worker, Worker]) -> str:
+    return ",".join(f"{worker.address}=200MiB" for worker in workers)
+
+
+@pytest.mark.parametrize("local", ["", ",local=200MiB"])
+def test_an_eagle_head_drafts_as_on_one_machine(local: str, workers: tuple[Worker, Worker]) -> None:
+    answer = partial(replies, "demo", PROMPT, 40, workers=both(workers) + local)
+    plain = answer(method="none")
+    drafted = answer(method="eagle", head="demo-head")
+    assert [reply.tokens for reply in drafted] == [reply.tokens for reply in plain]
+    here = replies("demo", PROMPT, 40, method="eagle", head="demo-head")
+    for ours, theirs in zip(drafted, here, strict=True):
+        assert ours.stats.accepted_tokens == theirs.stats.accepted_tokens > 0
+
+
+def write_residual(layout: Layout, folder: Path) -> Path:
+    return write_heads(folder / "head", layout, random_arrays(layout, 32, VOCAB))
+
+
+def write_eagle1(folder: Path) -> Path:
+    return write_head(folder / "head", "EAGLE-1", size=32, vocab=VOCAB)
+
+
+def write_block(folder: Path) -> Path:
+    return write_dflash(folder / "head.gguf", layers=(0, 1, 3), block=6, mask=7)
+
+
+@pytest.mark.parametrize(
+    ("write_target", "make_head", "method"),
+    [
+        (partial(write_llama, layers=3), partial(write_residual, Layout("medusa")), "medusa"),
+        (
+            partial(write_llama, layers=3),
+            partial(write_residual, Layout("hydra", grounded=True, prefix=True)),
+            "hydra",
+        ),
+        (partial(write_llama, layers=3), write_eagle1, "eagle"),
+        (partial(write_llama, layers=3), write_block, "dflash"),
+        # llama.cpp cannot copy the inputs of this architecture's layers, so a hook copies the states.
+        (write_gemma2, write_eagle1, "eagle"),
+    ],
+    ids=["medusa", "hydra", "eagle-1", "dflash", "gemma 2"],
+)
+def test_no_head_changes_a_reply(
+    write_target: Callable[[Path], Path],
+    make_head: Callable[[Path], Path],
+    method: str,
+    workers: tuple[Worker, Worker],
+    tmp_path: Path,
+) -> None:
+    target, head = write_target(tmp_path / "target.gguf"), make_head(tmp_path)
+    answer = partial(replies, str(target), "the file", 24, workers=both(workers))
+    drafted = answer(method=method, head=str(head))
+    assert [reply.tokens for reply in drafted] == [reply.tokens for reply in answer(method="none")]
+    assert all(reply.stats.drafted_tokens for reply in drafted)
+
+
+def test_verify_finds_no_violation(workers: tuple[Worker, Worker], tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": PROMPT}) + "\n")
+    options = ["-n", "24", "--temperatures", "0,0.8", "--draft-lengths", "4", "--methods", "eagle"]
+    done = run(
+        "verify",
+        "--workers",
+        both(workers),
+        "--head",
+        "demo-head",
+        "--prompts",
+        str(prompts),
+        *options,
+        "--json",
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert not report["nothing_drafted"]
+    assert report["methods"]["eagle"]["violations"] == 0
+
+
+def test_a_lost_worker_is_an_error(start_worker: Callable[..., Worker]) -> None:
+    worker = start_worker()
+    options: LoadArguments = {
+        "workers": worker.address,
+        "head": "demo-head",
+        "method": "eagle",
+        "context": 512,
+    }
+    with edgespec.load("demo", "none", **options) as runtime:
+        stream = runtime.stream(PROMPT, temperature=0.0, max_tokens=200)
+        assert next(stream).text
+        worker.process.kill()
+        with pytest.raises(WorkerLostError, match=worker.address):
+            list(stream)
+    start_worker(address=worker.address)
+    with edgespec.load("demo", "none", **options) as runtime:
+        assert runtime.generate(PROMPT, max_tokens=24).stats.accepted_tokens
+
+
+def test_only_named_heads_are_used(workers: tuple[Worker, Worker]) -> None:
+    with edgespec.load("demo", workers=workers[0].address, context=512) as runtime:
+        assert not runtime.heads
+    with edgespec.load("demo", workers=workers[0].address, head="demo-head", context=512) as runtime:
+        assert [head.name for head in runtime.heads] == ["demo-head"]
+
+
+def test_multi_token_prediction_layers_are_refused(workers: tuple[Worker, Worker], tmp_path: Path) -> None:
+    """They would read weights and the KV cache of the target, which are on the workers."""
+    target = write_mtp_model(tmp_path / "target.gguf", "glm4moe")
+    head = write_mtp_sidecar(tmp_path / "mtp.gguf", target)
+    options: LoadArguments = {"workers": workers[0].address, "head": str(head), "context": 256}
+    with edgespec.load(str(target), "none", **options) as runtime:
+        assert not runtime.heads
+        assert "cannot use a head for the method mtp" in runtime.target.notice
+        assert runtime.generate("the file", max_tokens=8).tokens
