@@ -73,7 +73,8 @@ class Runtime(ReplyMethods):
             Session(
                 models.target,
                 models.drafters,
-                prefix_cache and prefix_cache.for_model(models.target),
+                prefix_cache
+                and prefix_cache.for_model(models.target, [head.state for head in models.drafters.heads]),
                 models.draft,
                 reserve_bytes,
                 unadapted_acceptance,

@@ -113,7 +113,7 @@ class _DrafterFactory:
         own = self._self_drafters
         self.made["lookahead"] = self._make_lookahead() if "lookahead" in needed else _not_loaded("lookahead")
         for name in (*SELF_DRAFTS, *HEADS):
-            if self._shares_passes:
+            if self._shares_passes and name in SELF_DRAFTS:
                 self.made[name] = own.why_not_shared(name, is_loaded=name in needed)
             else:
                 self.made[name] = own.make(name) if name in needed else _not_loaded(name)

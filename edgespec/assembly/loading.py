@@ -154,7 +154,7 @@ def _load_planned(planned: LoadPlan, trial_notice: str, progress: Progress | Non
                 arguments["prefix_cache"],
                 as_bytes(arguments["prefix_cache_disk"]),
                 model,
-                [head.state for head in drafters.heads],
+                [head.state for head in session_models[0].drafters.heads],
                 planned.target_options,
                 costs,
                 planned.plan,

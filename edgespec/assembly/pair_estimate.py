@@ -143,7 +143,8 @@ class PairEstimator:
             assert estimate is not None
             assert option.head is not None
             role = "head" if len(pair.heads) == 1 else f"{option.method} head"
-            items += create_items(role, estimate(option.head, pair.target.path, target.context_tokens))
+            one = estimate(option.head, pair.target.path, target.context_tokens)
+            items += create_items(role, one.for_replies(options.parallel))
         items += shared_items(sum(item.bytes for item in items), self._process_bytes, self._headroom_bytes)
         return MemoryPlan(
             self._budget, target.context_tokens, target.kv_type, tuple(items), machines=target.machines

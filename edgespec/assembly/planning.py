@@ -166,8 +166,6 @@ def plan_pair(
     with ExitStack() as undo:
         estimator = PairEstimator(pair, drafting, options, undo, budget, request.headroom_bytes)
         target, why_in_turns = estimator.target, estimator.why_in_turns
-        if options.parallel > 1 and not why_in_turns and pair.heads:
-            pair = _without_heads(pair, drafting)
         start = PlanChoice(
             requested_context(options, target.trained_context_tokens),
             options.kv_type,
@@ -234,16 +232,6 @@ def plan_pair(
         why_in_turns,
         "context" in fixed,
     )
-
-
-def _without_heads(pair: ModelPair, drafting: DraftingOptions) -> ModelPair:
-    """Return a pair without its heads, for several replies. Raises OptionError if a head was requested."""
-    why = "heads cannot draft for several replies at once, as --parallel requires"
-    if drafting.names_head:
-        raise OptionError(
-            f"{why}, but the head {pair.heads[0].name} was requested", "omit --parallel or --head"
-        )
-    return replace(pair, heads=(), why_no_head=why, why_heads="")
 
 
 def _fixed_options(request: PlanRequest, drafting: DraftingOptions) -> set[PlanOption]:

@@ -80,7 +80,7 @@ class SelfDrafters:
         """Return why a drafter that cannot draft for several replies at once is missing, and what it needs.
 
         Args:
-            name: A name in SELF_DRAFTS or HEADS.
+            name: A name in SELF_DRAFTS.
             is_loaded: Whether the drafter was requested when the model was loaded.
         """
         # These methods cannot be used with this file at all, so omitting --parallel would not help.
@@ -91,9 +91,7 @@ class SelfDrafters:
         if unusable.get(name, False):
             return self.make(name)
         alone = "omit --parallel" if is_loaded else f"load the model with --method {name} and no --parallel"
-        if name in HEADS:
-            alone += f", with a head for it (see `edgespec models show {self._reference}`)"
-        elif name == "lowbit" and self._needs_lowbit_copy():
+        if name == "lowbit" and self._needs_lowbit_copy():
             alone += f" and run `edgespec prepare lowbit {self._reference}` once"
         return MissingDrafter(
             f"{name} cannot draft for several replies at once, as --parallel requires",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol, get_args
 
 from edgespec.backends.base import LoadOptions
@@ -39,11 +39,15 @@ GPU: Pool = "gpu"
 
 @dataclass(frozen=True, slots=True)
 class MemoryPart:
-    """The memory that a model uses for one purpose (`kind`) in system or GPU memory (`pool`)."""
+    """The memory that a model uses for one purpose (`kind`) in system or GPU memory (`pool`).
+
+    Concurrent replies share it unless `per_reply` is set.
+    """
 
     kind: ModelMemoryKind
     bytes: int
     pool: Pool = MEMORY
+    per_reply: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +95,13 @@ class MemoryEstimate:
     kv_type: str
     parts: tuple[MemoryPart, ...]
     machines: tuple[MachineShare, ...] = ()
+
+    def for_replies(self, count: int) -> MemoryEstimate:
+        """Return the estimate for `count` concurrent replies, given that for one."""
+        parts = (
+            replace(part, bytes=part.bytes * count if part.per_reply else part.bytes) for part in self.parts
+        )
+        return replace(self, parts=tuple(parts))
 
     def bytes_of(self, *kinds: ModelMemoryKind) -> int:
         """Return the estimated memory in bytes that the model uses for the given purposes."""

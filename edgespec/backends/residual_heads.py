@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.base_model import BaseModel
-from edgespec.backends.hidden_state_log import MAX_LOGGED_TOKENS, POST_NORM, HiddenStateLog
+from edgespec.backends.hidden_state_log import MAX_LOGGED_TOKENS, POST_NORM
 from edgespec.backends.memory_check import check_weights_fit
 from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
 from edgespec.backends.model_facts import Capabilities, ModelFacts
@@ -21,7 +21,13 @@ from edgespec.heads.products import Array, MakeProduct, Product, WeightLoader
 from edgespec.heads.residual_layout import AttentionLayer, ResidualHeads, read_residual_heads
 from edgespec.heads.residual_network import ResidualNetwork
 
-__all__ = ["ResidualHeadTarget", "WeightBytes", "estimate_residual_heads", "load_residual_heads"]
+__all__ = [
+    "LoadedResidualHeads",
+    "ResidualHeadTarget",
+    "WeightBytes",
+    "estimate_residual_heads",
+    "load_residual_heads",
+]
 
 # Function that returns the memory in bytes for the weights of heads.
 WeightBytes: TypeAlias = Callable[[ResidualHeads], int]
@@ -65,7 +71,7 @@ class ResidualHeadTarget:
         )
 
 
-def load_residual_heads(target: ResidualHeadTarget, path: Path) -> ResidualHeadView:
+def load_residual_heads(target: ResidualHeadTarget, path: Path) -> LoadedResidualHeads:
     """Load the Medusa or Hydra heads at a path for a target.
 
     Raises:
@@ -86,31 +92,65 @@ def load_residual_heads(target: ResidualHeadTarget, path: Path) -> ResidualHeadV
     if target.memory_bytes is not None:
         left = target.memory_bytes - model.weight_bytes - model.max_kv_bytes
         check_weights_fit(facts.name, facts.weight_bytes, LoadOptions(memory_bytes=max(0, left)))
-    log = target.states.log_hidden_states(
-        [target.layers - heads.layers_before_last if heads.layers_before_last else POST_NORM]
-    )
+    state = target.layers - heads.layers_before_last if heads.layers_before_last else POST_NORM
+    log = target.states.log_hidden_states([state])
     try:
         if heads.state_size != log.row_size:
             raise target.made_for_another(path, "hidden states", heads.state_size, log.row_size)
-        return _view(target, heads, path, log, facts)
-    except BaseException:
+        return LoadedResidualHeads(target, heads, path, state, facts)
+    finally:
         target.states.stop_logging(log)
-        raise
 
 
-def _view(
-    target: ResidualHeadTarget, heads: ResidualHeads, path: Path, log: HiddenStateLog, facts: ModelFacts
-) -> ResidualHeadView:
-    loader = WeightLoader(heads.file, target.make_product)
-    embed = target.embed if heads.reads_tokens else None
-    if embed:
-        embed([0])  # Report unreadable embeddings now, rather than during a reply.
-    network = ResidualNetwork(heads, loader, None if heads.vocab_size else target.output())
-    parts = target.model, log, lambda: target.states.stop_logging(log), facts, network, embed
-    if not heads.prefix:
-        return ResidualHeadView(*parts)
-    _check_attention(target, heads, heads.prefix, path)
-    return PrefixHeadView(*parts, PrefixLayer(heads.prefix, target.attention, loader))
+class LoadedResidualHeads:
+    """The weights of Medusa or Hydra heads, which the views of all replies share.
+
+    Args:
+        target: The target.
+        heads: The heads' layout.
+        path: The heads' path.
+        state: The hidden state that the heads read, numbered as in `HiddenStateSource`.
+        facts: Properties of the heads.
+
+    Raises:
+        CapabilityError: The heads were made for another target.
+        ModelFileError: The files are damaged.
+    """
+
+    def __init__(
+        self, target: ResidualHeadTarget, heads: ResidualHeads, path: Path, state: int, facts: ModelFacts
+    ) -> None:
+        self._state, self._facts = state, facts
+        loader = WeightLoader(heads.file, target.make_product)
+        self._embed = target.embed if heads.reads_tokens else None
+        if self._embed:
+            self._embed([0])  # Report unreadable embeddings now, rather than during a reply.
+        self._network = ResidualNetwork(heads, loader, None if heads.vocab_size else target.output())
+        self._prefix: PrefixLayer | None = None
+        if heads.prefix:
+            _check_attention(target, heads, heads.prefix, path)
+            self._prefix = PrefixLayer(heads.prefix, target.attention, loader)
+
+    def view(
+        self, model: BaseModel, states: HiddenStateSource, release: Callable[[], None] = lambda: None
+    ) -> ResidualHeadView:
+        """Return a view of the heads, with a KV cache of its own if they have one.
+
+        Args:
+            model: The target, or one of the replies that share it.
+            states: The same object as `model`.
+            release: Called when the view is closed.
+        """
+        log = states.log_hidden_states([self._state])
+
+        def stop() -> None:
+            states.stop_logging(log)
+            release()
+
+        parts = model, log, stop, self._facts, self._network, self._embed
+        if self._prefix is None:
+            return ResidualHeadView(*parts)
+        return PrefixHeadView(*parts, self._prefix.with_own_cache())
 
 
 def _check_attention(
@@ -177,8 +217,8 @@ def estimate_residual_heads(
         "f32",
         (
             MemoryPart("weights", weight_bytes(heads)),
-            MemoryPart("cache", _token_bytes(heads) * context_tokens),
-            MemoryPart("compute", state_bytes),
-            MemoryPart("output", _MAX_ROWS * vocab_size * _FLOAT32_BYTES),
+            MemoryPart("cache", _token_bytes(heads) * context_tokens, per_reply=True),
+            MemoryPart("compute", state_bytes, per_reply=True),
+            MemoryPart("output", _MAX_ROWS * vocab_size * _FLOAT32_BYTES, per_reply=True),
         ),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import NamedTuple
 
 import numpy as np
@@ -63,6 +64,13 @@ class CachedAttention:
         self._heads, self._kv_heads, self._head_size = heads, kv_heads, head_size
         # Keys and values [2, kv heads, tokens, head size].
         self._cache: Array = np.empty((2, kv_heads, 0, head_size), np.float32)
+
+    def with_own_cache(self) -> CachedAttention:
+        """Return the same attention with an empty KV cache of its own."""
+        other = copy(self)
+        other.start = other.end = 0
+        other._cache = self._cache[:, :, :0].copy()
+        return other
 
     def restart(self, position: int) -> None:
         """Empty the KV cache, and let it begin at `position`."""

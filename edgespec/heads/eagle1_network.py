@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 import numpy as np
 
 from edgespec.heads.cached_attention import CachedAttention, Projections, TreeNodes
@@ -50,6 +52,12 @@ class Eagle1Network:
             config.kv_heads,
             config.head_size,
         )
+
+    def with_own_cache(self) -> Eagle1Network:
+        """Return the same network with an empty KV cache of its own."""
+        other = copy(self)
+        other.attention = self.attention.with_own_cache()
+        return other
 
     def append(self, embeddings: Array, states: Array) -> None:
         """Append tokens to the KV cache, without computing their hidden states. See `run`."""

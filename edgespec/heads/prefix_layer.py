@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import NamedTuple
 
 import numpy as np
@@ -61,6 +62,12 @@ class PrefixLayer:
             weights.k_proj.shape[0] // head_size,
             head_size,
         )
+
+    def with_own_cache(self) -> PrefixLayer:
+        """Return the same layer with an empty KV cache of its own."""
+        other = copy(self)
+        other.attention = self.attention.with_own_cache()
+        return other
 
     def append(self, states: Array) -> None:
         """Append the keys and values of hidden states [tokens, size] to the KV cache."""

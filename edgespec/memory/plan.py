@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -130,11 +131,12 @@ def _share_json(share: MachineShare) -> dict[str, Any]:
 
 
 def create_items(role: str, estimate: MemoryEstimate) -> tuple[Item, ...]:
-    """Return the lines of a memory plan for one model."""
+    """Return the lines of a memory plan for one model, one for each purpose and pool."""
+    sizes: Counter[tuple[ModelMemoryKind, Pool]] = Counter()
+    for part in estimate.parts:
+        sizes[part.kind, part.pool] += part.bytes
     return tuple(
-        Item(role, f"{role} {_NAMES[part.kind]}", part.kind, part.bytes, part.pool)
-        for part in estimate.parts
-        if part.bytes
+        Item(role, f"{role} {_NAMES[kind]}", kind, size, pool) for (kind, pool), size in sizes.items() if size
     )
 
 

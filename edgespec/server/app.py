@@ -24,6 +24,9 @@ __all__ = ["PROTOCOLS", "create_app"]
 
 _log = logging.getLogger(__name__)
 
+# Paths of Ollama's API that change models.
+_MODEL_CHANGES = frozenset(f"/api/{name}" for name in ("pull", "push", "create", "copy", "delete"))
+
 PROTOCOLS = (SYSTEM, OPENAI, ANTHROPIC, OLLAMA)
 """The protocols that the server speaks."""
 
@@ -64,5 +67,10 @@ async def _unknown_path(scope: Scope, receive: Receive, send: Send) -> None:
     path = scope["path"]
     _log.info("%s %s 404", scope["method"], path[:100])
     message = f"there is nothing at {path[:100]}; /openapi.json lists the paths"
+    if path in _MODEL_CHANGES:
+        message = (
+            f"the server has no {path}, because it does not change the models on this machine; use `edgespec"
+            " models pull`, `alias` or `remove` there"
+        )
     error = ApiError(404, message, code="not_found")
     await error_response(_protocol_of(path), error)(scope, receive, send)

@@ -2,11 +2,14 @@
 
     scripts/attack                                          # 10,000 requests to the demo model
     scripts/attack --requests 2000 -- --target demo-mlx     # options after -- are options of the server
+    scripts/attack --requests 2000 --neighbours -- --parallel 4 --draft demo-draft --prefix-cache none
 
 Many hostile clients send damaged, mutated, slow, incomplete and oversized requests to every endpoint, flood
 the server, disconnect at random times, and load and unload models. Each prompt contains a unique word, which
 must not appear in the reply to another client. At the same time, an honest client asks the same questions
-repeatedly and must get the same replies.
+repeatedly and must get the same replies. With `--neighbours`, further clients use schemas, tools,
+log-probabilities and drafting methods that change with each request. Each of their replies is compared with
+the reply to the same request alone.
 
 Prints the server's memory, open files and threads after each round of hostile clients. The exit status is 1
 if the server crashes, hangs or fails because of a bug, if a reply is wrong, or if memory, files or threads
@@ -27,6 +30,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from scripts.attacking.honest import HonestClient
+from scripts.attacking.neighbours import Neighbours
 from scripts.attacking.senders import ATTACKS, Connection, new_canary, problem
 from scripts.attacking.victim import Usage, Victim, started
 
@@ -89,7 +93,7 @@ class Record:
         ]
 
 
-async def _attack(victim: Victim, record: Record, requests: int, seed: int) -> None:
+async def _attack(victim: Victim, record: Record, requests: int, seed: int, with_neighbours: bool) -> None:
     draw, outcomes = random.Random(f"{seed} {record.requests}"), Counter(record.outcomes)
     honest = HonestClient(victim.port, record.expected)
     await honest.prepare()
@@ -97,6 +101,8 @@ async def _attack(victim: Victim, record: Record, requests: int, seed: int) -> N
     record.usage = record.usage or [victim.usage()]
     stop = asyncio.Event()
     asking = asyncio.create_task(honest.run(stop))
+    neighbours = Neighbours(victim.port, draw) if with_neighbours else None
+    sharing = asyncio.create_task(neighbours.run(stop)) if neighbours else None
     peak = 0
 
     async def watch() -> None:
@@ -133,6 +139,11 @@ async def _attack(victim: Victim, record: Record, requests: int, seed: int) -> N
         record.problems.append("the server crashed")
     stop.set()
     await asking
+    if neighbours and sharing:
+        await sharing
+        count, near_ties, problems = await neighbours.compare()
+        print(f"{count} replies to neighbours compared with replies alone: {near_ties} near-ties")
+        record.problems += problems
     watching.cancel()
     record.honest += honest.count
     record.problems += honest.problems
@@ -165,6 +176,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--requests", type=int, default=10_000, help="number of hostile requests (default: 10,000)"
     )
     parser.add_argument("--seed", type=int, default=0, help="each seed gives different requests (default: 0)")
+    parser.add_argument(
+        "--neighbours", action="store_true", help="compare further replies with replies alone"
+    )
     parser.add_argument("--pid", type=int, help="attack this running server instead of starting one")
     parser.add_argument("--record", type=Path, help="continue the attack that this file records")
     parser.add_argument("--log", type=Path, default=_ROOT / "build" / "attack.log", help="the server's log")
@@ -174,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args.log.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         victim = Victim(args.pid) if args.pid else stack.enter_context(started(args.server_options, args.log))
-        asyncio.run(_attack(victim, record, args.requests, args.seed))
+        asyncio.run(_attack(victim, record, args.requests, args.seed, args.neighbours))
     if args.record:
         args.record.write_text(json.dumps(asdict(record)))
     return _report(record)

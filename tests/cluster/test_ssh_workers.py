@@ -1,4 +1,4 @@
-"""Workers that edgespec starts by SSH: with an sshd of the tests, and with a program in place of `ssh`."""
+"""Workers that edgespec starts by SSH on an sshd of the tests. Without sshd, a program replaces `ssh`."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def stand_in_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(params=["sshd", "stand_in"])
+@pytest.fixture(params=["sshd" if SSHD and CLIENT else "stand_in"])
 def site(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Site:
     folder: Path = request.getfixturevalue(f"{request.param}_folder")
     monkeypatch.setenv("PATH", f"{folder}/bin:{os.environ['PATH']}")

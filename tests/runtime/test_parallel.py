@@ -22,7 +22,7 @@ from tests.cases import covering
 from tests.runtime.questions import HOWTO, REPEATS
 
 PLACES = 3
-METHODS = ("none", "model", "suffix", "ngram", "model+suffix", "lookahead", "auto")
+METHODS = ("none", "model", "suffix", "ngram", "model+suffix", "lookahead", "eagle", "eagle+suffix", "auto")
 PROMPTS = (HOWTO, REPEATS, "Count to ten, then count to ten again.", "Write a poem about `tar`.")
 LONG = "What does `ls` do? " * 40
 # Attention adds up the cells of a text in the order of their addresses, which depends on the other replies.
@@ -42,7 +42,12 @@ def many(request: pytest.FixtureRequest) -> Iterator[Runtime]:
     with (
         always_draft(),
         edgespec.load(
-            "demo", context=1024, parallel=PLACES, methods=methods, draft_branches=request.param
+            "demo",
+            context=1024,
+            parallel=PLACES,
+            methods=methods,
+            draft_branches=request.param,
+            head="demo-head",
         ) as runtime,
     ):
         yield runtime
@@ -277,9 +282,29 @@ def test_the_plan_counts_all_contexts(pair: Runtime) -> None:
     assert cache_bytes(two) == 2 * cache_bytes(one) == pair.memory().kv_bytes
 
 
-def test_heads_are_refused_if_named() -> None:
-    with pytest.raises(OptionError, match="heads cannot draft for several replies at once, as --parallel"):
-        edgespec.plan("demo", parallel=2, context=256, head="demo-head")
+def test_the_plan_counts_the_cache_of_a_head_for_each_reply() -> None:
+    def cache_bytes(parallel: int) -> int:
+        plan = edgespec.plan("demo", parallel=parallel, context=256, head="demo-head").plan
+        return sum(item.bytes for item in plan.items if item.name == "head cache")
+
+    assert cache_bytes(3) == 3 * cache_bytes(1) > 0
+
+
+def test_a_prefix_of_one_place_is_restored_in_another_with_the_state_of_the_head() -> None:
+    options: dict[str, Any] = {"draft": "none", "head": "demo-head", "method": "eagle"}
+    with always_draft(), edgespec.load("demo", context=1024, parallel=2, **options) as pair:
+        prompt = tokens_of(pair, LONG)
+        first = pair.stream_tokens(prompt, max_tokens=20, seed=1).wait()
+        # The other replies remove the prompt from both places, and the last one occupies its place.
+        for other in (REPEATS * 12, "Tell me about `tar`. " * 40, HOWTO * 30):
+            pair.generate(other, raw=True, max_tokens=2)
+        holder = pair.stream_tokens(tokens_of(pair, HOWTO), max_tokens=30)
+        next(holder)
+        again = pair.stream_tokens(prompt, max_tokens=20, seed=1).wait()
+        holder.wait()
+        assert again.stats.cached_prompt_tokens > first.stats.cached_prompt_tokens
+        assert again.tokens == first.tokens
+        assert again.stats.accepted_tokens == first.stats.accepted_tokens > 0
 
 
 ANOTHER = "choose another method, such as model or suffix"
@@ -289,7 +314,6 @@ ANOTHER = "choose another method, such as model or suffix"
     ("method", "reason", "hint"),
     [
         ("lowbit", "", f"{ANOTHER}, or {{alone}} and run `edgespec prepare lowbit demo` once"),
-        ("eagle", "", f"{ANOTHER}, or {{alone}}, with a head for it (see `edgespec models show demo`)"),
         ("layerskip", "demo was not prepared for early exit", "run `edgespec prepare layerskip demo` once"),
         ("swift", "demo cannot skip layers, because it is not an MLX model", ANOTHER),
     ],

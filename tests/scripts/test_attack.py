@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from scripts.attacking.__main__ import Record
+from scripts.attacking.neighbours import difference
 from scripts.attacking.senders import problem
 from scripts.attacking.victim import Usage
 
@@ -18,10 +19,12 @@ CANARY = "canary0123456789ab"
 
 def test_a_short_attack(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "scripts.attacking", "--requests", "60", "--log", str(tmp_path / "log")]
+    command += ["--neighbours", "--", "--parallel", "4"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "60 hostile requests" in done.stdout
     assert int(re.findall(r"(\d+) equal honest replies", done.stdout)[0]) > 0
+    assert int(re.findall(r"(\d+) replies to neighbours", done.stdout)[0]) > 0
 
 
 @pytest.mark.parametrize(
@@ -37,6 +40,22 @@ def test_a_short_attack(tmp_path: Path) -> None:
 )
 def test_wrong_replies_are_found(reply: str, is_wrong: bool) -> None:
     assert bool(problem(reply.encode(), CANARY)) is is_wrong
+
+
+@pytest.mark.parametrize(
+    ("shared", "expected"),
+    [
+        ([("a", -0.1), ("b", -1.0)], 0.0),
+        ([("a", -0.3), ("b", -1.2)], 0.0),
+        ([("a", -0.1), ("c", -1.5)], 0.5),
+        ([("c", -0.1)], 1e-9),
+        ([("a", -0.1)], float("inf")),
+    ],
+)
+def test_replies_are_compared_at_the_first_other_token(
+    shared: list[tuple[str, float]], expected: float
+) -> None:
+    assert difference([("a", -0.1), ("b", -1.0)], shared) == expected
 
 
 def test_growth_is_found() -> None:

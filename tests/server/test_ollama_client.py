@@ -290,7 +290,7 @@ def test_other_errors(client: ollama.Client, http: httpx.Client) -> None:
     with pytest.raises(ResponseError) as long:
         list(client.chat("demo", [{"role": "user", "content": "word " * 1500}], stream=True))
     assert "1024" in str(long.value)
-    assert "there is nothing at /api/pull" in http.post("/api/pull", json={}).json()["error"]
+    assert "use `edgespec models pull`" in http.post("/api/pull", json={}).json()["error"]
 
 
 def test_options_that_change_nothing_are_ignored(http: httpx.Client) -> None:

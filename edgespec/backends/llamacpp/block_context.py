@@ -12,6 +12,7 @@ from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.batch import Batch, Inputs
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_plan import ContextPlan
+from edgespec.backends.llamacpp.head_context import HeadContext, HeadPass, HeadRows
 from edgespec.backends.llamacpp.layer_taps import copied_rows
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.staging_api import nextn_api
@@ -41,7 +42,7 @@ class _MRopeBatch(Batch):
         rows[:-1], rows[-1] = positions, 0
 
 
-class BlockContext(LlamaContext):
+class BlockContext(HeadContext):
     """A context that runs a block-diffusion head.
 
     The KV cache holds keys and values that the head computes from the target's hidden states.
@@ -78,20 +79,28 @@ class BlockContext(LlamaContext):
             assert api is not None
             api.switch(self._context, True, False)
 
-    def add_states(self, states: NDArray[np.float32], position: int) -> None:
-        """Append keys and values, computed from at most `batch_tokens` hidden states, to the KV cache."""
-        count = len(states)
-        self._states.put(states, range(position, position + count), [(0,)] * count, logits=False)
-        self._decode(self._states)
+    def compute(
+        self,
+        kind: HeadPass,
+        tokens: Sequence[int],
+        inputs: NDArray[np.float32],
+        positions: Sequence[int],
+        sequences: Sequence[Sequence[int]],
+    ) -> HeadRows:
+        """Run a pass of the head. See `HeadContext.compute`.
 
-    def run_block(self, tokens: Sequence[int], position: int) -> NDArray[np.float32]:
-        """Return one row of logits per token of a block, without changing the KV cache. See `run`."""
-        count = len(tokens)
-        logits = self.run(tokens, range(position, position + count), [(0,)] * count)
-        self.drop(0, position)
-        return logits
+        `prefill` reads only hidden states. `draft` reads none. It runs a block, whose keys and values the
+        caller removes, and returns the data for the `PathSelector` instead of hidden states.
+        """
+        none = np.empty((0, 0), np.float32)
+        if kind == "prefill":
+            self._states.put(inputs, positions, sequences, logits=False)
+            self._decode(self._states)
+            return HeadRows(none, none)
+        logits = self.run(tokens, positions, sequences)
+        return HeadRows(logits, self._lattice(len(tokens)) if self._selects else none)
 
-    def lattice(self, count: int) -> NDArray[np.float32]:
+    def _lattice(self, count: int) -> NDArray[np.float32]:
         """Return the candidates and scores for a block of `count` tokens. See `PathSelector`."""
         api = nextn_api()
         assert api is not None

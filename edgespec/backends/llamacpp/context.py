@@ -280,7 +280,7 @@ class LlamaContext(KvSequences):
             raise BackendError("the model computed no logits", "use a text-generation model")
         if address != self._logits_address:
             self._logits_address = address
-            self._logits = np.ctypeslib.as_array(pointer, (self.max_width, self._vocab_size))
+            self._logits = np.ctypeslib.as_array(pointer, (self._max_outputs, self._vocab_size))
         return self._logits[:count]
 
     def run_states(
@@ -373,6 +373,10 @@ class LlamaContext(KvSequences):
             self._lib.llama_set_n_threads(self._context, threads, threads)
             # Store the number of threads for `allocate`, which creates a new context.
             self._params.n_threads = self._params.n_threads_batch = self.threads = threads
+
+    def set_interrupt(self, requested: bool) -> None:
+        """Stop the current and later passes with CancelledError, or allow them if not `requested`."""
+        self.interrupt.requested = requested
 
     def close(self) -> None:
         """Free the llama_context and its batches."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,15 +16,20 @@ from edgespec.backends.base import LoadOptions, Progress
 from edgespec.backends.base_model import in_batches
 from edgespec.backends.gguf_header import read_header
 from edgespec.backends.gguf_metadata import read_gguf_info
+from edgespec.backends.hidden_state_log import HiddenStateLog
 from edgespec.backends.llamacpp.block_context import BlockContext
 from edgespec.backends.llamacpp.block_shape import BlockShape, check_head_kind, read_block_shape
 from edgespec.backends.llamacpp.context_planning import plan_context
 from edgespec.backends.llamacpp.head import CachedHead
+from edgespec.backends.llamacpp.head_context import HeadContext
+from edgespec.backends.llamacpp.head_file import HeadFile, HeadWeights
 from edgespec.backends.llamacpp.head_loading import estimate_head, load_head_file, target_layers
+from edgespec.backends.llamacpp.head_target import HeadTarget, LoadedHead
 from edgespec.backends.llamacpp.loading import check_file, threads_for
 from edgespec.backends.llamacpp.markov_head import MarkovHead
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.path_selector import PathSelector
+from edgespec.backends.llamacpp.shared_head_context import HeadSlot
 from edgespec.backends.memory_check import check_tokens_fit
 from edgespec.backends.memory_estimate import MemoryEstimate
 from edgespec.backends.model_facts import Capabilities
@@ -33,9 +39,6 @@ from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError
 from edgespec.heads.dflash_config import MAX_BLOCK_TOKENS
 from edgespec.heads.dflash_files import read_dflash
-
-if TYPE_CHECKING:
-    from edgespec.backends.llamacpp.model import LlamaCppModel
 
 __all__ = ["DFlashHead", "estimate_dflash_head", "load_dflash_head"]
 
@@ -58,40 +61,21 @@ class DFlashHead(CachedHead):
     `verify` runs the pass for the root, and looks up the logits of deeper nodes in its result.
     """
 
-    _context: BlockContext
-
     def __init__(
         self,
-        target: LlamaCppModel,
-        weights: Any,
-        path: str,
-        options: LoadOptions,
-        name: str,
-        layers: Sequence[int],
         shape: BlockShape,
+        weights: HeadWeights,
+        target: HeadTarget,
+        context: HeadContext | HeadSlot,
+        log: HiddenStateLog,
+        release: Callable[[], None],
     ) -> None:
-        self._shape, self._weights = shape, weights
-        max_plan = plan_context(weights, options)
-        log = target.log_hidden_states(layers)
-        try:
-            context = BlockContext(
-                weights,
-                options,
-                max_plan.with_tokens(target.facts.context_tokens),
-                threads_for(weights, options),
-                target=target.context,
-                row_size=log.row_size,
-                causal=shape.causal,
-                selects=shape.candidates > 0,
-            )
-        except BaseException:
-            target.stop_logging(log)
-            raise
+        self._shape = shape
         capabilities = Capabilities(
             rollback=True, tree=True, max_draft_length=shape.draft_length, drafts_in_one_pass=True
         )
-        super().__init__(target, weights, path, options, name, context, log, max_plan, capabilities)
-        self._markov = MarkovHead(Path(path), self.vocabulary.size) if shape.has_markov else None
+        super().__init__(weights, target, context, log, release, capabilities)
+        self._markov = MarkovHead(weights.path, self.vocabulary.size) if shape.has_markov else None
         # For each row, the previous token that llama.cpp assumed when it added the Markov head's logits.
         self._assumed: list[int] = []
         self._end_round()
@@ -124,11 +108,16 @@ class DFlashHead(CachedHead):
         for batch in in_batches(tokens, self._options.batch_tokens, progress):
             start = self.length
             try:
-                self._context.add_states(self.log.rows(start, start + len(batch)), start)
+                self._add_states(start, len(batch))
             except (BackendError, ContextFullError, CancelledError):
                 self._cells.truncate(start)
                 raise
             self._cells.length += len(batch)
+
+    def _add_states(self, start: int, count: int) -> None:
+        """Append keys and values for `count` tokens from position `start` on to the KV cache."""
+        states, positions = self.log.rows(start, start + count), range(start, start + count)
+        self._context.compute("prefill", [0] * count, states, positions, [(0,)] * count)
 
     def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
         """See `LanguageModel.verify`. Nodes before the drafted block get the logits of its first token."""
@@ -154,12 +143,15 @@ class DFlashHead(CachedHead):
         known = self._known_nodes = min(max(self.log.end - self.length, 0), tree.width - 1)
         begin = self.length + known
         if known:
-            self._context.add_states(self.log.rows(self.length, begin), self.length)
+            self._add_states(self.length, known)
         count = min(self._shape.tokens, self._context.tokens - begin)
         block = [tree.tokens[known], *[self._shape.mask_token] * (count - 1)]
-        self._rows = self._context.run_block(block, begin)[self._shape.first_row :]
+        positions, none = range(begin, begin + count), np.empty((count, 0), np.float32)
+        rows = self._context.compute("draft", block, none, positions, [(0,)] * count)
+        self._context.drop(0, begin)
+        self._rows = rows.logits[self._shape.first_row :]
         if self._shape.candidates:
-            lattice = self._context.lattice(count)[self._shape.first_row :]
+            lattice = rows.states[self._shape.first_row :]
             self._selector = PathSelector(lattice, self._shape.candidates, self.vocabulary.size)
         if self._markov:
             self._assumed = [block[0], *self._rows[:-1].argmax(axis=1).tolist()]
@@ -191,22 +183,34 @@ class DFlashHead(CachedHead):
         self._cells.length += self._known_nodes
         self._end_round()
 
-    def _free_weights(self) -> None:
-        library().llama_model_free(self._weights)
 
-
-def load_dflash_head(target: LlamaCppModel, head: Head) -> DFlashHead:
+def load_dflash_head(target: HeadTarget, head: Head) -> LoadedHead:
     """Load a DFlash or DSpark head for a target. See `load_head_file`."""
-    assert head.path is not None
-    check_head_kind(head.path)
+    path = head.path
+    assert path is not None
+    check_head_kind(path)
 
-    def make(weights: Any, options: LoadOptions, name: str) -> DFlashHead:
-        assert head.path is not None
+    def make(weights: Any, options: LoadOptions, name: str) -> HeadFile:
         layers = target_layers(target, weights, head.shown_path, library().llama_model_n_embd(weights))
-        shape = read_block_shape(head.path, target.facts.vocab_size)
-        # One sequence is enough, because a draft tree needs only one pass over a single block.
+        shape = read_block_shape(path, target.facts.vocab_size)
+        # One branch is enough, because a draft tree needs only one pass over a single block.
         options = replace(options, max_branches=1, batch_tokens=_BATCH_TOKENS, max_logit_rows=shape.tokens)
-        return DFlashHead(target, weights, str(head.path), options, name, layers, shape)
+        plan, free = plan_context(weights, options), partial(library().llama_model_free, weights)
+        found = HeadWeights(weights, path, name, options, plan, free, head.shown_path)
+
+        def open_context(target: HeadTarget, row_size: int) -> BlockContext:
+            return BlockContext(
+                weights,
+                options,
+                found.plan_for(target),
+                threads_for(weights, options),
+                target=target.context,
+                row_size=row_size,
+                causal=shape.causal,
+                selects=shape.candidates > 0,
+            )
+
+        return HeadFile(found, layers, open_context, partial(DFlashHead, shape, found))
 
     return load_head_file(target, head, "dflash", "a DFlash head", make)
 

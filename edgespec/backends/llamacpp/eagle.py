@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,10 +13,12 @@ from edgespec.backends.base import LoadOptions
 from edgespec.backends.gguf_header import read_header
 from edgespec.backends.gguf_metadata import read_gguf_info
 from edgespec.backends.llamacpp.context_planning import plan_context
-from edgespec.backends.llamacpp.eagle1 import Eagle1Head, estimate_eagle1_head, load_eagle1_head
+from edgespec.backends.llamacpp.eagle1 import estimate_eagle1_head, load_eagle1_head
 from edgespec.backends.llamacpp.head import PairHead
 from edgespec.backends.llamacpp.head_context import EagleContext
+from edgespec.backends.llamacpp.head_file import HeadFile, HeadWeights
 from edgespec.backends.llamacpp.head_loading import estimate_head, load_head_file, target_layers
+from edgespec.backends.llamacpp.head_target import HeadTarget, LoadedHead
 from edgespec.backends.llamacpp.loading import check_file, threads_for
 from edgespec.backends.llamacpp.metadata import architecture_metadata
 from edgespec.backends.llamacpp.native import library
@@ -26,16 +28,13 @@ from edgespec.backends.self_draft_methods import Head
 from edgespec.errors import ModelFileError
 from edgespec.heads.eagle_files import read_eagle
 
-if TYPE_CHECKING:
-    from edgespec.backends.llamacpp.model import LlamaCppModel
-
 __all__ = ["EagleHead", "estimate_eagle_head", "estimate_published_head", "load_eagle_head"]
 
 # Approximate size of a head's compute buffer in bytes, per token of a batch and per token of the vocabulary.
 _COMPUTE_BYTES_PER_LOGIT = 7
 
 
-def load_eagle_head(target: LlamaCppModel, head: Head) -> EagleHead | Eagle1Head:
+def load_eagle_head(target: HeadTarget, head: Head) -> LoadedHead:
     """Load an EAGLE-3 head from a GGUF file, or an EAGLE-1 or EAGLE-2 head from a folder.
 
     See `load_head_file` and `load_eagle1_head`.
@@ -43,11 +42,25 @@ def load_eagle_head(target: LlamaCppModel, head: Head) -> EagleHead | Eagle1Head
     if head.path is not None and head.path.is_dir():
         return load_eagle1_head(target, head.path)
 
-    def make(weights: Any, options: LoadOptions, name: str) -> EagleHead:
+    def make(weights: Any, options: LoadOptions, name: str) -> HeadFile:
         size = architecture_metadata(weights, "target_hidden_size") or library().llama_model_n_embd(weights)
         layers = target_layers(target, weights, head.shown_path, int(size))
         _check_rotations(weights, head.shown_path)
-        return EagleHead(target, weights, str(head.path), layers, options, name)
+        file = HeadWeights(
+            weights,
+            head.path or head.shown_path,
+            name,
+            options,
+            plan_context(weights, options),
+            partial(library().llama_model_free, weights),
+            head.shown_path,
+        )
+
+        def open_context(target: HeadTarget, row_size: int) -> EagleContext:
+            threads = threads_for(weights, options)
+            return EagleContext(weights, options, file.plan_for(target), threads, target.context, row_size)
+
+        return HeadFile(file, layers, open_context, partial(EagleHead, file))
 
     return load_head_file(target, head, "eagle3", "an EAGLE-3 head", make)
 
@@ -106,31 +119,7 @@ def _check_rotations(head: Any, path: Path) -> None:
 class EagleHead(PairHead):
     """An EAGLE-3 head, whose encoder combines the inputs of several of the target's layers."""
 
-    def __init__(
-        self,
-        target: LlamaCppModel,
-        weights: Any,
-        path: str,
-        layers: Sequence[int],
-        options: LoadOptions,
-        name: str,
-    ) -> None:
-        self._weights = weights
-        max_plan = plan_context(weights, options)
-        plan = max_plan.with_tokens(target.facts.context_tokens)
-        log = target.log_hidden_states(layers)
-        try:
-            context = EagleContext(
-                weights, options, plan, threads_for(weights, options), target.context, log.row_size
-            )
-        except BaseException:
-            target.stop_logging(log)
-            raise
-        self._encoder = context
-        super().__init__(target, weights, path, options, name, context, log, max_plan)
-
     def _target_states(self, start: int, count: int) -> NDArray[np.float32]:
-        return self._encoder.encode(self.log.rows(start - 1, start - 1 + count), start)
-
-    def _free_weights(self) -> None:
-        library().llama_model_free(self._weights)
+        features = super()._target_states(start, count)
+        positions = range(start, start + count)
+        return self._context.compute("encode", [0] * count, features, positions, [(0,)] * count).states

@@ -9,9 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +22,7 @@ from edgespec.backends.hidden_state_log import MAX_LOGGED_TOKENS, POST_NORM, Hid
 from edgespec.backends.llamacpp.file_matrix import FileMatrix
 from edgespec.backends.llamacpp.ggml_products import GgmlProducts, product_bytes
 from edgespec.backends.llamacpp.head_loading import BATCH_TOKENS, check_sizes, head_options
+from edgespec.backends.llamacpp.head_target import HeadTarget
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.residual_target import EMBEDDINGS, lm_head
 from edgespec.backends.memory_check import check_draft_width, check_tokens_fit, check_weights_fit
@@ -39,10 +38,7 @@ from edgespec.heads.eagle_files import EagleFiles, read_eagle
 from edgespec.heads.layer_config import invalid_settings
 from edgespec.heads.products import Array, Product, WeightLoader
 
-if TYPE_CHECKING:
-    from edgespec.backends.llamacpp.model import LlamaCppModel
-
-__all__ = ["Eagle1Head", "estimate_eagle1_head", "load_eagle1_head"]
+__all__ = ["Eagle1Head", "LoadedEagle1Head", "estimate_eagle1_head", "load_eagle1_head"]
 
 _FLOAT32_BYTES = 4
 
@@ -60,7 +56,7 @@ class Eagle1Head(CachedStateHeadView):
         log: The target's hidden states that the head reads.
         stop_logging: Stops the log.
         facts: Properties of the head.
-        network: The head's network. Several heads can share it while only one of them is in use.
+        network: The head's network, with a KV cache of its own.
         embed: Returns the embeddings of token ids.
         output: Multiplies by the target's LM head.
     """
@@ -150,8 +146,8 @@ def _ancestors(parents: Sequence[int]) -> NDArray[np.bool_]:
     return result
 
 
-def load_eagle1_head(target: LlamaCppModel, folder: Path) -> Eagle1Head:
-    """Load an EAGLE-1 or EAGLE-2 head for a target. The target's cache must be empty.
+def load_eagle1_head(target: HeadTarget, folder: Path) -> LoadedEagle1Head:
+    """Load an EAGLE-1 or EAGLE-2 head for a target.
 
     Args:
         target: The target.
@@ -193,23 +189,74 @@ def load_eagle1_head(target: LlamaCppModel, folder: Path) -> Eagle1Head:
 
     check_finite_logits(output(network.run(embed([0]), np.zeros((1, size), np.float32))), folder)
 
-    def reading(state: int) -> Eagle1Head:
+    return LoadedEagle1Head(folder, facts, network, embed, output)
+
+
+class LoadedEagle1Head:
+    """The weights of an EAGLE-1 or EAGLE-2 head, which its views share. Implements `LoadedHead`.
+
+    Args:
+        folder: The head's folder.
+        facts: Properties of the head.
+        network: The head's network.
+        embed: See `Eagle1Head`.
+        output: See `Eagle1Head`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        facts: ModelFacts,
+        network: Eagle1Network,
+        embed: Callable[[Sequence[int]], Array],
+        output: Product,
+    ) -> None:
+        self._folder, self._facts, self._network = folder, facts, network
+        self._embed, self._output = embed, output
+        # The hidden state that the head reads. The first view finds it out.
+        self._chosen: int | None = None
+
+    def view(self, target: HeadTarget, release: Callable[[], None]) -> Eagle1Head:
+        """See `LoadedHead`. The target's cache must be empty when the first view is created."""
+        if self._chosen is None:
+            self._chosen = self._most_accurate(target)
+        return self._reading(target, self._chosen, release)
+
+    def _most_accurate(self, target: HeadTarget) -> int:
+        tried: dict[Eagle1Head, int] = {}
+
+        def tried_head(state: int) -> Eagle1Head:
+            head = self._reading(target, state, lambda: None)
+            tried[head] = state
+            return head
+
+        def choices() -> Iterator[Eagle1Head]:
+            # Most heads read the hidden state after the final norm, as in EAGLE's own code. Some read the
+            # state before the norm, which not all architectures can provide.
+            yield tried_head(POST_NORM)
+            with suppress(CapabilityError):
+                yield tried_head(library().llama_model_n_layer(target.weights[0]))
+
+        best = load_most_accurate(target, choices(), self._folder)
+        best.close()
+        return tried[best]
+
+    def _reading(self, target: HeadTarget, state: int, release: Callable[[], None]) -> Eagle1Head:
         log = target.log_hidden_states([state])
+
+        def stop() -> None:
+            target.stop_logging(log)
+            release()
+
         description = f"EAGLE-1 head that reads the hidden states {[state]}"
-        own_facts = replace(facts, description=description)
-        return Eagle1Head(target, log, partial(target.stop_logging, log), own_facts, network, embed, output)
+        facts, network = replace(self._facts, description=description), self._network.with_own_cache()
+        return Eagle1Head(target, log, stop, facts, network, self._embed, self._output)
 
-    def choices() -> Iterator[Eagle1Head]:
-        # Most heads read the hidden state after the final norm, as in EAGLE's own code. Some read the state
-        # before the norm, which not all architectures can provide.
-        yield reading(POST_NORM)
-        with suppress(CapabilityError):
-            yield reading(lib.llama_model_n_layer(weights))
-
-    return load_most_accurate(target, choices(), folder)
+    def close(self) -> None:
+        """See `LoadedHead`. Python frees the weights together with the last view."""
 
 
-def _facts(target: LlamaCppModel, files: EagleFiles, folder: Path) -> ModelFacts:
+def _facts(target: HeadTarget, files: EagleFiles, folder: Path) -> ModelFacts:
     model, config = target.facts, files.config
     return replace(
         model,
@@ -249,14 +296,15 @@ def estimate_eagle1_head(files: EagleFiles, target: Path, context_tokens: int) -
     config = files.config
     values = 8 * config.hidden_size + 3 * config.feed_forward_size
     compute = BATCH_TOKENS * values + MAX_LOGGED_TOKENS * config.target_size
+    output = BATCH_TOKENS * read_gguf_info(target).vocab_size
     return MemoryEstimate(
         context_tokens,
         "f32",
         (
             MemoryPart("weights", _weight_bytes(files, target)),
-            MemoryPart("cache", config.kv_bytes_per_token * context_tokens),
-            MemoryPart("compute", compute * _FLOAT32_BYTES),
-            MemoryPart("output", BATCH_TOKENS * read_gguf_info(target).vocab_size * _FLOAT32_BYTES),
+            MemoryPart("cache", config.kv_bytes_per_token * context_tokens, per_reply=True),
+            MemoryPart("compute", compute * _FLOAT32_BYTES, per_reply=True),
+            MemoryPart("output", output * _FLOAT32_BYTES, per_reply=True),
         ),
     )
 

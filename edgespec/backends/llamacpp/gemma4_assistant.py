@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,14 +15,17 @@ from edgespec.backends.base import LoadOptions, Snapshot
 from edgespec.backends.gguf_header import read_header
 from edgespec.backends.gguf_metadata import read_gguf_info
 from edgespec.backends.head_trial import check_finite
-from edgespec.backends.hidden_state_log import POST_NORM
+from edgespec.backends.hidden_state_log import POST_NORM, HiddenStateLog
 from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.backends.llamacpp.gemma4_assistant_files import ASSISTANT, check_assistant
-from edgespec.backends.llamacpp.head_context import HeadContext
+from edgespec.backends.llamacpp.head_context import HeadContext, PairContext
+from edgespec.backends.llamacpp.head_file import HeadFile, HeadWeights
 from edgespec.backends.llamacpp.head_loading import BATCH_TOKENS, estimate_head, load_head_file
+from edgespec.backends.llamacpp.head_target import HeadTarget, LoadedHead
 from edgespec.backends.llamacpp.loading import check_file, describe, threads_for
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import ProbeResult
+from edgespec.backends.llamacpp.shared_head_context import HeadSlot
 from edgespec.backends.memory_check import check_draft_width, check_tokens_fit
 from edgespec.backends.memory_estimate import MemoryEstimate
 from edgespec.backends.model_facts import Capabilities
@@ -28,10 +33,7 @@ from edgespec.backends.self_draft_methods import Head
 from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import MemoryBudgetError
-
-if TYPE_CHECKING:
-    from edgespec.backends.llamacpp.model import LlamaCppModel
+from edgespec.errors import CapabilityError, MemoryBudgetError
 
 __all__ = ["AssistantHead", "estimate_assistant", "load_assistant"]
 
@@ -39,26 +41,47 @@ __all__ = ["AssistantHead", "estimate_assistant", "load_assistant"]
 _COMPUTE_BYTES_PER_LOGIT = 4
 
 
-def load_assistant(target: LlamaCppModel, path: Path) -> AssistantHead:
+def load_assistant(target: HeadTarget, path: Path) -> LoadedHead:
     """Load a Gemma 4 assistant for a target.
 
     Raises:
-        CapabilityError: The file was made for another target.
+        CapabilityError: The file was made for another target, or several replies would share it.
         ModelFileError: The file is damaged, or its logits are not finite.
         MemoryBudgetError: The head does not fit in memory.
     """
     check_assistant(path, Path(target.facts.path), target.facts.name)
+    if target.options.parallel > 1:
+        # It reads the KV cells of the target's first llama.cpp sequence, which belongs to one reply.
+        raise CapabilityError(
+            f"the Gemma 4 assistant {path.name} cannot draft for several replies at once",
+            "omit --parallel, or choose another method, such as suffix",
+        )
 
-    def make(weights: Any, options: LoadOptions, name: str) -> AssistantHead:
-        return AssistantHead(target, weights, str(path), options, name)
+    def make(weights: Any, options: LoadOptions, name: str) -> HeadFile:
+        # One sequence is enough, because the head reads only the target's sequence 0.
+        plan = ContextPlan(0, target.max_plan.kv_types, sequences=1, rows=BATCH_TOKENS)
+        free = partial(library().llama_model_free, weights)
+        found = HeadWeights(weights, path, name, options, plan, free, path)
+        return HeadFile(found, (POST_NORM,), partial(_open_context, found), partial(_checked_view, found))
 
-    head = load_head_file(target, Head("mtp", path), ASSISTANT, "a Gemma 4 assistant", make)
+    return load_head_file(target, Head("mtp", path), ASSISTANT, "a Gemma 4 assistant", make)
+
+
+def _checked_view(
+    weights: HeadWeights,
+    target: HeadTarget,
+    context: HeadContext | HeadSlot,
+    log: HiddenStateLog,
+    release: Callable[[], None],
+) -> AssistantHead:
+    """Return a view of an assistant. Raises ModelFileError if its logits are not finite."""
+    head = AssistantHead(weights, target, context, log, release)
     if target.length or not target.free_tokens:
         return head
     try:
-        # `load_head_file` cannot check the logits of this head while the target's cache is empty.
+        # `HeadFile` cannot check the logits of this head while the target's cache is empty.
         target.prefill([0])
-        check_finite(head, path)
+        check_finite(head, weights.path)
     except BaseException:
         head.close()
         raise
@@ -83,7 +106,7 @@ def estimate_assistant(path: Path, context_tokens: int) -> MemoryEstimate:
     )
 
 
-class AssistantHead(SelfDraftView["LlamaCppModel"]):
+class AssistantHead(SelfDraftView[HeadTarget]):
     """A head whose layers attend to the KV cells of the target's committed tokens.
 
     Its input is a token and the preceding hidden state. For the last emitted token, this is the target's
@@ -96,25 +119,27 @@ class AssistantHead(SelfDraftView["LlamaCppModel"]):
     """
 
     def __init__(
-        self, target: LlamaCppModel, weights: Any, path: str, options: LoadOptions, name: str
+        self,
+        weights: HeadWeights,
+        target: HeadTarget,
+        context: HeadContext | HeadSlot,
+        log: HiddenStateLog,
+        release: Callable[[], None],
     ) -> None:
         super().__init__(target)
-        self._weights = weights
+        assert isinstance(context, PairContext)
+        self._context, self.log, self._release = context, log, release
         self.vocabulary = target.vocabulary
-        self.log = target.log_hidden_states((POST_NORM,))
-        try:
-            self._context = _open_context(target, weights, options)
-        except BaseException:
-            target.stop_logging(self.log)
-            raise
         capabilities = Capabilities(
             rollback=True,
             tree=target.facts.capabilities.tree,
-            max_width=self._context.max_width,
-            max_branches=options.max_branches,
+            max_width=context.max_width,
+            max_branches=weights.options.max_branches,
         )
         result = ProbeResult(capabilities, "nothing to roll back")
-        facts = describe(weights, path, name, self._context.plan, self.vocabulary, result)
+        facts = describe(
+            weights.handle, str(weights.path), weights.name, context.plan, self.vocabulary, result
+        )
         self.facts = replace(facts, vocab_size=self.vocabulary.size, notice="")
         # The head's own hidden state after each node of the current draft tree.
         self._own_states: NDArray[np.float32] = np.empty((0, self.log.row_size), np.float32)
@@ -169,10 +194,12 @@ class AssistantHead(SelfDraftView["LlamaCppModel"]):
             if first
             else self.log.rows(position - 1, position)
         )
-        logits = self._context.run_pairs(tree.tokens[first:end], states, [position] * count, [(0,)] * count)
-        self._own_states = np.concatenate([self._own_states, self._context.last_states(count)])
+        rows = self._context.compute(
+            "draft", tree.tokens[first:end], states, [position] * count, [(0,)] * count
+        )
+        self._own_states = np.concatenate([self._own_states, rows.states])
         # With no committed tokens, attention divides by zero. This happens only in warm-up passes.
-        return logits if position else np.zeros_like(logits)
+        return rows.logits if position else np.zeros_like(rows.logits)
 
     def interrupt(self, enabled: bool) -> None:
         self._context.interrupt.requested = enabled
@@ -183,15 +210,13 @@ class AssistantHead(SelfDraftView["LlamaCppModel"]):
         self._closed = True
         self._target.stop_logging(self.log)
         self._target.context.kv_readers.remove(self._context)
-        self._context.close()
-        library().llama_model_free(self._weights)
+        self._release()
 
 
-def _open_context(target: LlamaCppModel, weights: Any, options: LoadOptions) -> HeadContext:
+def _open_context(weights: HeadWeights, target: HeadTarget, _row_size: int) -> PairContext:
     """Return a context for a head that reads the target's KV cells."""
-    shared = target.context
-    # One sequence is enough, because the head reads only the target's sequence 0.
-    plan = ContextPlan(shared.tokens, shared.plan.kv_types, sequences=1, rows=BATCH_TOKENS)
+    shared, options = target.context, weights.options
+    plan = weights.max_plan.with_tokens(shared.tokens)
     # Export the target's KV cells, because llama.cpp empties the cache when it creates a context that reads
     # it.
     try:
@@ -202,7 +227,8 @@ def _open_context(target: LlamaCppModel, weights: Any, options: LoadOptions) -> 
             "close other programs, or load the head before the first prompt",
         ) from error
     try:
-        context = HeadContext(weights, options, plan, threads_for(weights, options), target=shared)
+        threads = threads_for(weights.handle, options)
+        context = PairContext(weights.handle, options, plan, threads, target=shared)
     finally:
         shared.clear()
         if not shared.import_cells(cells, 0, target.length):

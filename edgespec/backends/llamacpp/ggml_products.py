@@ -8,6 +8,7 @@ product (see `scripts/bench_head_products.py`).
 from __future__ import annotations
 
 import ctypes
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -39,14 +40,14 @@ def product_bytes(dtype: str) -> int:
 class GgmlProducts:
     """Creates functions that multiply by a matrix with ggml on the CPU.
 
-    The functions must not run concurrently, because they share a buffer for their results.
+    The functions share a buffer for their results, so only one of them runs at a time.
 
     Args:
         threads: Returns the number of CPU threads to use for the next product.
     """
 
     def __init__(self, threads: Callable[[], int]) -> None:
-        self._lib, self._threads = ggml(), threads
+        self._lib, self._threads, self._lock = ggml(), threads, threading.Lock()
         self._backend = self._lib.ggml_backend_init_by_type(_CPU, None)
         weakref.finalize(self, self._lib.ggml_backend_free, self._backend)
         self._allocator = self._lib.ggml_gallocr_new(
@@ -107,7 +108,11 @@ class GgmlProducts:
 
     def multiply(self, matrix: int, outputs: int, rows: Array) -> Array:
         """Multiply rows [rows, inputs] by a matrix in ggml's memory. Return [rows, outputs]."""
-        rows, lib = np.ascontiguousarray(rows, np.float32), self._lib
+        with self._lock:
+            return self._multiply(matrix, outputs, np.ascontiguousarray(rows, np.float32))
+
+    def _multiply(self, matrix: int, outputs: int, rows: Array) -> Array:
+        lib = self._lib
         result = np.empty((len(rows), outputs), np.float32)
         context = self._described()
         try:

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import LoadOptions, Progress, Snapshot
+from edgespec.backends.base import Progress, Snapshot
 from edgespec.backends.base_model import in_batches
 from edgespec.backends.hidden_state_log import HiddenStateLog
-from edgespec.backends.llamacpp.context import LlamaContext
-from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.backends.llamacpp.head_context import HeadContext
+from edgespec.backends.llamacpp.head_file import HeadWeights
 from edgespec.backends.llamacpp.head_loading import BATCH_TOKENS
+from edgespec.backends.llamacpp.head_target import HeadTarget
 from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.loading import describe
 from edgespec.backends.llamacpp.probe import ProbeResult
 from edgespec.backends.llamacpp.resizing import check_resize_fits, rebuild_context
+from edgespec.backends.llamacpp.shared_head_context import HeadSlot
 from edgespec.backends.llamacpp.text_export import export_text, import_text
 from edgespec.backends.memory_check import check_draft_width, check_tokens_fit
 from edgespec.backends.model_facts import Capabilities
@@ -34,47 +33,44 @@ from edgespec.errors import (
     MemoryBudgetError,
 )
 
-if TYPE_CHECKING:
-    from edgespec.backends.llamacpp.model import LlamaCppModel
-
 __all__ = ["CachedHead", "PairHead"]
 
 
-class CachedHead(SelfDraftView["LlamaCppModel"]):
+class CachedHead(SelfDraftView[HeadTarget]):
     """A head whose KV cache is computed from the target's hidden states, and separate from the target's.
 
     Args:
+        weights: The head's weights.
         target: The target.
-        weights: The llama_model handle that contains the head.
-        path: The head's file.
-        options: See `head_options`.
-        name: The head's name, for messages.
-        context: Runs the head.
+        context: Runs the head. If several replies share its passes, the reply's slot in the context.
         log: The log of the target's hidden states that the head reads.
-        max_plan: The context plan for the target's maximum context length.
+        release: Called when the head is closed. See `LoadedHead.view`.
         capabilities: What the head can draft.
     """
 
-    _context: LlamaContext
-
     def __init__(
         self,
-        target: LlamaCppModel,
-        weights: Any,
-        path: str,
-        options: LoadOptions,
-        name: str,
-        context: LlamaContext,
+        weights: HeadWeights,
+        target: HeadTarget,
+        context: HeadContext | HeadSlot,
         log: HiddenStateLog,
-        max_plan: ContextPlan,
+        release: Callable[[], None],
         capabilities: Capabilities,
     ) -> None:
         super().__init__(target)
-        self._options, self._context, self.log = options, context, log
+        self._options, self._context, self.log = weights.options, context, log
+        self._release = release
         self.vocabulary = target.vocabulary
-        self._cells = KvCells(context, options.max_branches)
+        context.clear()  # A slot can hold the tokens of a closed view.
+        self._cells = KvCells(context, weights.options.max_branches)
+        result = ProbeResult(capabilities, "in place")
         facts = describe(
-            weights, path, name, max_plan, self.vocabulary, ProbeResult(capabilities, "in place")
+            weights.handle,
+            str(weights.path),
+            weights.name,
+            weights.max_plan.share,
+            self.vocabulary,
+            result,
         )
         self.facts = replace(
             facts,
@@ -135,13 +131,14 @@ class CachedHead(SelfDraftView["LlamaCppModel"]):
 
     def resized(self) -> None:
         """Resize the head's context to match the target's, or keep its size if memory is short."""
-        tokens = self._target.facts.context_tokens
+        tokens, context = self._target.facts.context_tokens, self._context
+        assert isinstance(context, HeadContext)  # The size of a slot never changes.
         if not tokens:
             # The target lost its KV cache. Free the head's too, until the target's is allocated again.
             self._cells.length = 0
-            self._context.release()
+            context.release()
             return
-        before = self._context.plan
+        before = context.plan
         plan = before.with_tokens(tokens)
         try:
             check_resize_fits([before], [plan], self.facts.weight_bytes, self._options)
@@ -150,27 +147,20 @@ class CachedHead(SelfDraftView["LlamaCppModel"]):
         try:
             self._cells.length = min(self.length, plan.tokens)
             self._end_round()
-            rebuild_context(self._context, plan, self.length)
+            rebuild_context(context, plan, self.length)
         except (MemoryBudgetError, BackendError):
             self._cells.length = 0
-        self.facts = replace(
-            self.facts, context_tokens=self._context.plan.tokens, kv_bytes=self._context.plan.kv_bytes
-        )
+        self.facts = replace(self.facts, context_tokens=context.plan.tokens, kv_bytes=context.plan.kv_bytes)
 
     def interrupt(self, enabled: bool) -> None:
-        self._context.interrupt.requested = enabled
+        self._context.set_interrupt(enabled)
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
         self._target.stop_logging(self.log)
-        self._context.close()
-        self._free_weights()
-
-    @abstractmethod
-    def _free_weights(self) -> None:
-        """Free the weights that were loaded for this head."""
+        self._release()
 
 
 class PairHead(CachedHead):
@@ -182,26 +172,21 @@ class PairHead(CachedHead):
     states.
     """
 
-    _context: HeadContext
-
     def __init__(
         self,
-        target: LlamaCppModel,
-        weights: Any,
-        path: str,
-        options: LoadOptions,
-        name: str,
-        context: HeadContext,
+        weights: HeadWeights,
+        target: HeadTarget,
+        context: HeadContext | HeadSlot,
         log: HiddenStateLog,
-        max_plan: ContextPlan,
+        release: Callable[[], None],
     ) -> None:
         capabilities = Capabilities(
             rollback=True,
             tree=target.facts.capabilities.tree,
             max_width=context.max_width,
-            max_branches=options.max_branches,
+            max_branches=weights.options.max_branches,
         )
-        super().__init__(target, weights, path, options, name, context, log, max_plan, capabilities)
+        super().__init__(weights, target, context, log, release, capabilities)
         # The head's own hidden state after each node of the current draft tree.
         self._own_states: list[NDArray[np.float32]] = []
         # Number of nodes in the current draft tree that were run with the target's hidden states.
@@ -233,11 +218,11 @@ class PairHead(CachedHead):
         """Append tokens to the KV cache without computing their logits."""
         start, count = self.length, len(tokens)
         states, positions = self._target_states(start, count), range(start, start + count)
-        self._context.run_pairs(tokens, states, positions, [(0,)] * count, logits=False)
+        self._context.compute("prefill", tokens, states, positions, [(0,)] * count)
 
-    @abstractmethod
     def _target_states(self, start: int, count: int) -> NDArray[np.float32]:
         """Return the head's input states for `count` tokens from position `start` on, one per token."""
+        return self.log.rows(start - 1, start - 1 + count)
 
     def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
         self._check()
@@ -256,9 +241,9 @@ class PairHead(CachedHead):
         """Run a tree's nodes from `first` on, store their hidden states, and return their logits."""
         positions, sequences = self._cells.place_tree(tree, first)
         states = self._states_before(tree, first, positions)
-        logits = self._context.run_pairs(tree.tokens[first:], states, positions, sequences)
-        self._own_states.extend(self._context.last_states(len(positions)))
-        return logits
+        rows = self._context.compute("draft", tree.tokens[first:], states, positions, sequences)
+        self._own_states.extend(rows.states)
+        return rows.logits
 
     def _states_before(self, tree: TokenTree, first: int, positions: Sequence[int]) -> NDArray[np.float32]:
         """Return input states for nodes from `first` on: the target's if known, else the head's own."""

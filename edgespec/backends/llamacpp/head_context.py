@@ -1,10 +1,11 @@
-"""Run a head that drafts from tokens and hidden states in a llama.cpp context."""
+"""Run heads, which draft from tokens and hidden states, in a llama.cpp context."""
 
 from __future__ import annotations
 
 import ctypes
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,53 @@ from edgespec.backends.llamacpp.layer_taps import copied_rows
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.staging_api import nextn_api
 
-__all__ = ["EagleContext", "HeadContext"]
+__all__ = ["EagleContext", "HeadContext", "HeadPass", "HeadRows", "PairContext"]
+
+HeadPass: TypeAlias = Literal["encode", "prefill", "draft"]
+"""What a head computes in a pass.
+
+- encode: the input states of an EAGLE-3 head, from the target's hidden states. The KV cache does not change.
+- prefill: keys and values only.
+- draft: keys and values, logits, and the head's own hidden states.
+"""
+
+
+class HeadRows(NamedTuple):
+    """The results of a head's pass.
+
+    Attributes:
+        logits: float32 [tokens, vocabulary size]. Empty unless the pass drafts. The next pass overwrites it.
+        states: Hidden states, float32 [tokens, values]. Empty if the pass computes none.
+    """
+
+    logits: NDArray[np.float32]
+    states: NDArray[np.float32]
+
+
+_NO_ROWS: NDArray[np.float32] = np.empty((0, 0), np.float32)
+
+
+class HeadContext(LlamaContext):
+    """A context that runs a head. Concurrent replies share it (see `SharedHeadContext`)."""
+
+    @abstractmethod
+    def compute(
+        self,
+        kind: HeadPass,
+        tokens: Sequence[int],
+        inputs: NDArray[np.float32],
+        positions: Sequence[int],
+        sequences: Sequence[Sequence[int]],
+    ) -> HeadRows:
+        """Run a pass of a head. See `LlamaContext.run` for the errors.
+
+        Args:
+            kind: What to compute.
+            tokens: The tokens. Ignored if the head reads only hidden states in such a pass.
+            inputs: The hidden states that the head reads, float32 [tokens, values].
+            positions: The position of each token in its text.
+            sequences: The ids of the llama.cpp sequences that each token belongs to.
+        """
 
 
 class _PairBatch(Batch):
@@ -34,7 +81,7 @@ class _PairBatch(Batch):
         super().free()
 
 
-class HeadContext(LlamaContext):
+class PairContext(HeadContext):
     """A context that runs a head, whose inputs are tokens and the hidden states before them.
 
     Args:
@@ -70,31 +117,25 @@ class HeadContext(LlamaContext):
         assert api is not None
         api.select_layer(self._context, layer)
 
-    def run_pairs(
+    def compute(
         self,
+        kind: HeadPass,
         tokens: Sequence[int],
-        states: NDArray[np.float32],
+        inputs: NDArray[np.float32],
         positions: Sequence[int],
         sequences: Sequence[Sequence[int]],
-        *,
-        logits: bool = True,
-    ) -> NDArray[np.float32]:
-        """Process tokens with the hidden states before them, and return their logits. See `run`.
-
-        If `logits` is False, the result has no rows.
-        """
+    ) -> HeadRows:
         # Request logits for all tokens or for none. If only some are requested, llama.cpp returns the wrong
         # hidden states for many heads: those of the first tokens.
-        self._pairs.put(tokens, positions, sequences, logits)
-        self._pairs.states[: len(tokens)] = states
+        self._pairs.put(tokens, positions, sequences, kind == "draft")
+        self._pairs.states[: len(tokens)] = inputs
         self._decode(self._pairs)
-        return self._last_logits(len(tokens)) if logits else np.empty((0, 0), np.float32)
+        if kind == "prefill":
+            return HeadRows(_NO_ROWS, _NO_ROWS)
+        return HeadRows(self._last_logits(len(tokens)), self._last_states(len(tokens)))
 
-    def last_states(self, count: int) -> NDArray[np.float32]:
-        """Return the head's own hidden states after the `count` tokens of the last pass with logits."""
-        return self._states(count)
-
-    def _states(self, count: int) -> NDArray[np.float32]:
+    def _last_states(self, count: int) -> NDArray[np.float32]:
+        """Return the head's own hidden states after the `count` tokens of the last pass."""
         api = nextn_api()
         assert api is not None
         return copied_rows(api.address(self._context), count, self._state_size)
@@ -104,7 +145,7 @@ class HeadContext(LlamaContext):
         self._pairs.free()
 
 
-class EagleContext(HeadContext):
+class EagleContext(PairContext):
     """A context that runs an EAGLE-3 head.
 
     The head's encoder first reduces the inputs of the target's tapped layers to one hidden state per token.
@@ -122,15 +163,19 @@ class EagleContext(HeadContext):
         super().__init__(head, options, plan, threads, target=target)
         self._features = Batch(options.batch_tokens, plan.sequences, size)
 
-    def encode(self, features: NDArray[np.float32], position: int) -> NDArray[np.float32]:
-        """Return the hidden states [tokens, embedding size] for features of at most one batch of tokens.
-
-        `position` must be that of the next token in the KV cache, which encoding leaves unchanged.
-        """
-        count = len(features)
-        self._features.put(features, range(position, position + count), [(0,)] * count, logits=True)
+    def compute(
+        self,
+        kind: HeadPass,
+        tokens: Sequence[int],
+        inputs: NDArray[np.float32],
+        positions: Sequence[int],
+        sequences: Sequence[Sequence[int]],
+    ) -> HeadRows:
+        if kind != "encode":
+            return super().compute(kind, tokens, inputs, positions, sequences)
+        self._features.put(inputs, positions, sequences, logits=True)
         self._decode(self._features, encode=True)
-        return self._states(count)
+        return HeadRows(_NO_ROWS, self._last_states(len(inputs)))
 
     def close(self) -> None:
         super().close()

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.gguf_header import read_header
-from edgespec.backends.head_trial import check_finite
 from edgespec.backends.hidden_state_log import MAX_LOGGED_TOKENS
+from edgespec.backends.llamacpp.head_file import HeadFile
+from edgespec.backends.llamacpp.head_target import HeadTarget
 from edgespec.backends.llamacpp.loading import check_file, load_weights
 from edgespec.backends.llamacpp.metadata import metadata, vocabulary_size
 from edgespec.backends.llamacpp.native import library
@@ -20,11 +21,7 @@ from edgespec.backends.llamacpp.staging_api import target_layers_api
 from edgespec.backends.memory_check import check_weights_fit
 from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
 from edgespec.backends.self_draft_methods import Head
-from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.errors import CapabilityError, ModelFileError, shorten
-
-if TYPE_CHECKING:
-    from edgespec.backends.llamacpp.model import LlamaCppModel
 
 __all__ = [
     "BATCH_TOKENS",
@@ -35,18 +32,18 @@ __all__ = [
     "target_layers",
 ]
 
-H = TypeVar("H", bound=SelfDraftView[Any])
 # Maximum number of tokens per pass of a head. It is small because compute buffers grow with it and the
 # vocabulary size.
 BATCH_TOKENS = 64
 
 
-def head_options(target: LlamaCppModel) -> LoadOptions:
+def head_options(target: HeadTarget) -> LoadOptions:
     """Return the options with which to load a head for a target."""
     options = target.options
     memory_bytes = options.memory_bytes
     if memory_bytes is not None:
-        memory_bytes = max(0, memory_bytes - target.facts.weight_bytes - target.facts.max_kv_bytes)
+        kv_bytes = options.parallel * target.facts.max_kv_bytes
+        memory_bytes = max(0, memory_bytes - target.facts.weight_bytes - kv_bytes)
     return replace(
         options.for_draft(),
         context_tokens=target.max_plan.tokens,
@@ -60,12 +57,12 @@ def head_options(target: LlamaCppModel) -> LoadOptions:
 
 
 def load_head_file(
-    target: LlamaCppModel,
+    target: HeadTarget,
     head: Head,
     architecture: str,
     kind: str,
-    make: Callable[[Any, LoadOptions, str], H],
-) -> H:
+    make: Callable[[Any, LoadOptions, str], HeadFile],
+) -> HeadFile:
     """Load a head from its own GGUF file.
 
     Args:
@@ -73,11 +70,11 @@ def load_head_file(
         head: The head, which has a file of its own.
         architecture: The `general.architecture` that the file must have.
         kind: The kind of head for messages, with an article, such as `an EAGLE-3 head`.
-        make: Checks the metadata and creates the head, given its llama_model handle, load options and name.
+        make: Checks the metadata and returns the head, given its llama_model handle, load options and name.
 
     Raises:
         CapabilityError: The file has another architecture, or was made for another target.
-        ModelFileError: The file is damaged, or its logits are not finite.
+        ModelFileError: The file is damaged.
         MemoryBudgetError: The head does not fit in memory.
     """
     path, shown = head.path, head.shown_path
@@ -95,16 +92,10 @@ def load_head_file(
         own_size = vocabulary_size(target.weights[0])
         check_sizes(target, shown, [("a vocabulary", own_size, vocabulary_size(weights))])
         _check_token_ids(path, own_size)
-        view = make(weights, options, name)
+        return make(weights, options, name)
     except BaseException:
         library().llama_model_free(weights)
         raise
-    try:
-        check_finite(view, shown)
-    except BaseException:
-        view.close()
-        raise
-    return view
 
 
 def _check_token_ids(path: Path, vocab_size: int) -> None:
@@ -127,7 +118,7 @@ def _check_token_ids(path: Path, vocab_size: int) -> None:
         )
 
 
-def target_layers(target: LlamaCppModel, head: Any, path: Path, state_size: int) -> list[int]:
+def target_layers(target: HeadTarget, head: Any, path: Path, state_size: int) -> list[int]:
     """Return the indices of the target's layers whose inputs a head reads.
 
     Args:
@@ -154,7 +145,7 @@ def target_layers(target: LlamaCppModel, head: Any, path: Path, state_size: int)
     return layers
 
 
-def check_sizes(target: LlamaCppModel, path: Path, sizes: Sequence[tuple[str, int, int]]) -> None:
+def check_sizes(target: HeadTarget, path: Path, sizes: Sequence[tuple[str, int, int]]) -> None:
     """Raise CapabilityError if any of a head's sizes differs from the target's.
 
     Args:
@@ -194,14 +185,15 @@ def estimate_head(
             vocabulary.
         batch_tokens: Maximum number of tokens per pass.
     """
-    hidden_bytes = MAX_LOGGED_TOKENS * state_size * 4
     return MemoryEstimate(
         context_tokens,
         "f16",
         (
             MemoryPart("weights", weight_bytes),
-            MemoryPart("cache", token_bytes * context_tokens),
-            MemoryPart("compute", batch_tokens * vocabulary * bytes_per_logit + hidden_bytes),
-            MemoryPart("output", batch_tokens * vocabulary * 4),
+            MemoryPart("cache", token_bytes * context_tokens, per_reply=True),
+            MemoryPart("compute", batch_tokens * vocabulary * bytes_per_logit),
+            MemoryPart("compute", MAX_LOGGED_TOKENS * state_size * 4, per_reply=True),
+            # Replies that share a pass copy their logits.
+            MemoryPart("output", batch_tokens * vocabulary * 4, per_reply=True),
         ),
     )

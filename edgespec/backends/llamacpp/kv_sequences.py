@@ -112,7 +112,8 @@ class KvSequences:
     @property
     def first_position(self) -> int | None:
         """The lowest position in sequence 0, or None if it is empty."""
-        position = int(self._lib.llama_memory_seq_pos_min(self._memory, 0))
+        with self._lock:
+            position = int(self._lib.llama_memory_seq_pos_min(self._memory, self._first))
         return None if position < 0 else position
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,24 +12,21 @@ from numpy.typing import NDArray
 
 from edgespec.backends.base import LanguageModel, LoadOptions, Progress
 from edgespec.backends.base_model import check_progress, split_last_batch
-from edgespec.backends.hidden_state_log import HiddenStateLog
 from edgespec.backends.llamacpp.adapters import LoraAdapters, adapter_bytes
 from edgespec.backends.llamacpp.checkpoints import Checkpoint, open_checkpoints
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_planning import plan_context
-from edgespec.backends.llamacpp.dflash import load_dflash_head
-from edgespec.backends.llamacpp.eagle import load_eagle_head
 from edgespec.backends.llamacpp.embedding import Pooling
 from edgespec.backends.llamacpp.gguf_model import GgufModel
+from edgespec.backends.llamacpp.head_kinds import load_head
+from edgespec.backends.llamacpp.head_target import HeadTarget, LoadedHeads
 from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.kv_types import parse_kv_types
 from edgespec.backends.llamacpp.loading import describe, load_weights, threads_for
 from edgespec.backends.llamacpp.metadata import vocabulary_size
-from edgespec.backends.llamacpp.mtp import load_mtp_head
 from edgespec.backends.llamacpp.mtp_files import unloaded_bytes
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import probe
-from edgespec.backends.llamacpp.residual_target import load_gguf_residual_heads
 from edgespec.backends.llamacpp.resizing import cache_variant, initial_plan, rebuild_context
 from edgespec.backends.model_facts import ModelFacts
 from edgespec.backends.replay import ReplayModel
@@ -46,14 +43,6 @@ from edgespec.errors import (
 )
 
 __all__ = ["LlamaCppModel", "load"]
-
-# Maps each drafting method to the function that loads a head for a target.
-_HEAD_LOADERS: dict[str, Callable[[LlamaCppModel, Head], SelfDraftView[Any]]] = {
-    "eagle": load_eagle_head,
-    "dflash": load_dflash_head,
-    "medusa": load_gguf_residual_heads,
-    "hydra": load_gguf_residual_heads,
-}
 
 
 def load(path: str, name: str, options: LoadOptions, progress: Progress | None = None) -> LanguageModel:
@@ -82,7 +71,7 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
     return ReplayModel(model, result.capabilities.reason, result.undo_tokens) if result.replays else model
 
 
-class LlamaCppModel(GgufModel):
+class LlamaCppModel(GgufModel, HeadTarget):
     """A GGUF model that runs in a single llama.cpp context.
 
     A model with recurrent layers cannot verify drafts that branch, so its additional llama.cpp sequences hold
@@ -116,8 +105,7 @@ class LlamaCppModel(GgufModel):
             context.close()
             raise
         self._checkpoints = open_checkpoints(context)
-        # Hidden states of the nodes of the tree that is being verified.
-        self._tree_states: list[NDArray[np.float32]] = []
+        self._heads, self._tree_states = LoadedHeads(load_head), []
         # Whether llama.cpp will roll back the recurrent state at the start of the next forward pass.
         self._rollback_pending = False
 
@@ -189,8 +177,7 @@ class LlamaCppModel(GgufModel):
 
     def commit(self, path: tuple[int, ...]) -> None:
         self._check(0)
-        if self.logs.states:
-            self.logs.append(self.length, np.array([self._tree_states[node] for node in (0, *path)]))
+        self._log_commit(path)
         kept_all = self.cells.commit(path)
         self._rollback_pending = self.probe_result.replays and not kept_all
 
@@ -208,48 +195,16 @@ class LlamaCppModel(GgufModel):
     def context(self) -> LlamaContext:
         return self._context
 
-    def log_hidden_states(self, states: Sequence[int]) -> HiddenStateLog:
-        """See `HiddenStateSource`. The cache of a recurrent model must be empty."""
-        self._check(0)
-        self._end_round()
-        log = self.logs.open(states, library().llama_model_n_embd(self.weights[0]))
-        try:
-            self._context.tap_states(self.logs.states)
-            if self._context.is_stale:
-                rebuild_context(self._context, self._context.plan, self.length, recurrent=self._recurrent)
-                self._now_sized(self.facts.context_tokens, self.facts.kv_bytes)
-            self._check_states_readable()
-        except BaseException:
-            self.stop_logging(log)
-            raise
-        return log
-
-    def _check_states_readable(self) -> None:
-        """Run one token to check that llama.cpp computes all chosen hidden states for this architecture."""
-        if not self.free_tokens:
-            return
-        try:
-            self.verify(TokenTree.chain(0))
-        except BackendError as error:
-            raise CapabilityError(
-                f"the hidden states of {self.facts.name} cannot be read: {error.what}", error.next_step
-            ) from error
-        self.truncate(self.length)
-
-    def stop_logging(self, log: HiddenStateLog) -> None:
-        self.logs.close(log)
+    def _tap_states(self) -> None:
         self._context.tap_states(self.logs.states)
 
+    def _allocate_for_states(self) -> None:
+        if self._context.is_stale:
+            rebuild_context(self._context, self._context.plan, self.length, recurrent=self._recurrent)
+            self._now_sized(self.facts.context_tokens, self.facts.kv_bytes)
+
     def _head(self, method: Head) -> SelfDraftView[Any]:
-        if method.method not in self.facts.capabilities.self_draft_methods:
-            raise CapabilityError(
-                f"{self.facts.name} does not support heads for the method {method.method}, because of its"
-                f" architecture {self.facts.architecture!r} or this version of llama.cpp",
-                "choose another method, such as model or suffix",
-            )
-        if method.method == "mtp":
-            return load_mtp_head(self, method.path)
-        return _HEAD_LOADERS[method.method](self, method)
+        return self._head_view(method)
 
     def checkpoint(self) -> Checkpoint:
         """Save the state after the committed tokens, and return a checkpoint for `rewind`."""

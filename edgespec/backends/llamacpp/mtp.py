@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from edgespec.backends.base import LoadOptions
-from edgespec.backends.head_trial import check_finite
-from edgespec.backends.llamacpp.gemma4_assistant import AssistantHead, estimate_assistant, load_assistant
+from edgespec.backends.llamacpp.context_planning import check_contexts_fit
+from edgespec.backends.llamacpp.gemma4_assistant import estimate_assistant, load_assistant
 from edgespec.backends.llamacpp.gemma4_assistant_files import is_assistant
+from edgespec.backends.llamacpp.head_context import PairContext
+from edgespec.backends.llamacpp.head_file import HeadFile, HeadWeights
 from edgespec.backends.llamacpp.head_loading import (
     check_sizes,
     estimate_head,
     head_options,
     load_head_file,
 )
-from edgespec.backends.llamacpp.loading import check_file
-from edgespec.backends.llamacpp.mtp_files import MtpLayers, check_same_model, read_mtp_layers
-from edgespec.backends.llamacpp.mtp_head import ChainedMtpHead, MtpHead
+from edgespec.backends.llamacpp.head_target import HeadTarget, LoadedHead
+from edgespec.backends.llamacpp.loading import check_file, threads_for
+from edgespec.backends.llamacpp.mtp_files import check_same_model, read_mtp_layers
+from edgespec.backends.llamacpp.mtp_head import ChainedMtpHead, MtpHead, plan_mtp_context
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.staging_api import nextn_api
 from edgespec.backends.memory_estimate import MemoryEstimate
 from edgespec.backends.self_draft_methods import Head
 from edgespec.errors import CapabilityError
-
-if TYPE_CHECKING:
-    from edgespec.backends.llamacpp.model import LlamaCppModel
 
 __all__ = ["estimate_mtp_head", "load_mtp_head"]
 
@@ -33,12 +35,13 @@ __all__ = ["estimate_mtp_head", "load_mtp_head"]
 _COMPUTE_BYTES_PER_LOGIT = 4
 
 
-def load_mtp_head(target: LlamaCppModel, path: Path | None) -> MtpHead | AssistantHead:
-    """Load MTP layers from a file, or use the MTP layers in the target's own file if `path` is None.
+def load_mtp_head(target: HeadTarget, head: Head) -> LoadedHead:
+    """Load MTP layers from a file, or use the MTP layers in the target's own file if the head has no path.
 
     Raises:
-        CapabilityError: The file was made for another target, or has no MTP layers that llama.cpp can run.
-        ModelFileError: The file is damaged, or its logits are not finite.
+        CapabilityError: The file was made for another target, or has no MTP layers that llama.cpp can run. Or
+            several replies cannot share them.
+        ModelFileError: The file is damaged.
         MemoryBudgetError: The head does not fit in memory.
     """
     if nextn_api() is None:
@@ -46,41 +49,48 @@ def load_mtp_head(target: LlamaCppModel, path: Path | None) -> MtpHead | Assista
             "this version of llama.cpp cannot run MTP layers separately from the model",
             "install the version of llama-cpp-python that edgespec was tested with, or choose another method",
         )
+    path = head.path
     if path is not None and is_assistant(path):
         return load_assistant(target, path)
     file = path or Path(target.facts.path)
     layers = read_mtp_layers(file)
+    if layers.count > 1 and target.options.parallel > 1:
+        # The layers of a context have common KV cells, but the replies would run different layers.
+        raise CapabilityError(
+            f"the {layers.count} MTP layers of {file.name} cannot draft for several replies at once",
+            "omit --parallel, or choose another method, such as suffix",
+        )
+
+    def make(weights: Any, options: LoadOptions, name: str, free: Callable[[], None]) -> HeadFile:
+        plan = plan_mtp_context(layers, options)
+        check_contexts_fit([plan], check_file(str(path)) if path else 0, options)
+        found = HeadWeights(weights, file, name, options, plan, free, file)
+
+        def open_context(target: HeadTarget, _row_size: int) -> PairContext:
+            return PairContext(
+                weights, options, found.plan_for(target), threads_for(weights, options), mtp=True
+            )
+
+        states = layers.graph.states_read(library().llama_model_n_layer(target.weights[0]))
+        kind = ChainedMtpHead if layers.count > 1 else MtpHead
+        return HeadFile(found, states, open_context, partial(kind, layers, found))
+
     if path is None:
-        return _own_head(target, file, layers)
+        if not target.options.mtp:
+            raise CapabilityError(
+                f"{target.facts.name} was loaded without its MTP layers",
+                "load the model with --method mtp (in Python, use the option `method` or `methods`)",
+            )
+        name = f"the MTP layers of {target.facts.name}"
+        return make(target.weights[0], head_options(target), name, lambda: None)
     check_same_model(path, Path(target.facts.path), target.facts.name)
 
-    def make(weights: Any, options: LoadOptions, name: str) -> MtpHead:
+    def make_from_file(weights: Any, options: LoadOptions, name: str) -> HeadFile:
         n_embd = library().llama_model_n_embd
         check_sizes(target, file, [("hidden states", n_embd(target.weights[0]), n_embd(weights))])
-        kind = ChainedMtpHead if layers.count > 1 else MtpHead
-        return kind(target, weights, file, layers, options, name, owns_weights=True)
+        return make(weights, options, name, partial(library().llama_model_free, weights))
 
-    return load_head_file(
-        target, Head("mtp", path), target.facts.architecture, "a file with MTP layers", make
-    )
-
-
-def _own_head(target: LlamaCppModel, path: Path, layers: MtpLayers) -> MtpHead:
-    """Return a head that uses the MTP layers in the target, whose weights are already loaded."""
-    if not target.options.mtp:
-        raise CapabilityError(
-            f"{target.facts.name} was loaded without its MTP layers",
-            "load the model with --method mtp (in Python, use the option `method` or `methods`)",
-        )
-    options, name = head_options(target), f"the MTP layers of {target.facts.name}"
-    kind = ChainedMtpHead if layers.count > 1 else MtpHead
-    head = kind(target, target.weights[0], path, layers, options, name, owns_weights=False)
-    try:
-        check_finite(head, path)
-    except BaseException:
-        head.close()
-        raise
-    return head
+    return load_head_file(target, head, target.facts.architecture, "a file with MTP layers", make_from_file)
 
 
 def estimate_mtp_head(path: Path | None, target: Path, context_tokens: int) -> MemoryEstimate:

@@ -6,13 +6,27 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter as now
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.errors import BackendError, CancelledError, ClosedError
 
-__all__ = ["PassPart", "PassScheduler"]
+__all__ = ["PassKind", "PassPart", "PassScheduler"]
+
+PassKind: TypeAlias = Literal["logits", "embeddings", "prefill", "draft", "encode"]
+"""What a pass computes.
+
+- logits: a target's or a draft model's logits, and the keys and values of prompts.
+- embeddings: the hidden states after the last layer.
+- encode, prefill, draft: see `HeadContext.compute`.
+"""
+
+
+def _no_rows() -> NDArray[np.float32]:
+    return np.empty((0, 0), np.float32)
+
 
 # Guards the state of all schedulers. They share one condition, because a reply that waits for a pass of the
 # target must not keep a pass of the draft model waiting.
@@ -39,9 +53,10 @@ class PassPart:
         positions: The position of each token in its text.
         sequences: The ids of the llama.cpp sequences that each token belongs to.
         outputs: Number of tokens at the end of `tokens` whose logits the pass computes.
-        needs_states: Whether the pass returns the hidden states after the last layer instead of the logits.
-            Other replies do not share such a pass.
-        rows: The resulting logits as float32 [outputs, vocabulary size], or the hidden states.
+        kind: What the pass computes. Only parts of the same kind share a pass, and embeddings share none.
+        inputs: The hidden states that a head reads, float32 [tokens, values]. Empty for other models.
+        rows: The resulting logits as float32 [outputs, vocabulary size], or the embeddings.
+        states: Hidden states of all tokens. A target returns those that its heads read, and a head its own.
         error: Why the pass failed, or None.
         pass_tokens: Number of tokens of all replies in the pass.
         is_done: Whether the pass has ended.
@@ -52,8 +67,10 @@ class PassPart:
     positions: Sequence[int]
     sequences: Sequence[Sequence[int]]
     outputs: int
-    needs_states: bool = False
-    rows: NDArray[np.float32] = field(default_factory=lambda: np.empty((0, 0), np.float32))
+    kind: PassKind = "logits"
+    inputs: NDArray[np.float32] = field(default_factory=_no_rows)
+    rows: NDArray[np.float32] = field(default_factory=_no_rows)
+    states: NDArray[np.float32] = field(default_factory=_no_rows)
     error: Exception | None = None
     pass_tokens: int = 0
     is_done: bool = False
@@ -119,7 +136,7 @@ class PassScheduler:
 
     Args:
         slots: Number of slots, one for each concurrent reply.
-        max_tokens: Maximum number of tokens in a pass.
+        max_tokens: Maximum number of tokens in a pass. Can be changed between passes.
         max_rows: Maximum number of tokens in a pass for which logits are computed.
         run: Runs one pass and sets the logits or the error of each part. Called in the scheduler's thread.
         set_interrupt: Called with True to stop the running pass, and with False before each pass.
@@ -134,7 +151,7 @@ class PassScheduler:
         set_interrupt: Callable[[bool], None],
     ) -> None:
         self._slots = [_Slot() for _ in range(slots)]
-        self._max_tokens, self._max_rows = max_tokens, max_rows
+        self.max_tokens, self._max_rows = max_tokens, max_rows
         self._run, self._set_interrupt = run, set_interrupt
         self._pass_seconds = 0.0
         self._waiting: list[PassPart] = []
@@ -288,8 +305,8 @@ class PassScheduler:
         for part in list(self._waiting):
             tokens += len(part.tokens)
             rows += part.outputs
-            is_full = tokens > self._max_tokens or rows > self._max_rows
-            if taken and (is_full or part.needs_states or taken[0].needs_states):
+            is_full = tokens > self.max_tokens or rows > self._max_rows
+            if taken and (is_full or part.kind != taken[0].kind or part.kind == "embeddings"):
                 break
             self._waiting.remove(part)
             taken.append(part)

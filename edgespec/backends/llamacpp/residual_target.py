@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from edgespec.backends.gguf_metadata import read_gguf_info
 from edgespec.backends.llamacpp.file_matrix import FileMatrix
 from edgespec.backends.llamacpp.ggml_products import GgmlProducts, product_bytes
+from edgespec.backends.llamacpp.head_target import HeadTarget, LoadedHead
 from edgespec.backends.llamacpp.metadata import architecture_metadata
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.memory_estimate import MemoryEstimate
 from edgespec.backends.residual_head_view import ResidualHeadView
-from edgespec.backends.residual_heads import ResidualHeadTarget, estimate_residual_heads, load_residual_heads
+from edgespec.backends.residual_heads import (
+    LoadedResidualHeads,
+    ResidualHeadTarget,
+    estimate_residual_heads,
+    load_residual_heads,
+)
 from edgespec.backends.self_draft_methods import Head
 from edgespec.heads.prefix_layer import AttentionShape
 from edgespec.heads.products import Product
 from edgespec.heads.residual_layout import ResidualHeads
-
-if TYPE_CHECKING:
-    from edgespec.backends.llamacpp.model import LlamaCppModel
 
 __all__ = ["EMBEDDINGS", "estimate_gguf_residual_heads", "lm_head", "load_gguf_residual_heads"]
 
@@ -28,18 +31,35 @@ __all__ = ["EMBEDDINGS", "estimate_gguf_residual_heads", "lm_head", "load_gguf_r
 EMBEDDINGS = "token_embd.weight"
 
 
-def load_gguf_residual_heads(model: LlamaCppModel, head: Head) -> ResidualHeadView:
+def load_gguf_residual_heads(target: HeadTarget, head: Head) -> LoadedHead:
     """Load Medusa or Hydra heads for a GGUF target. See `load_residual_heads`."""
-    return load_residual_heads(_target(model), head.shown_path)
+    return _GgufResidualHeads(load_residual_heads(_target(target), head.shown_path))
 
 
-def _target(model: LlamaCppModel) -> ResidualHeadTarget:
+class _GgufResidualHeads:
+    """Medusa or Hydra heads of a GGUF target. Implements `LoadedHead`."""
+
+    def __init__(self, heads: LoadedResidualHeads) -> None:
+        self._heads = heads
+
+    def view(self, target: HeadTarget, release: Callable[[], None]) -> ResidualHeadView:
+        """See `LoadedHead`."""
+        return self._heads.view(target, target, release)
+
+    def close(self) -> None:
+        """See `LoadedHead`. Python frees the weights together with the last view."""
+
+
+def _target(model: HeadTarget) -> ResidualHeadTarget:
     """Return the parts of a GGUF model that Medusa and Hydra heads use.
 
     Raises:
         ModelFileError: The model's file has no token embeddings, or cannot be read.
     """
     lib, (weights,), path = library(), model.weights, Path(model.facts.path)
+    memory_bytes = model.options.memory_bytes
+    if memory_bytes is not None:
+        memory_bytes -= (model.options.parallel - 1) * model.facts.max_kv_bytes
     products = GgmlProducts(lambda: model.threads)
 
     def output() -> Product:
@@ -52,7 +72,7 @@ def _target(model: LlamaCppModel) -> ResidualHeadTarget:
     return ResidualHeadTarget(
         model=model,
         states=model,
-        memory_bytes=model.options.memory_bytes,
+        memory_bytes=memory_bytes,
         layers=lib.llama_model_n_layer(weights),
         attention=AttentionShape(
             lib.llama_model_n_head(weights),

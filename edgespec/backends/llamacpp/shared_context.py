@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,11 +15,18 @@ from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.backends.llamacpp.kv_sequences import KvSequences
 from edgespec.backends.llamacpp.metadata import has_state
-from edgespec.backends.llamacpp.pass_scheduler import PassPart, PassScheduler
+from edgespec.backends.llamacpp.pass_scheduler import PassKind, PassPart, PassScheduler
 from edgespec.backends.llamacpp.resizing import longrope_switch_tokens
-from edgespec.errors import EdgespecError, OptionError
+from edgespec.errors import CapabilityError, EdgespecError, OptionError
 
-__all__ = ["ContextSlot", "SharedContext", "check_slots", "max_pass_tokens", "why_not_shared"]
+__all__ = [
+    "ContextSlot",
+    "JoinedParts",
+    "SharedContext",
+    "check_slots",
+    "max_pass_tokens",
+    "why_not_shared",
+]
 
 # The maximum number of sequences in a llama.cpp context (LLAMA_MAX_SEQ).
 _MAX_SEQUENCES = 256
@@ -58,6 +65,22 @@ def max_pass_tokens(context: LlamaContext) -> int:
     return max(1, min(context.max_width, context.window - 1))
 
 
+class JoinedParts(NamedTuple):
+    """The inputs of all parts of a pass, one after the other. See `PassPart`."""
+
+    tokens: Sequence[int]
+    positions: Sequence[int]
+    sequences: Sequence[Sequence[int]]
+
+    @classmethod
+    def of(cls, parts: Sequence[PassPart]) -> JoinedParts:
+        return cls(
+            list(chain.from_iterable(part.tokens for part in parts)),
+            list(chain.from_iterable(part.positions for part in parts)),
+            list(chain.from_iterable(part.sequences for part in parts)),
+        )
+
+
 class SharedContext:
     """A llama_context that several replies share, each in its own slot.
 
@@ -76,14 +99,16 @@ class SharedContext:
         self.lock = threading.RLock()
         count = context.plan.slots
         self.scheduler = PassScheduler(
-            count, context.batch_tokens, context.max_width, self._run, self._set_interrupt
+            count, context.batch_tokens, context.max_width, self._run, context.set_interrupt
         )
-        make = WindowSlot if context.window else ContextSlot
-        self.slots = tuple(make(self, context, slot) for slot in range(count))
+        self.slots = tuple(self._make_slot(context, slot) for slot in range(count))
         self._open_slots = count
+        # The hidden states that the heads of each slot read, and those that passes copy for all of them.
+        self._slot_states: list[Sequence[int]] = [()] * count
+        self._states: Sequence[int] = ()
 
-    def _set_interrupt(self, requested: bool) -> None:
-        self._context.interrupt.requested = requested
+    def _make_slot(self, context: LlamaContext, slot: int) -> ContextSlot:
+        return (WindowSlot if context.window else ContextSlot)(self, context, slot)
 
     def _run(self, parts: Sequence[PassPart]) -> None:
         """Run a pass. If the pass fails, run each part alone, so that only the failing part is affected."""
@@ -98,23 +123,55 @@ class SharedContext:
                         self._run([part])
 
     def _run_together(self, parts: Sequence[PassPart]) -> None:
-        if parts[0].needs_states:
-            (part,) = parts
-            part.rows = self._context.run_states(part.tokens, part.positions, part.sequences)
+        joined = JoinedParts.of(parts)
+        if parts[0].kind == "embeddings":
+            parts[0].rows = self._context.run_states(*joined)
             return
-        logits = self._context.run(
-            list(chain.from_iterable(part.tokens for part in parts)),
-            list(chain.from_iterable(part.positions for part in parts)),
-            list(chain.from_iterable(part.sequences for part in parts)),
-            [index >= part.prompt_tokens for part in parts for index in range(len(part.tokens))],
-        )
-        row = 0
+        # If heads read hidden states that llama.cpp computes only together with logits, compute all logits.
+        every = self._context.needs_all_rows
+        needs_logits = [
+            every or index >= part.prompt_tokens for part in parts for index in range(len(part.tokens))
+        ]
+        logits = self._context.run(*joined, needs_logits)
+        states = self._context.tapped_rows(len(needs_logits)) if self._states else None
+        row = token = 0
         for part in parts:
             if part.prompt_tokens:
                 end = part.positions[0] + part.prompt_tokens
                 self.slots[part.slot].protect(part.positions[0], end)
+            row += part.prompt_tokens if every else 0
             # Copy the rows, because the next pass overwrites them, and it may belong to other replies.
             part.rows, row = logits[row : row + part.outputs].copy(), row + part.outputs
+            if states is not None and (own := self._slot_states[part.slot]):
+                columns = [self._states.index(state) for state in own]
+                part.states = states[token : token + len(part.tokens), columns]
+            token += len(part.tokens)
+
+    def tap_states(self, slot: int, states: Sequence[int]) -> None:
+        """Choose the hidden states that passes return for a slot. See `LlamaContext.tap_states`."""
+        with self.lock:
+            self._slot_states[slot] = states
+            self._states = tuple(sorted(set(chain.from_iterable(self._slot_states))))
+            self._context.tap_states(self._states)
+
+    def allocate_for_states(self) -> None:
+        """Allocate the context again if it cannot copy the chosen hidden states otherwise.
+
+        Raises:
+            CapabilityError: This would remove the tokens of other replies.
+            MemoryBudgetError: The context cannot be allocated again.
+        """
+        with self.lock:
+            if self._context.is_stale:
+                if any(slot.first_position is not None for slot in self.slots):
+                    raise CapabilityError(
+                        "a head cannot be loaded while replies are being generated",
+                        "load the model together with the head",
+                    )
+                self._context.allocate(self._context.plan)
+                for slot in self.slots:
+                    slot.attach(self._context.handle)
+            self.scheduler.max_tokens = self._context.batch_tokens
 
     def set_max_threads(self, threads: int) -> None:
         """Set the number of CPU threads on an idle machine."""
@@ -127,6 +184,10 @@ class SharedContext:
             self._open_slots -= 1
             if self._open_slots:
                 return
+        self.close()
+
+    def close(self) -> None:
+        """Free the context and the weights."""
         self.scheduler.close()
         self._context.close()
         self._free_weights()
@@ -138,6 +199,9 @@ class ContextSlot(KvSequences):
     Attributes:
         plan: The slot's share of the context.
         tokens: The number of KV cells of the slot.
+        shared: The shared context.
+        whole: The context of all slots.
+        index: The index of the slot.
     """
 
     # Number of llama.cpp sequences per slot, besides those for the text and for drafts.
@@ -150,27 +214,32 @@ class ContextSlot(KvSequences):
         self._attach(context.handle)
         self.tokens = self.plan.tokens
         self.shared = shared
-        self._whole = context
-        self._slot = slot
+        self.whole = context
+        self.index = slot
         self.max_width = max_pass_tokens(context)
+
+    def attach(self, context: Any) -> None:
+        """Use a new llama_context, which replaces the shared one."""
+        self._detach()
+        self._attach(context)
 
     @property
     def batch_tokens(self) -> int:
         """The maximum number of prompt tokens in the next pass, which is lower if other replies share it."""
-        most = self._whole.batch_tokens
-        return min(most, _SHARED_PREFILL_TOKENS) if self.shared.scheduler.is_shared(self._slot) else most
+        most = self.whole.batch_tokens
+        return min(most, _SHARED_PREFILL_TOKENS) if self.shared.scheduler.is_shared(self.index) else most
 
     @property
     def threads(self) -> int:
-        return self._whole.threads
+        return self.whole.threads
 
     @property
     def max_threads(self) -> int:
-        return self._whole.max_threads
+        return self.whole.max_threads
 
     @property
     def adapts_threads(self) -> bool:
-        return self._whole.adapts_threads
+        return self.whole.adapts_threads
 
     def append(self, tokens: Sequence[int], position: int, outputs: int = 0) -> PassPart:
         """Append tokens to the slot's text, and compute the logits of the last `outputs`.
@@ -197,7 +266,7 @@ class ContextSlot(KvSequences):
         """Append tokens like `append`, and return their hidden states after the last layer."""
         count = len(tokens)
         positions, sequences = range(position, position + count), [(0,)] * count
-        return self._run(tokens, positions, sequences, count, needs_states=True).rows
+        return self._run(tokens, positions, sequences, count, "embeddings").rows
 
     def _run(
         self,
@@ -205,16 +274,18 @@ class ContextSlot(KvSequences):
         positions: Sequence[int],
         sequences: Sequence[Sequence[int]],
         outputs: int,
-        *,
-        needs_states: bool = False,
+        kind: PassKind = "logits",
+        inputs: NDArray[np.float32] | None = None,
     ) -> PassPart:
         ids = [[self._first + sequence for sequence in each] for each in sequences]
-        part = PassPart(self._slot, tokens, positions, ids, outputs, needs_states)
+        part = PassPart(self.index, tokens, positions, ids, outputs, kind)
+        if inputs is not None:
+            part.inputs = inputs
         return self.shared.scheduler.run(part)
 
-    def interrupt(self, enabled: bool) -> None:
+    def set_interrupt(self, enabled: bool) -> None:
         """End current and later passes of this slot with CancelledError, or allow them if not `enabled`."""
-        self.shared.scheduler.cancel(self._slot, enabled)
+        self.shared.scheduler.cancel(self.index, enabled)
 
     def protect(self, start: int, end: int) -> None:
         """Keep llama.cpp from using the cells at positions [start, end) of sequence 0 for other tokens."""

@@ -7,16 +7,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import LanguageModel, LoadOptions, Progress, Snapshot
-from edgespec.backends.base_model import BaseModel, check_progress, split_last_batch
+from edgespec.backends.base_model import check_progress, split_last_batch
 from edgespec.backends.llamacpp.adapters import LoraAdapters, adapter_bytes
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_planning import plan_context
 from edgespec.backends.llamacpp.embedding import Pooling
+from edgespec.backends.llamacpp.head_kinds import load_head
+from edgespec.backends.llamacpp.head_target import HeadTarget, LoadedHeads
 from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.kv_types import parse_kv_types
 from edgespec.backends.llamacpp.loading import describe, load_weights, threads_for
@@ -36,7 +39,7 @@ from edgespec.backends.llamacpp.text_export import export_text, import_text
 from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
 from edgespec.backends.memory_check import check_draft_width
 from edgespec.backends.model_facts import ModelFacts
-from edgespec.backends.self_draft_methods import SelfDraft
+from edgespec.backends.self_draft_methods import Head, SelfDraft
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import (
@@ -80,14 +83,17 @@ def load_slots(
         context = LlamaContext(weights, options, plan, threads_for(weights, options), adapters=adapters)
         result = probe(context, weights, options)
         max_width = min(result.capabilities.max_width, max_pass_tokens(context))
-        capabilities = replace(result.capabilities, max_width=max_width, self_draft_methods=frozenset())
+        heads = result.capabilities.self_draft_methods - {"lowbit"}
+        capabilities = replace(result.capabilities, max_width=max_width, self_draft_methods=heads)
         vocabularies = [LlamaVocabulary(weights) for _ in range(plan.slots)]
         facts = describe(
             weights, path, name, plan.share, vocabularies[0], replace(result, capabilities=capabilities)
         )
         facts = replace(
             facts,
-            weight_bytes=facts.weight_bytes - unloaded_bytes(Path(path)) + adapter_bytes(options.adapters),
+            weight_bytes=facts.weight_bytes
+            - (0 if options.mtp else unloaded_bytes(Path(path)))
+            + adapter_bytes(options.adapters),
             cache_variant=cache_variant(weights, plan.share),
             adapters=options.adapters,
         )
@@ -97,13 +103,14 @@ def load_slots(
             context.close()
         library().llama_model_free(weights)
         raise
+    loaded_heads = LoadedHeads(load_head)
     return [
-        SlotModel(facts, slot, vocabulary, Pooling.of(weights), options.max_branches)
+        SlotModel(facts, slot, vocabulary, weights, options, loaded_heads)
         for slot, vocabulary in zip(shared.slots, vocabularies, strict=True)
     ]
 
 
-class SlotModel(BaseModel):
+class SlotModel(HeadTarget):
     """A GGUF model as seen by one of several concurrent replies.
 
     Each reply can use its model in its own thread. Passes of different replies run together, but a failure or
@@ -113,8 +120,9 @@ class SlotModel(BaseModel):
         facts: The facts of the model, with the reply's share of the context.
         slot: The reply's slot in the shared context.
         vocabulary: The reply's own tokenizer, which `close` closes.
-        pooling: How the model embeds texts.
-        max_branches: The maximum number of leaves in a token tree.
+        weights: The llama_model handle.
+        options: The options that the model was loaded with.
+        heads: The heads that are loaded for the model.
     """
 
     def __init__(
@@ -122,13 +130,16 @@ class SlotModel(BaseModel):
         facts: ModelFacts,
         slot: ContextSlot,
         vocabulary: LlamaVocabulary,
-        pooling: Pooling,
-        max_branches: int,
+        weights: Any,
+        options: LoadOptions,
+        heads: LoadedHeads,
     ) -> None:
-        self.facts = facts
+        self.facts, self.options, self.weights = facts, options, [weights]
         self.vocabulary = self._vocabulary = vocabulary
-        self._slot, self._pooling = slot, pooling
-        self._cells = KvCells(slot, max_branches)
+        self._slot, self._pooling = slot, Pooling.of(weights)
+        self.slot, self.max_plan = slot.index, slot.plan
+        self._cells = KvCells(slot, options.max_branches)
+        self._heads, self._tree_states = heads, []
 
     @property
     def length(self) -> int:
@@ -152,10 +163,12 @@ class SlotModel(BaseModel):
         while done < len(tokens):
             batch = tokens[done : done + self._slot.batch_tokens]
             try:
-                self._slot.append(batch, self.length)
+                part = self._slot.append(batch, self.length)
             except (BackendError, ContextFullError, CancelledError):
                 self._cells.truncate(self.length)
                 raise
+            if self.logs.states:
+                self.logs.append(self.length, part.states)
             self._cells.length += len(batch)
             done += len(batch)
             if progress and not progress("reading the prompt", done / len(tokens)):
@@ -171,6 +184,9 @@ class SlotModel(BaseModel):
         except (BackendError, ContextFullError, CancelledError):
             self._cells.truncate(self.length)
             raise
+        if self.logs.states:
+            self.logs.append(self.length, part.states[:-1])
+            self._tree_states = [part.states[-1]]
         self._cells.length += len(batch) - 1
         self._cells.place_tree(TokenTree.chain(batch[-1]), 0)
         return HostLogits(part.rows, part.pass_tokens - 1)
@@ -182,7 +198,7 @@ class SlotModel(BaseModel):
         try:
             return self._pooling.embed(text, self._slot.run_states, batch_tokens, progress)
         finally:
-            self._cells.truncate(0)
+            self._cut(0)
 
     def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
         try:
@@ -195,15 +211,26 @@ class SlotModel(BaseModel):
         except (BackendError, ContextFullError, CancelledError):
             self._cells.end_round()
             raise
+        if self.logs.states:
+            self._tree_states[first:] = part.states
         return HostLogits(part.rows, part.pass_tokens - len(positions))
 
     def commit(self, path: tuple[int, ...]) -> None:
         self._check(0)
+        self._log_commit(path)
         self._cells.commit(path)
 
     def truncate(self, length: int) -> None:
         self._check(0)
-        self._cells.truncate(min(length, self.length))
+        self._cut(min(length, self.length))
+
+    def _cut(self, length: int) -> None:
+        """Truncate the KV cache to the first `length` tokens, and discard drafted tokens."""
+        self._cells.truncate(length)
+        self.logs.truncate(length)
+
+    def _end_round(self) -> None:
+        self._cells.end_round()
 
     def remove_range(self, start: int, end: int) -> None:
         self._check(0)
@@ -217,6 +244,7 @@ class SlotModel(BaseModel):
         if start < end:
             self._slot.remove_range(start, end)
             self._cells.length -= end - start
+        self.logs.clear()
 
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
         self._check(0)
@@ -226,13 +254,13 @@ class SlotModel(BaseModel):
 
     def restore(self, snapshot: Snapshot) -> None:
         self._check(0)
-        self._cells.truncate(self.length if snapshot.start else 0)
+        self._cut(self.length if snapshot.start else 0)
         start, length = snapshot.start, snapshot.length
         if not (
             self.length == start <= length <= self._slot.tokens
             and import_text(self._slot, memoryview(snapshot.data), start, length)
         ):
-            self._cells.truncate(min(start, self.length))
+            self._cut(min(start, self.length))
             raise BackendError(
                 "the saved KV cache belongs to another model or exceeds the context",
                 "process the prompt again",
@@ -250,8 +278,20 @@ class SlotModel(BaseModel):
             )
         self._cells.end_round()
 
-    def self_draft(self, method: SelfDraft) -> LanguageModel:  # noqa: ARG002
+    @property
+    def context(self) -> LlamaContext:
+        return self._slot.whole
+
+    def _tap_states(self) -> None:
+        self._slot.shared.tap_states(self.slot, self.logs.states)
+
+    def _allocate_for_states(self) -> None:
+        self._slot.shared.allocate_for_states()
+
+    def self_draft(self, method: SelfDraft) -> LanguageModel:
         self._check(0)
+        if isinstance(method, Head):
+            return self._head_view(method)
         raise CapabilityError(
             f"{self.facts.name} cannot draft for itself while several replies share its passes",
             "omit --parallel, or choose another method, such as model or suffix",
@@ -265,7 +305,7 @@ class SlotModel(BaseModel):
         )
 
     def interrupt(self, enabled: bool) -> None:
-        self._slot.interrupt(enabled)
+        self._slot.set_interrupt(enabled)
 
     def close(self) -> None:
         if self._closed:

@@ -46,7 +46,7 @@ def load_mlx_residual_heads(target: MlxModel, net: Any, path: Path) -> ResidualH
         return float(value) if isinstance(value, int | float) else default
 
     embedding = TargetEmbedding(net, target.facts.vocab_size, target.state_size)
-    return load_residual_heads(
+    heads = load_residual_heads(
         ResidualHeadTarget(
             model=target,
             states=target,
@@ -64,6 +64,7 @@ def load_mlx_residual_heads(target: MlxModel, net: Any, path: Path) -> ResidualH
         ),
         path,
     )
+    return heads.view(target, target)
 
 
 def estimate_mlx_residual_heads(path: Path, target: Path, context_tokens: int) -> MemoryEstimate:

@@ -98,10 +98,15 @@ class PrefixCache:
         # Tokens in the model's KV cache when the user deleted all cached prefixes. They are not stored again.
         self._deleted: Tokens | None = None
 
-    def for_model(self, model: LanguageModel) -> PrefixCache:
-        """Return a cache with the same stored prefixes for another context of the same model."""
+    def for_model(self, model: LanguageModel, heads: Sequence[HeadState] = ()) -> PrefixCache:
+        """Return a cache with the same stored prefixes for another context of the same model.
+
+        Args:
+            model: The other context.
+            heads: The heads that draft for it.
+        """
         other = copy(self)
-        other._model = model
+        other._model, other._heads = model, heads
         return other
 
     @property

@@ -1,0 +1,159 @@
+"""The base class for GGUF models that heads can draft for."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.backends.base import LoadOptions
+from edgespec.backends.base_model import BaseModel
+from edgespec.backends.hidden_state_log import HiddenStateLog
+from edgespec.backends.llamacpp.context import LlamaContext
+from edgespec.backends.llamacpp.context_plan import ContextPlan
+from edgespec.backends.llamacpp.native import library
+from edgespec.backends.optional_features import HiddenStateSource
+from edgespec.backends.self_draft_methods import Head
+from edgespec.backends.self_draft_view import SelfDraftView
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import BackendError, CapabilityError
+
+__all__ = ["HeadTarget", "LoadedHead", "LoadedHeads"]
+
+
+class LoadedHead(Protocol):
+    """A head's weights and context, which its views share. Each concurrent reply has its own view."""
+
+    def view(self, target: HeadTarget, release: Callable[[], None]) -> SelfDraftView[Any]:
+        """Return a reply's view of the head.
+
+        Args:
+            target: The reply's target.
+            release: The view calls it once when it is closed.
+
+        Raises:
+            EdgespecError: The view cannot be created.
+        """
+
+    def close(self) -> None:
+        """Free the weights. All views are closed."""
+
+
+class LoadedHeads:
+    """The heads that are loaded for a target. The first view of a head loads it, and the last one frees it.
+
+    Used only by the thread that loads and closes models.
+
+    Args:
+        load: Loads a head for a target.
+    """
+
+    def __init__(self, load: Callable[[HeadTarget, Head], LoadedHead]) -> None:
+        self._load = load
+        # Each loaded head, and an object for each open view of it.
+        self._loaded: dict[Head, tuple[LoadedHead, set[object]]] = {}
+
+    def view(self, target: HeadTarget, head: Head) -> SelfDraftView[Any]:
+        """Return a view of a head for one reply. Raises the errors of loading the head."""
+        if head not in self._loaded:
+            self._loaded[head] = self._load(target, head), set()
+        (loaded, views), own = self._loaded[head], object()
+        views.add(own)
+
+        def release() -> None:
+            if own in views:
+                views.remove(own)
+                if not views:
+                    del self._loaded[head]
+                    loaded.close()
+
+        try:
+            return loaded.view(target, release)
+        except BaseException:
+            release()
+            raise
+
+
+class HeadTarget(BaseModel, HiddenStateSource):
+    """A GGUF model that heads can draft for. Each concurrent reply has its own.
+
+    Attributes:
+        options: The options that the model was loaded with.
+        weights: The llama_model handles of the model.
+        max_plan: The size and layout of the reply's KV cache at the maximum context length.
+        slot: The index of the reply among those that share the context.
+    """
+
+    options: LoadOptions
+    weights: Sequence[Any]
+    max_plan: ContextPlan
+    slot: int = 0
+    _heads: LoadedHeads
+    # Hidden states of the nodes of the tree that is being verified.
+    _tree_states: list[NDArray[np.float32]]
+
+    @property
+    @abstractmethod
+    def context(self) -> LlamaContext:
+        """The context that runs the model. Several replies can share it."""
+
+    @abstractmethod
+    def _end_round(self) -> None:
+        """Remove rejected tokens from the KV cache."""
+
+    @abstractmethod
+    def _tap_states(self) -> None:
+        """Choose the hidden states that `logs` needs. See `LlamaContext.tap_states`."""
+
+    @abstractmethod
+    def _allocate_for_states(self) -> None:
+        """Allocate the context again if it cannot copy the chosen hidden states otherwise."""
+
+    def log_hidden_states(self, states: Sequence[int]) -> HiddenStateLog:
+        """See `HiddenStateSource`. The cache of a recurrent model must be empty."""
+        self._check(0)
+        self._end_round()
+        log = self.logs.open(states, library().llama_model_n_embd(self.weights[0]))
+        try:
+            self._tap_states()
+            self._allocate_for_states()
+            self._check_states_readable()
+        except BaseException:
+            self.stop_logging(log)
+            raise
+        return log
+
+    def _check_states_readable(self) -> None:
+        """Run one token to check that llama.cpp computes all chosen hidden states for this architecture."""
+        if not self.free_tokens:
+            return
+        try:
+            self.verify(TokenTree.chain(0))
+        except BackendError as error:
+            raise CapabilityError(
+                f"the hidden states of {self.facts.name} cannot be read: {error.what}", error.next_step
+            ) from error
+        self.truncate(self.length)
+
+    def stop_logging(self, log: HiddenStateLog) -> None:
+        """See `HiddenStateSource`."""
+        self.logs.close(log)
+        self._tap_states()
+
+    def _log_commit(self, path: tuple[int, ...]) -> None:
+        """Log the hidden states of the tree's root and of the nodes in `path`."""
+        if self.logs.states:
+            self.logs.append(self.length, np.array([self._tree_states[node] for node in (0, *path)]))
+
+    def _head_view(self, head: Head) -> SelfDraftView[Any]:
+        """Return a view of a head that drafts for this model."""
+        if head.method not in self.facts.capabilities.self_draft_methods:
+            raise CapabilityError(
+                f"{self.facts.name} does not support heads for the method {head.method}, because of its"
+                f" architecture {self.facts.architecture!r} or this version of llama.cpp",
+                "choose another method, such as model or suffix",
+            )
+        return self._heads.view(self, head)

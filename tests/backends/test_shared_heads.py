@@ -1,0 +1,201 @@
+"""Heads of several replies at once: each drafts like a head alone, while another reply is being generated."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from edgespec.backends.base import LanguageModel, LoadOptions
+from edgespec.backends.llamacpp.slot_model import load_slots
+from edgespec.backends.optional_features import HeadModel
+from edgespec.backends.self_draft_methods import Head
+from edgespec.drafters.head_cache import HeadCache
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import CapabilityError, ClosedError
+from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
+from tests.backends.residual_targets import GgufTarget
+from tests.backends.test_eagle1 import write_eagle1
+from tests.backends.tiny_models import write_dflash, write_eagle, write_gemma2, write_llama
+from tests.backends.tiny_mtp_models import write_mtp_model
+from tests.heads.residual_files import Layout
+
+CONTEXT = 512
+HYDRA = Layout("hydra", ".pt", grounded=True)
+PREFIX = Layout("hydra", grounded=True, prefix=True, dropouts=True)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and a head for it."""
+
+    target: Path
+    head: Head
+
+    def load(self, slots: int = 2) -> list[LanguageModel]:
+        options = LoadOptions(context_tokens=CONTEXT, parallel=slots, mtp=self.head == Head("mtp"))
+        return list(load_slots(str(self.target), "target", options))
+
+
+def _eagle(folder: Path, write: Callable[[Path], Path], layers: tuple[int, int, int]) -> Pair:
+    target = write(folder / "target.gguf")
+    return Pair(target, Head("eagle", write_eagle(folder / "head.gguf", layers=layers)))
+
+
+def _dflash(folder: Path, **options: Any) -> Pair:
+    target = write_llama(folder / "target.gguf", layers=3)
+    head = write_dflash(folder / "head.gguf", layers=(0, 1, 3), block=6, mask=7, **options)
+    return Pair(target, Head("dflash", head))
+
+
+def _residual(folder: Path, layout: Layout) -> Pair:
+    made = GgufTarget(folder)
+    return Pair(made.path, Head(layout.method, made.head(layout)))
+
+
+def _deep_llama(path: Path) -> Path:
+    return write_llama(path, layers=3)
+
+
+def _qwen2(path: Path) -> Path:
+    return write_llama(path, architecture="qwen2", layers=3)
+
+
+# Heads of all kinds. llama.cpp copies the hidden states of the first target, and a hook copies those of the
+# second. The third has a sliding window.
+KINDS: dict[str, Callable[[Path], Pair]] = {
+    "eagle": lambda folder: _eagle(folder, _deep_llama, (0, 1, 2)),
+    "eagle, hook": lambda folder: _eagle(folder, _qwen2, (1, 1, 2)),
+    "eagle, window": lambda folder: _eagle(folder, write_gemma2, (1, 1, 1)),
+    "eagle-1": lambda folder: Pair(
+        _deep_llama(folder / "target.gguf"), Head("eagle", write_eagle1(folder / "head"))
+    ),
+    "mtp": lambda folder: Pair(write_mtp_model(folder / "target.gguf", "glm4moe"), Head("mtp")),
+    "dflash": _dflash,
+    "dspark": lambda folder: _dflash(folder, rank=8),
+    "dflash 2": lambda folder: _dflash(folder, candidates=4),
+    "medusa": lambda folder: _residual(folder, Layout("medusa")),
+    "hydra": lambda folder: _residual(folder, HYDRA),
+    "hydra++": lambda folder: _residual(folder, PREFIX),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return KINDS[request.param](tmp_path_factory.mktemp("heads"))
+
+
+def head_of(target: LanguageModel, head: Head) -> HeadModel:
+    return cast(HeadModel, target.self_draft(head))
+
+
+class Neighbour:
+    """Another reply, which a thread generates with its own head until `stop` is called."""
+
+    def __init__(self, target: LanguageModel, head: HeadModel) -> None:
+        self._target, self._head, self._stopped = target, head, threading.Event()
+        self._pool = ThreadPoolExecutor(1)
+        self._running = self._pool.submit(self._generate)
+
+    def _generate(self) -> int:
+        """Return the number of rounds."""
+        cache, tokens, rounds = HeadCache(self._head), list(range(20, 60)), 0
+        while not (rounds and self._stopped.is_set()):
+            rounds += 1
+            self._target.prefill(tokens[self._target.length : -1])
+            first_logits(self._head, cache, tokens, 2)
+            self._target.verify(TokenTree.chain(tokens[-1], [30, 31, 32]))
+            self._target.commit((1, 2))
+            tokens += [30, 31, 40]
+            if len(tokens) > 200:
+                del tokens[50:]
+                self._target.truncate(49)
+        return rounds
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._pool.shutdown()
+        assert self._running.result() > 0
+        self._head.close()
+        self._target.close()
+
+
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(ROUNDS, min_size=1, max_size=8), st.integers(0, 1 << 16))
+def test_a_head_drafts_like_a_fresh_one_while_another_reply_is_generated(
+    pair: Pair, rounds: list[Round], seed: int
+) -> None:
+    def load() -> LanguageModel:
+        other, target = pair.load()
+        neighbour, close = Neighbour(other, head_of(other, pair.head)), target.close
+
+        def close_both() -> None:
+            neighbour.stop()
+            close()
+
+        target.close = close_both  # type: ignore[method-assign]
+        return target
+
+    check_history(load, lambda target: head_of(target, pair.head), rounds, seed)
+
+
+def test_the_last_view_frees_the_head_and_a_new_one_loads_it_again(pair: Pair) -> None:
+    models = pair.load(3)
+    tokens = list(range(20, 50))
+    for _ in range(2):
+        heads = [head_of(model, pair.head) for model in models]
+        rows = []
+        for model, head in zip(models, heads, strict=True):
+            model.prefill(tokens[:-1])
+            rows.append(first_logits(head, HeadCache(head), tokens))
+            head.close()
+            with pytest.raises(ClosedError):
+                head.verify(TokenTree.chain(20))
+            model.truncate(0)
+        for row in rows[1:]:
+            np.testing.assert_allclose(row, rows[0], rtol=0, atol=1e-3)
+    for model in models:
+        model.close()
+
+
+def test_a_head_is_not_loaded_during_a_reply_if_that_would_remove_its_tokens(tmp_path: Path) -> None:
+    pair = KINDS["medusa"](tmp_path)
+    model, other = pair.load()
+    model.prefill([20, 21, 22])
+    with pytest.raises(CapabilityError, match="cannot be loaded while replies are being generated"):
+        other.self_draft(pair.head)
+    model.verify(TokenTree.chain(23))
+    model.truncate(0)
+    head_of(other, pair.head).close()
+    model.close()
+    other.close()
+
+
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        (lambda folder: _dflash(folder, window=8), "because it has sliding-window attention"),
+        (
+            lambda folder: Pair(write_mtp_model(folder / "target.gguf", "step35", mtp_layers=3), Head("mtp")),
+            "the 3 MTP layers of target.gguf cannot draft for several replies at once",
+        ),
+    ],
+    ids=["window", "chained"],
+)
+def test_heads_that_replies_cannot_share(tmp_path: Path, made: Callable[[Path], Pair], reason: str) -> None:
+    pair = made(tmp_path)
+    models = pair.load()
+    for _ in range(2):
+        with pytest.raises(CapabilityError, match=reason) as caught:
+            models[1].self_draft(pair.head)
+        assert "omit --parallel" in str(caught.value)
+    for model in models:
+        model.close()
