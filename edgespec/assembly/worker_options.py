@@ -12,7 +12,7 @@ from edgespec.backends.base import LoadOptions, Progress
 from edgespec.cluster.connected import ConnectedWorkers
 from edgespec.cluster.machines import Machines
 from edgespec.errors import OptionError
-from edgespec.method_names import SELF_DRAFTS
+from edgespec.method_names import HEADS, SELF_DRAFTS
 from edgespec.options import LOAD_OPTIONS, LoadArguments
 
 __all__ = ["connect_workers", "for_workers"]
@@ -26,7 +26,7 @@ _UNSUPPORTED = (
 def for_workers(drafting: DraftingOptions) -> DraftingOptions:
     """Return the drafting options for a target on workers, without the cache of earlier chats.
 
-    Heads that the user did not name are left out.
+    Heads are used only if the user selected their method.
 
     Raises:
         OptionError: The user chose an option or a method that does not work with workers.
@@ -44,8 +44,15 @@ def for_workers(drafting: DraftingOptions) -> DraftingOptions:
         )
     if arguments["prefix_cache"] == "disk":
         raise OptionError("--prefix-cache disk does not work with --workers yet", "use --prefix-cache none")
-    # A head makes every pass slower, also plain ones, so it is used only if the user names it.
-    head = drafting.head if drafting.names_head else "none"
+    # Reading hidden states slows down every pass on workers, so `auto` could not keep `--max-loss`.
+    uses_head = not drafting.named_drafters.isdisjoint(HEADS)
+    if drafting.names_head and not uses_head:
+        raise OptionError(
+            f"--head {drafting.head} would slow down all passes on workers, also those without drafts, so "
+            "the method auto does not use it",
+            "select the head's method, such as --method eagle, or omit --head",
+        )
+    head = drafting.head if uses_head else "none"
     changed = cast(LoadArguments, {**arguments, "head": head, "prefix_cache": "none"})
     return replace(drafting, arguments=changed)
 

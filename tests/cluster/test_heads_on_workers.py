@@ -12,11 +12,10 @@ import pytest
 
 import edgespec
 from edgespec.assembly.loading import always_draft
-from edgespec.errors import WorkerLostError
+from edgespec.errors import OptionError, WorkerLostError
 from edgespec.load_options import LoadArguments
 from tests.backends.published_heads import VOCAB
 from tests.backends.tiny_models import write_dflash, write_gemma2, write_llama
-from tests.backends.tiny_mtp_models import write_mtp_model, write_mtp_sidecar
 from tests.cluster.conftest import Worker
 from tests.cluster.test_spread_targets import PROMPT, run
 from tests.heads.published import write_head
@@ -132,19 +131,8 @@ def test_a_lost_worker_is_an_error(start_worker: Callable[..., Worker]) -> None:
         assert runtime.generate(PROMPT, max_tokens=24).stats.accepted_tokens
 
 
-def test_only_named_heads_are_used(workers: tuple[Worker, Worker]) -> None:
+def test_auto_uses_no_heads(workers: tuple[Worker, Worker]) -> None:
     with edgespec.load("demo", workers=workers[0].address, context=512) as runtime:
         assert not runtime.heads
-    with edgespec.load("demo", workers=workers[0].address, head="demo-head", context=512) as runtime:
-        assert [head.name for head in runtime.heads] == ["demo-head"]
-
-
-def test_multi_token_prediction_layers_are_refused(workers: tuple[Worker, Worker], tmp_path: Path) -> None:
-    """They would read weights and the KV cache of the target, which are on the workers."""
-    target = write_mtp_model(tmp_path / "target.gguf", "glm4moe")
-    head = write_mtp_sidecar(tmp_path / "mtp.gguf", target)
-    options: LoadArguments = {"workers": workers[0].address, "head": str(head), "context": 256}
-    with edgespec.load(str(target), "none", **options) as runtime:
-        assert not runtime.heads
-        assert "cannot use a head for the method mtp" in runtime.target.notice
-        assert runtime.generate("the file", max_tokens=8).tokens
+    with pytest.raises(OptionError, match="--head demo-head would slow down all passes on workers"):
+        edgespec.load("demo", workers=workers[0].address, head="demo-head", context=512)
