@@ -285,7 +285,9 @@ def completion(text: str) -> str:
     """Return the rest of a partially typed command name, or an empty string if nothing matches."""
     if not text.startswith("/") or len(text) < 2:
         return ""
-    names = (command.name for command in COMMANDS if command.name.startswith(text[1:]))
+    names = (
+        name for name in (*(command.name for command in COMMANDS), *_BY_NAME) if name.startswith(text[1:])
+    )
     return next(names, text[1:])[len(text) - 1 :]
 
 
@@ -311,6 +313,8 @@ def hint(text: str, width: int) -> str:
     command = typed.command
     if command is None and not typed.argument:
         matching = [each for each in COMMANDS if each.name.startswith(typed.name)]
+        if not matching:
+            matching = [each for name, each in _BY_NAME.items() if name.startswith(typed.name)]
         if len(matching) > 1:
             return _names(matching, width)
         command = matching[0] if matching else None

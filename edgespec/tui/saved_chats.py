@@ -37,7 +37,7 @@ async def save_as(screen: ChatScreen, title: str) -> None:
     chat.title = " ".join(title.split())[:MAX_TITLE] or chat.title
     if await screen.save(show_again=True):
         screen.refresh_facts()
-        screen.say(f"Saved as {chat.shown_title!r}.")
+        screen.say(f"This chat is saved as “{chat.shown_title}”.")
 
 
 async def open_chat(screen: ChatScreen, chat: StoredChat) -> None:

@@ -30,11 +30,13 @@ class MessageAction:
     Attributes:
         key: Textual's name of the key.
         label: The key and the action in the hint line. Empty if the hint line does not show them.
+        help: Description on the help page.
         run: Function that performs the action. Takes the message's index in the chat's `MessageTree`.
     """
 
     key: str
     label: str
+    help: str
     run: _Run
 
 
@@ -196,17 +198,17 @@ async def _show(screen: ChatScreen, tree: MessageTree[ChatEntry], index: int) ->
 
 
 ACTIONS = (
-    MessageAction("e", "e edit", edit),
-    MessageAction("r", "r re-run", rerun),
-    MessageAction("g", "g go on", go_on),
-    MessageAction("c", "c copy", copy),
-    MessageAction("d", "d delete", delete),
-    MessageAction("f", "f fork", fork),
-    MessageAction("b", "b copy code", copy_code),
-    MessageAction("o", "o open in editor", open_in_editor),
-    MessageAction("u", "", undo),
-    MessageAction("left", "", _older_version),
-    MessageAction("right", "", _newer_version),
+    MessageAction("e", "e edit", "edit it; Enter saves a new version", edit),
+    MessageAction("r", "r re-run", "generate another reply", rerun),
+    MessageAction("g", "g go on", "continue the reply from its end", go_on),
+    MessageAction("c", "c copy", "copy it", copy),
+    MessageAction("d", "d delete", "delete it and the messages after it", delete),
+    MessageAction("f", "f fork", "start a new chat with the messages up to this one", fork),
+    MessageAction("b", "b copy code", "copy its last code block; press again for the one before", copy_code),
+    MessageAction("o", "o open in editor", "read it in your text editor", open_in_editor),
+    MessageAction("u", "", "restore the messages that were deleted last", undo),
+    MessageAction("left", "", "show the version before", _older_version),
+    MessageAction("right", "", "show the version after", _newer_version),
 )
 _BY_KEY = {action.key: action for action in ACTIONS}
 
@@ -220,7 +222,7 @@ async def run(screen: ChatScreen, key: str) -> None:
 
 
 def hint(width: int, *, versions: bool, fold: str) -> str:
-    """Return the hint line for a selected message: as many keys as fit.
+    """Return the hint line for a selected message: as many keys as fit. F1 lists the others.
 
     Args:
         width: Maximum width of the hint in cells.
@@ -230,7 +232,8 @@ def hint(width: int, *, versions: bool, fold: str) -> str:
     first = [*(["←→ version"] if versions else []), *([fold] if fold else [])]
     keys = [*first, *(action.label for action in ACTIONS if action.label)]
     for number in range(len(keys), 0, -1):
-        text = " · ".join((*keys[:number], "Esc back"))
+        more = ["F1 more"] if number < len(keys) else []
+        text = " · ".join((*keys[:number], *more, "Esc back"))
         if len(text) <= width:
             return text
     return "Esc back"

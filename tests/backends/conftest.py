@@ -114,7 +114,14 @@ BACKENDS: dict[str, Maker] = {
 }
 
 
-@pytest.fixture(scope="module", params=list(BACKENDS.values()), ids=list(BACKENDS))
+# The tiny model in halves takes the same path as the demo model in halves.
+_PARAMS = [
+    pytest.param(make, id=name, marks=pytest.mark.long if name == "llama.cpp demo in halves" else ())
+    for name, make in BACKENDS.items()
+]
+
+
+@pytest.fixture(scope="module", params=_PARAMS)
 def shared_model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, demo_target: Path
 ) -> Iterator[LanguageModel]:
@@ -132,7 +139,7 @@ def model(shared_model: LanguageModel) -> LanguageModel:
     return shared_model
 
 
-@pytest.fixture(params=list(BACKENDS.values()), ids=list(BACKENDS))
+@pytest.fixture(params=_PARAMS)
 def own_model(request: pytest.FixtureRequest, tmp_path: Path, demo_target: Path) -> Iterator[LanguageModel]:
     """Return a model for one test, which may close it."""
     maker: Maker = request.param

@@ -18,6 +18,7 @@ from edgespec.backends.model_facts import Adapter
 from edgespec.errors import CapabilityError, ModelFileError, OptionError
 from tests.backends.contract import step
 from tests.backends.gguf_adapters import write_gguf_adapter
+from tests.cases import first
 
 PROMPT = "How do I list files by size?"
 
@@ -40,7 +41,7 @@ def ask(runtime: edgespec.Runtime, **options: Any) -> tuple[int, ...]:
     return runtime.generate(PROMPT, **settings).tokens
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", first([0.8, 0.0]))
 def test_replies_with_adapters_do_not_depend_on_the_method(adapters: list[str], temperature: float) -> None:
     methods = ("model", "suffix", "lookahead", "model+suffix")
     with (
@@ -57,6 +58,7 @@ def test_replies_with_adapters_do_not_depend_on_the_method(adapters: list[str], 
         assert ask(without, temperature=temperature) != plain
 
 
+@pytest.mark.long
 def test_scales_of_a_reply_act_like_scales_of_the_load(adapters: list[str]) -> None:
     def loaded(**options: Any) -> tuple[int, ...]:
         with load(draft="none", **options) as runtime:
@@ -185,6 +187,7 @@ def test_early_exit_with_an_adapter_is_refused(adapters: list[str]) -> None:
         load(adapter=adapters[0], method="layerskip")
 
 
+@pytest.mark.long
 def test_a_reply_says_what_the_draft_model_lacks(adapters: list[str]) -> None:
     def note(**options: Any) -> str:
         with always_draft(), load(method="model", **options) as runtime:

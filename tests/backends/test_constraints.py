@@ -14,6 +14,7 @@ from edgespec.engine.acceptance import RandomDraws, Rejection
 from edgespec.engine.processors import LogitsProcessor
 from tests.backends.contract import tokens_for
 from tests.backends.test_processors import decoded, draft_model, exact_model, half_right
+from tests.cases import first
 
 __all__ = ["exact_model"]
 
@@ -32,7 +33,7 @@ def satisfies(model: LanguageModel, tokens: Sequence[int]) -> bool:
     return bool(re.fullmatch(b"((a|b|cd){2}e?f)*((a|b|cd)?(a|b|cd|c)?|(a|b|cd){2}e)", text))
 
 
-@pytest.mark.parametrize("temperature", [0.8, *(pytest.param(t, marks=pytest.mark.long) for t in (0.0, 1.2))])
+@pytest.mark.parametrize("temperature", first([0.8, 0.0, 1.2]))
 def test_replies_are_those_of_plain_decoding(exact_model: LanguageModel, temperature: float) -> None:
     model = exact_model
     prompt, processors = tokens_for(model, 20), constrained(model)

@@ -27,6 +27,7 @@ from tests.backends.contract import (
     tokens_to,
     tree_of,
 )
+from tests.cases import first
 
 
 def rows_of_steps(model: LanguageModel) -> list[Rows]:
@@ -58,9 +59,7 @@ class TestPrefillAndSteps:
         for length in (1, 2, 33, 64, 255, 256, 257, 300, 320):
             same(model, fresh(model, tokens[:length]), stepped[length - 1])
 
-    @pytest.mark.parametrize(
-        "width", [2, *(pytest.param(width, marks=pytest.mark.long) for width in (3, 5, 8, 64)), 17, 100]
-    )
+    @pytest.mark.parametrize("width", first([2, 100, 3, 5, 8, 17, 64], 2))
     def test_wide_passes_equal_steps_in_short_and_long_contexts(
         self, stepped: list[Rows], model: LanguageModel, width: int
     ) -> None:
@@ -82,7 +81,7 @@ class TestPrefillAndSteps:
         assert model.length == 4
         same(model, step(model, tokens[4]), expected)
 
-    @pytest.mark.parametrize("cached", [0, pytest.param(1, marks=pytest.mark.long), 20])
+    @pytest.mark.parametrize("cached", first([20, 0, 1]))
     def test_the_pass_of_a_prompt_computes_the_logits_of_its_last_token(
         self, model: LanguageModel, cached: int
     ) -> None:
@@ -127,7 +126,7 @@ class TestPrefillAndSteps:
         same(model, step_all(model, tokens[model.length :]), fresh(model, tokens))
 
 
-@pytest.mark.parametrize("shape", TREES.values(), ids=TREES.keys())
+@pytest.mark.parametrize("shape", first(TREES.values(), 3), ids=TREES.keys())
 class TestTrees:
     @pytest.fixture(autouse=True)
     def _able(self, model: LanguageModel, shape: tuple[int, ...]) -> None:

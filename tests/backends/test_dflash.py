@@ -43,6 +43,7 @@ from tests.backends.dflash_reference import (
 )
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
 from tests.backends.tiny_models import WORDS, write_dflash, write_gemma3, write_jamba, write_lfm2, write_llama
+from tests.cases import first
 
 CONTEXT = 512
 VOCAB = 259 + len(WORDS)
@@ -105,8 +106,8 @@ def rows_of(head: DFlashHead, tree: TokenTree, tokens: list[int]) -> NDArray[np.
     assert tokens[head.length :] == [tree.tokens[0]]
     levels = [0, *(node for node in range(1, tree.width) if tree.depths[node] > tree.depths[node - 1])]
     rows: list[NDArray[np.float32]] = []
-    for first, end in zip(levels, [*levels[1:], tree.width], strict=True):
-        rows.extend(np.array(head.verify(tree.pruned(VOCAB, 99, end), first).rows))
+    for start, end in zip(levels, [*levels[1:], tree.width], strict=True):
+        rows.extend(np.array(head.verify(tree.pruned(VOCAB, 99, end), start).rows))
     return np.array(rows, np.float64)
 
 
@@ -374,7 +375,7 @@ def test_a_model_is_no_head(target: LlamaCppModel, files: Files) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", first([0.8, 0.0]))
 def test_a_head_with_huge_weights_changes_no_reply(
     files: Files, replies: Callable[..., Any], tmp_path: Path, kind: str, temperature: float
 ) -> None:

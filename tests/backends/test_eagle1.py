@@ -36,6 +36,7 @@ from tests.backends.head_histories import ROUNDS, Round, check_history, first_lo
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 from tests.backends.published_heads import VOCAB
 from tests.backends.tiny_models import write_gemma2, write_jamba, write_lfm2, write_llama, write_mamba
+from tests.cases import first
 from tests.heads.published import write_head
 
 CONTEXT = 512
@@ -159,7 +160,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("variant", _VARIANTS)
+@pytest.mark.parametrize("variant", first(_VARIANTS, 4))
 def test_a_head_gives_the_same_logits_as_on_mlx(
     folder: Path, target: LanguageModel, tmp_path: Path, variant: str
 ) -> None:
@@ -205,7 +206,7 @@ def test_weights_keep_their_type(target: LanguageModel, tmp_path: Path, dtype: s
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", first(KINDS, 3))
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(ROUNDS, min_size=1, max_size=8), st.integers(0, 1 << 16))
 def test_a_draft_after_any_history_equals_that_of_a_fresh_head(
@@ -220,7 +221,7 @@ def test_a_draft_after_any_history_equals_that_of_a_fresh_head(
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", first(KINDS, 3))
 def test_no_head_changes_a_reply(folder: Path, kind: str) -> None:
     path, head = str(folder / f"{kind}.gguf"), folder / "head"
     asked: list[dict[str, Any]] = [
@@ -281,7 +282,7 @@ def replies_of(runtime: edgespec.Runtime) -> list[edgespec.Reply]:
     return replies
 
 
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("exact", first([False, True]))
 def test_a_fitted_head_is_often_right_and_changes_no_reply(
     demo_target: Path, tmp_path: Path, exact: bool
 ) -> None:

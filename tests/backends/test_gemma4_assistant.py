@@ -36,7 +36,7 @@ from tests.backends.gemma4_reference import GemmaReference
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
 from tests.backends.tiny_gemma4_models import WINDOW, Gemma4Shape, write_gemma4, write_gemma4_assistant
 from tests.backends.tiny_models import WORDS, write_gemma3
-from tests.cases import covering
+from tests.cases import covering, first
 
 CONTEXT = 512
 # The metadata before the vocabulary, and the names and shapes of the tensors, lie within this many bytes.
@@ -296,7 +296,7 @@ def test_a_head_whose_logits_are_not_finite_is_refused(
     plain.head_of(target).close()
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", first([0.8, 0.0]))
 def test_a_useless_head_changes_no_reply(plain: Files, tmp_path: Path, temperature: float) -> None:
     asked: dict[str, Any] = {"max_tokens": 24, "temperature": temperature, "seed": 3}
     options: dict[str, Any] = {"methods": ["none", "mtp"], "context": 256}

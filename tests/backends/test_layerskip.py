@@ -87,6 +87,7 @@ def split(both: Both) -> LayerSkipModel:
 
 
 class TestEqualsWholeModel:
+    @pytest.mark.long
     def test_facts_equal_those_of_the_whole_model(self, both: Both) -> None:
         mine, its = both.split.facts, both.whole.facts
         for name in ("weight_bytes", "kv_bytes", "parameters", "quantisation", "description", "architecture"):

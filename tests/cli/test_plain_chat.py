@@ -12,6 +12,7 @@ from time import sleep
 import pytest
 
 import edgespec
+from tests.cases import covering, first
 from tests.cli.conftest import Run, Start, one_line_error
 
 QUESTION = "How do I list files by size?"
@@ -32,7 +33,7 @@ def chats(folder: Path) -> list[dict[str, object]]:
     return [json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))]
 
 
-@pytest.mark.parametrize("temperature", ["0", "0.8"])
+@pytest.mark.parametrize("temperature", first(["0.8", "0"]))
 def test_a_pipe_gets_only_the_replies(start: Start, tmp_path: Path, temperature: str) -> None:
     process = start(
         *("chat", "--threads", "1", "--seed", "5", "-n", "40", "--temperature", temperature),
@@ -140,8 +141,7 @@ def test_ctrl_c_stops_the_reply_and_twice_quits(start: Start, tmp_path: Path) ->
     assert len(saved["messages"]) == 4  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("writing", [False, True])
+@pytest.mark.parametrize(("number", "writing"), covering([signal.SIGTERM, signal.SIGHUP], [False, True]))
 def test_a_signal_ends_the_chat_and_keeps_the_reply(
     start: Start, tmp_path: Path, number: signal.Signals, writing: bool
 ) -> None:

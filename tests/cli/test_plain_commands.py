@@ -13,6 +13,7 @@ import pytest
 from edgespec.settings_file import quoted
 from edgespec.tools.server_config import servers_path
 from edgespec.tui import commands, plain_commands
+from tests.cases import first
 from tests.cli.conftest import ROOT, Start
 
 # A chat with scripted replies. Its arguments are the folder of saved chats and the replies.
@@ -252,7 +253,7 @@ def test_a_tool_is_called_after_a_typed_answer(
 
 @pytest.mark.parametrize(
     "answers",
-    [["stop", "/continue", "yes"], pytest.param(["stop", "Never mind."], marks=pytest.mark.long), []],
+    first([["stop", "/continue", "yes"], ["stop", "Never mind."], []]),
 )
 def test_a_stopped_call_is_not_made(start: Start, tmp_path: Path, config: Path, answers: list[str]) -> None:
     configure(config)

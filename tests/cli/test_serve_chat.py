@@ -165,6 +165,7 @@ async def test_each_tab_has_a_chat_that_ends_with_it(address: str, tmp_path: Pat
     assert await ended(tmp_path)
 
 
+@pytest.mark.long
 @needs_proc
 async def test_a_huge_screen_is_limited(address: str, tmp_path: Path) -> None:
     async with opened(address, "width=2000000&height=900000") as tab:
@@ -200,6 +201,7 @@ async def test_a_message_that_is_invalid_ends_the_chat(address: str, tmp_path: P
     assert await ended(tmp_path)
 
 
+@pytest.mark.long
 @needs_proc
 async def test_a_chat_that_hangs_ends_with_its_tab(address: str, tmp_path: Path) -> None:
     async with opened(address) as tab:
@@ -211,6 +213,7 @@ async def test_a_chat_that_hangs_ends_with_its_tab(address: str, tmp_path: Path)
     assert await ended(tmp_path)
 
 
+@pytest.mark.long
 @needs_proc
 async def test_a_chat_that_ends_closes_its_connection(address: str, tmp_path: Path) -> None:
     async with opened(address) as tab:

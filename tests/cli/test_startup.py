@@ -78,6 +78,7 @@ def test_an_mlx_model_needs_no_llama_cpp(start: Start) -> None:
     assert not loaded & {"textual", "rich", "llama_cpp"}
 
 
+@pytest.mark.long
 def test_a_process_that_ran_mlx_in_a_thread_ends_well(start: Start) -> None:
     """MLX aborts one that ends while a thread that compiled something is ending."""
     code = (

@@ -130,6 +130,7 @@ def test_medusa_heads_are_trained_and_used(
     assert shown.stdout == plain.stdout
 
 
+@pytest.mark.long
 def test_a_draft_model_is_trained_and_used(
     run: Run, arguments: list[str], model: Path, tmp_path: Path
 ) -> None:

@@ -125,6 +125,7 @@ def test_a_model_that_cannot_roll_back_says_why() -> None:
     assert [each.width for each in told.passes] == [1]
 
 
+@pytest.mark.long
 def test_costs_that_cannot_be_kept_are_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocked = tmp_path / "a file"
     blocked.touch()
@@ -163,6 +164,7 @@ def test_the_demo_is_measured_and_the_curve_is_kept(tmp_path: Path, monkeypatch:
     assert all(each.speed_up > 0.0 and each.expected > 0.0 for each in tuning.drafters)
 
 
+@pytest.mark.long
 def test_it_can_be_cancelled() -> None:
     with edgespec.load("demo", "none", context=256, threads=1, method="suffix") as runtime:
         with pytest.raises(CancelledError, match="tuning was cancelled"):

@@ -16,6 +16,7 @@ from edgespec.backends.self_draft_methods import LowBit
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
+from tests.cases import first
 from tests.runtime.questions import HOWTO, REPEATS, equal
 from tests.tables import with_drafter
 
@@ -38,7 +39,7 @@ def low_bit(target: LanguageModel, copy: Path, how: str) -> Drafter:
     return CombinedDrafter([drafter, NgramDrafter()], can_branch=True) if "ngram" in how else drafter
 
 
-@pytest.mark.parametrize("how", ["chain", "tree", "window 16", "window 64", "with ngram"])
+@pytest.mark.parametrize("how", first(["chain", "tree", "window 16", "window 64", "with ngram"], 3))
 @pytest.mark.parametrize("temperatures", [(0.0, 0.8), pytest.param((1.2,), marks=pytest.mark.long)], ids=str)
 def test_replies_are_identical(
     target: LanguageModel, low_bit_copy: Path, how: str, temperatures: tuple[float, ...]
@@ -59,7 +60,7 @@ def test_replies_are_identical(
     drafter.close()
 
 
-@pytest.mark.parametrize("kv_type", ["q8_0", "q8_0/f16"])
+@pytest.mark.parametrize("kv_type", first(["q8_0", "q8_0/f16"]))
 def test_replies_are_identical_with_a_quantised_cache(
     demo_target: Path, low_bit_copy: Path, kv_type: str
 ) -> None:

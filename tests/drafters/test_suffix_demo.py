@@ -13,6 +13,7 @@ from edgespec.backends import llamacpp
 from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.corpus import suffix_drafter
 from edgespec.drafters.suffix import SuffixDrafter
+from tests.cases import first
 from tests.tables import with_drafter
 
 COPY = "Repeat this command list exactly:\n\n```sh\ntar -xzf archive.tar.gz\ntar -czf archive.tar.gz dir\n```"
@@ -59,7 +60,7 @@ def test_copies_and_edits_emit_several_tokens_per_pass(target: LanguageModel, pr
     assert tokens_per_pass(got) > 2.5
 
 
-@pytest.mark.parametrize("temperature", [0.8, 1.2])
+@pytest.mark.parametrize("temperature", first([0.8, 1.2]))
 @pytest.mark.parametrize("prompt", [COPY, EDIT, HOWTO], ids=["copy", "edit", "howto"])
 def test_sampled_replies_are_identical(target: LanguageModel, prompt: str, temperature: float) -> None:
     runtime, _ = drafting(target)

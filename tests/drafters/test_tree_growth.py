@@ -21,6 +21,7 @@ from edgespec.engine.acceptance import Invariant
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
+from tests.cases import first
 from tests.engine.exact import ExactModel, assert_law, random_table
 from tests.engine.test_acceptance_exact import ROOT, RULES, Rule, one_round, proposal
 from tests.tables import END, VOCAB, near, table, with_drafter
@@ -226,7 +227,7 @@ class TestExactDistributions:
 
     @pytest.mark.parametrize("rule", RULES)
     @pytest.mark.parametrize("curve", [assumed_cost, flat])
-    @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in (2, 3))])
+    @pytest.mark.parametrize("seed", first(range(4)))
     def test_one_round(self, rule: Rule, curve: CostFunction, seed: int) -> None:
         target, law = random_table(seed, 3), random_table(seed + 100, 3)
         shapes = set()
@@ -240,7 +241,7 @@ class TestExactDistributions:
         assert any(len(shape) > 2 for shape in shapes)
 
     @pytest.mark.parametrize("learnt", [0, 1, None])
-    @pytest.mark.parametrize("seed", range(2))
+    @pytest.mark.parametrize("seed", first(range(2)))
     def test_after_learning(self, learnt: int | None, seed: int) -> None:
         target, law = random_table(seed, 3), random_table(seed + 100, 3, zeros=0)
 
@@ -251,7 +252,7 @@ class TestExactDistributions:
         assert_law(one_round(RULES[1].values[0], target, proposal(make, 2)), target, ROOT, 3)  # type: ignore[arg-type]
 
     @pytest.mark.parametrize("limits", [(2, 9), (3, 9), (4, 9), (9, 2)])
-    @pytest.mark.parametrize("seed", range(2))
+    @pytest.mark.parametrize("seed", first(range(2)))
     def test_pruned_to_the_pass_limits(self, limits: tuple[int, int], seed: int) -> None:
         """Near the end of the context a part of the draft is cut off, and not by luck."""
         target, law = random_table(seed, 3), random_table(seed + 100, 3)

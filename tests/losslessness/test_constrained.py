@@ -49,7 +49,14 @@ class TestVerify:
         assert report.methods[method].smallest_corrected_p_value is not None
 
 
-@pytest.mark.parametrize(("target", "branches"), [("demo", ()), ("demo", (2, 2)), ("demo-mlx", (2, 2))])
+@pytest.mark.parametrize(
+    ("target", "branches"),
+    [
+        ("demo", (2, 2)),
+        pytest.param("demo", (), marks=pytest.mark.long),
+        pytest.param("demo-mlx", (2, 2), marks=pytest.mark.long),
+    ],
+)
 def test_every_prompt_has_its_own_schema(target: str, branches: tuple[int, ...]) -> None:
     prompts = read_prompts(models_folder() / "schema_prompts.jsonl")[:1]
     with always_draft(), edgespec.load(target, draft_branches=branches, context=512) as runtime:

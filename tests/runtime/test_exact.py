@@ -22,7 +22,7 @@ from edgespec.engine.tree import TokenTree
 from tests.backends.tiny_models import write_jamba, write_llama, write_mamba
 from tests.tables import table
 
-TURNS = 8
+TURNS = 5
 # What a text is read in where it matters.
 PIECE = 256
 

@@ -16,5 +16,6 @@ def _table(heading: str, pairs: list[tuple[str, str]]) -> str:
 
 def test_the_documentation_lists_all_keys_and_commands() -> None:
     """To write the page, run this test with WRITE_DOCS=1."""
-    tables = [_table(*section) for section in sections(ChatScreen.BINDINGS)]
+    *tables, of_messages = [_table(*section) for section in sections(ChatScreen.BINDINGS)]
     check_block("chats.md", "keys", "\n" + "\n\n".join(tables) + "\n\n")
+    check_block("chats.md", "message-keys", f"\n{of_messages}\n\n")

@@ -95,6 +95,13 @@ async def test_the_input_hints_at_commands(tmp_path: Path) -> None:
         await d.sees("/set [name value] · show all settings, or change one of them")
         await d.write(" temperature 1")
         await d.sees("/set [name value]")
+        # Another name of a command also leads to it.
+        d.chat.prompt.replace_text("/ren")
+        await d.sees("/save [title] · rename this chat, or save it now")
+        d.chat.prompt.clear()
+        await d.write("/ren")
+        await d.press("tab")
+        assert d.chat.prompt.text.startswith("/rename")
         d.chat.prompt.replace_text("/etc/hosts")
         await d.sees("Enter sends")
 

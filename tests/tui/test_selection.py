@@ -12,6 +12,7 @@ from edgespec.chat.message_tree import MessageTree
 from edgespec.chat.saved_chat import SavedChat
 from edgespec.chat.store import ChatStore
 from edgespec.tui import selection
+from edgespec.tui.screens.help import HelpScreen
 from edgespec.tui.widgets.status import StatusLine
 from edgespec.tui.worker import Load
 from tests.tui.driving import Driver, driving, until
@@ -66,7 +67,13 @@ async def test_the_hint_lists_the_keys_only_while_a_message_is_selected(tmp_path
         await d.say("first")
         assert "e edit" not in "\n".join(d.screen_text())
         await d.press("shift+tab")
-        await d.sees("e edit · r re-run · g go on · c copy · d delete · f fork · Esc back")
+        await d.sees("e edit · r re-run · g go on · c copy · d delete · F1 more · Esc back")
+        await d.press("f1")
+        await until(d.pilot, lambda: isinstance(d.app.screen, HelpScreen), "the help page")
+        await d.press("end")
+        await d.sees("copy its last code block")
+        await d.press("escape")
+        await d.sees("F1 more")
         await act(d, "r", "shift+up")
         await d.sees("Version 2/2")
         await d.sees("←→ version · e edit")

@@ -108,7 +108,7 @@ def _positions(stats: Stats, width: int) -> Content:
     pairs = [(a, d) for a, d in zip(accepted, drafted, strict=False) if d]
     if not pairs:
         return Content("")
-    rows = [_heading("Acceptance by draft position")]
+    rows = [_heading("Guesses accepted, by position")]
     for place, (right, guessed) in enumerate(pairs[:_MAX_POSITIONS], 1):
         share = right / guessed
         rows.append(_bar_row(f"{place:>2}", share, percent(share), "$success", width))

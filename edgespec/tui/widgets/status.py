@@ -55,7 +55,7 @@ class StatusFacts:
     def segments(self) -> list[tuple[str, str]]:
         """Return the text and style of each part of the status line, from left to right."""
         used, total = _thousands(self.context_used_tokens), _thousands(self.context_tokens)
-        dropped = f"{count(self.dropped_messages, 'old message')} dropped" if self.dropped_messages else ""
+        dropped = f"{count(self.dropped_messages, 'old message')} left out" if self.dropped_messages else ""
         parts = [
             (self.speed_up or "starting", "$primary" if self.writing else ""),
             ("" if self.tokens_per_second is None else rate(self.tokens_per_second), ""),

@@ -13,6 +13,7 @@ from edgespec.backends.mlx.teacher import MlxTeacher, load_teacher
 from edgespec.backends.mlx.unrolled_eagle import UnrolledEagle
 from edgespec.errors import CancelledError, CapabilityError
 from tests.backends.mlx.tiny_checkpoints import ROWS, TOKENS, write_checkpoint
+from tests.cases import first
 
 QUANTISED = ("affine", 8, 32)
 
@@ -34,7 +35,7 @@ def batch_of(conversations: int = 4, length: int = 24) -> TrainingBatch:
     return TrainingBatch(tokens, replied)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2", pytest.param("qwen3", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", first(["llama", "gemma2", "qwen3"]))
 def test_a_head_learns_its_batch(folder: Path, kind: str) -> None:
     teacher, batch = teacher_of(folder / kind, kind), batch_of(2)
     trainer = teacher.head("eagle3").trainer(batch, np.ones(ROWS, np.int64))

@@ -188,6 +188,7 @@ class TestReplies:
         rates = [right / drafted for right, drafted in accepted]
         assert rates[-1] > rates[0] + 0.04, rates
 
+    @pytest.mark.long
     def test_the_original_weights_are_used_if_they_predict_better(
         self, tmp_path: Path, demo: tuple[MlxModel, MlxModel], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -245,6 +246,7 @@ class TestReplies:
         assert counted[1][:2] == counted[0][:2]
         assert logits_bytes < counted[1][2] - counted[0][2] < 16 * logits_bytes
 
+    @pytest.mark.long
     def test_adaptive_drafts_train_the_same_adapter(self, demo: tuple[MlxModel, MlxModel]) -> None:
         target, draft = demo
         usual = online(target, draft)
@@ -312,7 +314,8 @@ class TestInTheBackground:
                 threading.Event().wait(0.1 * i)
             assert "stopped learning" not in runtime._session.report("model").note
 
-    @pytest.mark.parametrize("delay", [pytest.param(0.0, marks=pytest.mark.long), 0.5])
+    @pytest.mark.long
+    @pytest.mark.parametrize("delay", [0.0, 0.5])
     def test_the_process_may_end_during_idle_training(self, delay: float) -> None:
         code = f"""
 import time
@@ -352,6 +355,7 @@ class TestSwift:
             assert all(drafted.values())
             assert "stopped learning" not in runtime._session.report("swift").note
 
+    @pytest.mark.long
     def test_a_model_with_a_window_and_four_layers(self, folder: Path) -> None:
         target = load(write_checkpoint(folder / "skipping", "gemma3"))
         drafter = SwiftDrafter(cast(Skippable, target), pass_cost=lambda _: 0.01)

@@ -47,6 +47,7 @@ class TestSplit:
         split.close()
         whole.close()
 
+    @pytest.mark.long
     def test_split_weights_hold_every_bit(self, pair: tuple[Any, Any]) -> None:
         whole, split = (dict(model._net.named_modules()) for model in pair)
         found = 0

@@ -31,7 +31,7 @@ from tests.backends.mlx.mtp_layers import (
 )
 from tests.backends.mlx.test_mtp import check_plan, check_replies
 from tests.backends.mlx.tiny_checkpoints import configuration, write_checkpoint
-from tests.cases import covering
+from tests.cases import covering, first
 
 # A mode of MLX's quantisation, the bits per weight and the group size.
 QUANTISATIONS = [("affine", 4, 32), ("affine", 8, 64), ("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)]
@@ -119,7 +119,7 @@ def test_a_quantised_layer_drafts_like_its_rounded_weights(
 
 
 @pytest.mark.parametrize(
-    "name", ["mtp/weights.safetensors", "model-mtp.safetensors", "optiq/mtp.safetensors"]
+    "name", first(["mtp/weights.safetensors", "model-mtp.safetensors", "optiq/mtp.safetensors"])
 )
 def test_a_quantised_layer_in_any_file_changes_no_reply(tmp_path: Path, name: str) -> None:
     folder = quantise_mtp(qwen35(tmp_path / "model"), "affine", 4, 32, stacked=True)

@@ -23,6 +23,7 @@ from edgespec.errors import ModelFileError
 from edgespec.heads.residual_layout import read_residual_heads
 from tests.backends.mlx.test_eagle_trainer import batch_of
 from tests.backends.mlx.tiny_checkpoints import ROWS, write_checkpoint
+from tests.cases import covering, first
 
 KINDS = ("medusa", "hydra")
 
@@ -53,7 +54,7 @@ def published(trainer: MlxHeadTrainer, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("method", KINDS)
+@pytest.mark.parametrize("method", first(KINDS))
 def test_heads_learn_their_batch(teacher: MlxTeacher, method: str, tmp_path: Path) -> None:
     trainer, batch = trainer_of(teacher, method), batch_of(2)
     before, _ = trainer.guesses(batch, 4)
@@ -107,8 +108,7 @@ def test_published_heads_draft_what_the_trainer_computes(
     assert np.abs(expected - expected[0]).max() > 0.1
 
 
-@pytest.mark.parametrize("method", KINDS)
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(("method", "temperature"), covering(KINDS, [0.8, 0.0]))
 def test_replies_are_those_of_plain_decoding(
     teacher: MlxTeacher, model: Path, tmp_path: Path, method: str, temperature: float
 ) -> None:

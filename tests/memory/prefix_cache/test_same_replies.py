@@ -156,6 +156,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ReuseCosts, "saves_time", lambda _self, tokens, _bytes: tokens > 0)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("always")
 def test_chats_with_default_options_reuse_prefixes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path))
