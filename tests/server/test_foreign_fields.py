@@ -28,7 +28,7 @@ def test_fields_of_other_servers_are_ignored_and_listed(http: httpx.Client, path
 
 
 def test_misspelt_fields_are_errors(http: httpx.Client) -> None:
-    for name in ("max_token", "temperatur", "top-p", "MaxTokens", "think", "x" * 65, "repeatPenalty"):
+    for name in ("max_token", "temperatur", "top-p", "MaxTokens", "think", "x" * 65, "repetitionPenalty"):
         reply = http.post("/v1/chat/completions", json={**CHAT, name: 1})
         assert reply.status_code == 400, name
         assert f"unknown field '{name}" in reply.json()["error"]["message"]
