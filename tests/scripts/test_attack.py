@@ -16,6 +16,7 @@ from scripts.attacking.victim import Usage
 CANARY = "canary0123456789ab"
 
 
+@pytest.mark.long
 def test_a_short_attack(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "scripts.attacking", "--requests", "60", "--log", str(tmp_path / "log")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
