@@ -162,6 +162,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--target", default="demo")
     parser.add_argument("--draft", default="auto")
+    parser.add_argument("--head", default="auto", help="head for the target (default: %(default)s)")
     parser.add_argument(
         "--methods",
         default="model:4,suffix,auto",
@@ -224,6 +225,7 @@ def _load(args: argparse.Namespace, methods: Mapping[str, tuple[str, int | None]
     return edgespec.load(
         args.target,
         args.draft,
+        head=args.head,
         context=args.context,
         threads=args.threads,
         parallel=max(args.concurrency),
