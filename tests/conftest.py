@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,6 +50,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run slow files first. Needs pytest-xdist's option `--no-loadscope-reorder`."""
     order = {_FOLDER / name: place for place, name in enumerate(_SLOW_FILES)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect the tests without the garbage collector, which would take a fifth of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.fixture(scope="module", autouse=True)

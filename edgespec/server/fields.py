@@ -62,7 +62,7 @@ _MAX_UNKNOWN_FIELDS, _MAX_NAME_CHARACTERS = 20, 64
 # Maximum number of items whose ignored fields are listed, to bound the time. Chosen.
 _MAX_SEARCHED_ITEMS = 1000
 # Similarity (`difflib`) from which on an unknown name is probably a misspelt one, such as `max_token`.
-_MISSPELT_SIMILARITY = 0.75
+_MISSPELT_SIMILARITY = 0.8
 
 
 class _Fields(BaseModel):

@@ -132,6 +132,7 @@ class TestPrepared:
         assert alone.stats.accepted_tokens
         assert together.stats.accepted_tokens
 
+    @pytest.mark.long
     def test_lowbit_without_a_prepared_copy(self, demo_target: Path, tmp_path: Path) -> None:
         model = Path(shutil.copy(demo_target, tmp_path / "model.gguf"))
         folder = prepare_layerskip(model, 4).folder

@@ -25,14 +25,14 @@ rounds = st.lists(
 
 
 class TestHistories:
-    @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(rounds)
     def test_any_history(
         self, shared_model: LanguageModel, history: list[tuple[tuple[int, ...], int, int, str]]
     ) -> None:
         self.check(shared_model, history, start=20)
 
-    @settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(rounds)
     def test_any_history_near_the_end_of_the_context(
         self, shared_model: LanguageModel, history: list[tuple[tuple[int, ...], int, int, str]]

@@ -136,6 +136,7 @@ def test_target_and_draft_model_are_tried_together(
     assert len(results()) == 2
 
 
+@pytest.mark.long
 def test_a_changed_file_is_tried_again(children: list[Any], tmp_path: Path) -> None:
     path = write_llama(tmp_path / "model.gguf")
     load(path)
@@ -149,6 +150,7 @@ def test_a_changed_file_is_tried_again(children: list[Any], tmp_path: Path) -> N
     assert len(children) == 3
 
 
+@pytest.mark.long
 def test_a_plan_does_not_count_as_running_the_model(children: list[Any], tmp_path: Path) -> None:
     """This architecture crashes only when it runs a token."""
     path = write_llama(tmp_path / "model.gguf", architecture="paddleocr")

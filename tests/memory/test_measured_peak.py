@@ -87,6 +87,7 @@ print(_own_bytes() - before)
 """
 
 
+@pytest.mark.long
 def test_mlx_vocabulary_estimate_matches_the_measured_memory(tmp_path: Path) -> None:
     """The estimate covers the copy in the tokenizers library and edgespec's tables."""
     pytest.importorskip("mlx.core")

@@ -22,6 +22,7 @@ from edgespec.prepare.lowbit import check_lowbit, find_lowbit, lowbit_file, prep
 from edgespec.prepare.store import PreparedModel, check_prepared, store_folder
 from tests.backends.contract import step, tokens_for
 from tests.backends.tiny_models import write_gemma3, write_llama
+from tests.cases import first
 
 
 @pytest.fixture(autouse=True)
@@ -123,6 +124,7 @@ def test_a_copy_of_a_changed_original_is_not_used(source: Path, split_model: Pre
     assert find_lowbit(split_model.folder) == made
 
 
+@pytest.mark.long
 def test_another_split_model_in_the_same_folder(source: Path, tmp_path: Path) -> None:
     folder = tmp_path / "split_model"
     prepare_layerskip(source, 1, to=folder)
@@ -161,7 +163,7 @@ def test_too_little_free_space(demo: Path, monkeypatch: pytest.MonkeyPatch) -> N
         prepare_lowbit(demo)
 
 
-@pytest.mark.parametrize("at", ["writing whole", "making a Q4_0"])
+@pytest.mark.parametrize("at", first(["making a Q4_0", "writing whole"]))
 def test_made_again_after_cancellation(source: Path, split_model: PreparedModel, at: str) -> None:
     source.unlink()
     there: list[list[str]] = []

@@ -30,7 +30,7 @@ def no_garbage_collection() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("name", "opened"),
     [
-        ("demo", "rt.chat().stream('hi')"),
+        pytest.param("demo", "rt.chat().stream('hi')", marks=pytest.mark.long),
         ("demo", "rt.stream('hi')"),
         pytest.param("demo", "chat.stream('hi')", marks=pytest.mark.long),
         ("demo-mlx-draft", "rt.stream('hi')"),

@@ -54,6 +54,7 @@ with edgespec.load("demo", "none", **options) as runtime:
 HEAD = COPY.replace('"lowbit", ', '"eagle", "head": sys.argv[1], ')
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform == "win32", reason="a file that is mapped cannot be cut there")
 def test_file_of_a_low_bit_copy_is_checked_too(
     demo_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -67,6 +68,7 @@ def test_file_of_a_low_bit_copy_is_checked_too(
     assert f"{copy} was truncated while in use" in done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform == "win32", reason="a file that is mapped cannot be cut there")
 def test_file_of_a_head_is_checked_too(tmp_path: Path) -> None:
     head = tmp_path / "head.gguf"

@@ -10,6 +10,7 @@ import pytest
 import edgespec
 from edgespec import RequestQueue, Runtime
 from edgespec.errors import OptionError
+from tests.cases import first
 from tests.runtime.questions import HOWTO
 
 
@@ -20,7 +21,7 @@ def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
         yield runtime
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", first([0.8, 0.0]))
 @pytest.mark.parametrize("method", ["auto", "model"])
 def test_a_limit_applies_to_one_reply_and_does_not_change_it(
     runtime: Runtime, method: str, temperature: float

@@ -13,6 +13,7 @@ import edgespec
 from edgespec import Reply, Runtime
 from edgespec.auto.active_replies import ACTIVE_REPLIES
 from edgespec.errors import ClosedError
+from tests.cases import first
 from tests.runtime.questions import HOWTO, REPEATS, equal
 
 LONG = "What does `ls` do? " * 20
@@ -28,7 +29,7 @@ def several(request: pytest.FixtureRequest) -> Iterator[list[Runtime]]:
         runtime.close()
 
 
-@pytest.mark.parametrize("method", ["none", "auto", "model"])
+@pytest.mark.parametrize("method", first(["auto", "none", "model"]))
 def test_concurrent_replies_equal_single_ones(several: list[Runtime], method: str) -> None:
     prompts, options = (HOWTO, REPEATS), {**OPTIONS, "max_tokens": 12}
     alone = [several[0].generate(prompt, method="none", **options) for prompt in prompts]

@@ -15,6 +15,7 @@ from edgespec import RequestQueue, Runtime, ToolCall
 from edgespec.assembly.loading import always_draft
 from edgespec.chat.tool_calls.calls import collect_calls
 from edgespec.errors import OptionError
+from tests.cases import first
 from tests.forced import Begin
 from tests.runtime.questions import HOWTO
 
@@ -47,7 +48,7 @@ def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
         yield runtime
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", first([0.8, 0.0]))
 def test_required_calls_are_valid_and_the_same_with_every_method(
     runtime: Runtime, temperature: float
 ) -> None:
@@ -65,8 +66,11 @@ def test_required_calls_are_valid_and_the_same_with_every_method(
         assert [(each.name, each.arguments) for each in reply.tool_calls] == [(call.name, call.arguments)]
 
 
-@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.long), 0.8])
-@pytest.mark.parametrize(("target", "draft"), [("demo", "demo-draft"), ("demo-mlx", "demo-mlx-draft")])
+@pytest.mark.parametrize("temperature", first([0.8, 0.0]))
+@pytest.mark.parametrize(
+    ("target", "draft"),
+    [("demo", "demo-draft"), pytest.param("demo-mlx", "demo-mlx-draft", marks=pytest.mark.long)],
+)
 def test_trees_give_the_calls_of_plain_decoding(target: str, draft: str, temperature: float) -> None:
     if target == "demo-mlx":
         pytest.importorskip("mlx.core")
@@ -80,7 +84,7 @@ def test_trees_give_the_calls_of_plain_decoding(target: str, draft: str, tempera
         assert [c.arguments for c in reply.tool_calls] == [c.arguments for c in plain.tool_calls]
 
 
-@pytest.mark.parametrize("choice", ["required", NAMED])
+@pytest.mark.parametrize("choice", first(["required", NAMED]))
 def test_calls_stream(runtime: Runtime, choice: Any) -> None:
     stream = runtime.stream_messages(MESSAGES, tools=TOOLS, tool_choice=choice, seed=2)
     chunks = list(stream)

@@ -17,6 +17,7 @@ from scripts.attacking.victim import Usage
 CANARY = "canary0123456789ab"
 
 
+@pytest.mark.long
 def test_a_short_attack(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "scripts.attacking", "--requests", "60", "--log", str(tmp_path / "log")]
     command += ["--neighbours", "--", "--parallel", "4"]

@@ -7,6 +7,7 @@ import pytest
 from tests.scripts.running import run_script
 
 
+@pytest.mark.long
 def test_a_lost_worker() -> None:
     results = run_script("kill_workers.py", "--losses", "1", "--seed", "1")
     assert results["errors"] == []

@@ -23,6 +23,7 @@ def test_killed_downloads_leave_no_incomplete_model() -> None:
     assert results["finished"] > 0
 
 
+@pytest.mark.long
 def test_killed_terminal_chats_lose_no_question() -> None:
     results = run_script("kill_terminal_chats.py", "--kills", "3", "--max-seconds", "1.5")
     assert results["lost_questions"] == 0

@@ -16,6 +16,7 @@ from scripts.soaking.trend import fit
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals and pseudo-terminals are POSIX")
 
 
+@pytest.mark.long
 def test_a_short_soak_loses_nothing(tmp_path: Path) -> None:
     soak = Soak(tmp_path)
     soak.run(8.0)

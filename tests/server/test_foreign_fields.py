@@ -28,7 +28,7 @@ def test_fields_of_other_servers_are_ignored_and_listed(http: httpx.Client, path
 
 
 def test_misspelt_fields_are_errors(http: httpx.Client) -> None:
-    for name in ("max_token", "temperatur", "top-p", "MaxTokens", "think", "x" * 65, "repeatPenalty"):
+    for name in ("max_token", "temperatur", "top-p", "MaxTokens", "think", "x" * 65, "repetitionPenalty"):
         reply = http.post("/v1/chat/completions", json={**CHAT, name: 1})
         assert reply.status_code == 400, name
         assert f"unknown field '{name}" in reply.json()["error"]["message"]
@@ -137,13 +137,13 @@ def test_names_can_have_the_tag_latest(http: httpx.Client) -> None:
 
 
 def test_ollamas_options_can_hold_the_settings_of_a_program(http: httpx.Client) -> None:
-    # LangExtract puts keep_alive there, and other programs set num_ctx outside options.
+    # LangExtract puts keep_alive and max_workers there, and other programs set num_ctx outside options.
     body = {"prompt": "x", "stream": False, "num_ctx": 512, "options": {"keep_alive": 300, "num_predict": 2}}
-    reply = http.post("/api/generate", json={**body, "options": {**body["options"], "numa_nodes": 2}})  # type: ignore[dict-item]
+    reply = http.post("/api/generate", json={**body, "options": {**body["options"], "max_workers": 2}})  # type: ignore[dict-item]
     assert reply.json()["edgespec"]["ignored_fields"] == [
         "num_ctx",
         "options.keep_alive",
-        "options.numa_nodes",
+        "options.max_workers",
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from textual.widgets import Input, TextArea
 
 from edgespec.chat.saved_chat import Setting
@@ -257,6 +258,7 @@ async def test_copy(demo: Load, tmp_path: Path) -> None:
         assert d.app.clipboard.startswith(f"**You:**\n\n{ASK}\n\n**Model:**")
 
 
+@pytest.mark.long
 async def test_long_chat_drops_old_messages_and_shows_it(demo: Load, tmp_path: Path) -> None:
     async with driving(demo, tmp_path, settings={**STEADY, "max_tokens": 20}) as d:
         words = "copy move delete list find sort " * 24

@@ -20,6 +20,7 @@ from edgespec.chat.saved_chat import SavedChat
 from edgespec.chat.store import ChatStore
 from edgespec.chat.tool_calls.calls import ToolCall
 from edgespec.settings_file import quoted
+from tests.cases import first
 from tests.tui import killed_chat
 from tests.tui.driving import driving
 from tests.tui.scripted import ScriptedRuntime, loading
@@ -53,7 +54,7 @@ def test_a_chat_killed_during_edits_keeps_all_versions(tmp_path: Path) -> None:
             assert not Counter(contents) - kept
 
 
-@pytest.mark.parametrize("seconds", [0.05, 0.3])
+@pytest.mark.parametrize("seconds", first([0.3, 0.05]))
 async def test_a_chat_killed_during_tool_calls_is_continued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:

@@ -22,6 +22,7 @@ from edgespec.reply import Reply
 from edgespec.tools.tool import Tool
 from edgespec.tui.screens.approval import ApprovalScreen
 from edgespec.tui.screens.race import RaceProgress, RaceScreen
+from tests.cases import first
 from tests.tui.driving import Driver, driving
 from tests.tui.scripted import LIVE, MARKDOWN, Script, ScriptedRuntime, loading, made_up_stats
 from tests.tui.snapshot_files import check_screen
@@ -119,7 +120,7 @@ SCENES: dict[str, Callable[[Driver], Awaitable[None]]] = {
 @pytest.mark.parametrize("scene", SCENES)
 @pytest.mark.parametrize(
     "size",
-    [(40, 20), (80, 24), pytest.param((200, 60), marks=pytest.mark.long)],
+    first([(40, 20), (80, 24), (200, 60)]),
     ids=lambda s: f"{s[0]}x{s[1]}",
 )
 async def test_the_screen(tmp_path: Path, scene: str, size: tuple[int, int]) -> None:

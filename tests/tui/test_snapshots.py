@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from edgespec.errors import BackendError
+from tests.cases import first
 from tests.tui.driving import Driver, driving
 from tests.tui.scripted import Script, ScriptedRuntime, facts, loading
 
@@ -67,7 +68,7 @@ SCENES = {
 @pytest.mark.parametrize("scene", SCENES)
 @pytest.mark.parametrize(
     "size",
-    [(80, 24), (40, 20), pytest.param((120, 40), marks=pytest.mark.long)],
+    first([(80, 24), (40, 20), (120, 40)]),
     ids=lambda s: f"{s[0]}x{s[1]}",
 )
 async def test_the_screen(tmp_path: Path, scene: str, size: tuple[int, int]) -> None:

@@ -179,6 +179,7 @@ async def test_what_the_user_decides(demo: Load, tmp_path: Path, forced: list[st
         assert roles(d) == ["user", "assistant", "tool", "assistant"]
 
 
+@pytest.mark.long
 async def test_keys_typed_while_the_question_opens_decide_nothing(
     demo: Load, tmp_path: Path, forced: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

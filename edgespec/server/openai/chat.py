@@ -40,6 +40,7 @@ class ChatRequest(ReasoningFields, ChoiceFields):
             "prompt": "use messages, or POST /v1/completions",
             "functions": "use tools",
             "function_call": "use tool_choice",
+            "think": "use thinking",
         }
     )
 
