@@ -121,7 +121,7 @@ class ChatScreen(TurnScreen):
             refusal = sentences(error.what, error.next_step)
             await self.transcript.note(refusal)
             if text == self._refused:
-                # The user can easily overlook a second note with the same text, so show a message too.
+                # The transcript does not repeat the note, so show a message too.
                 self.say(refusal)
             self._refused = text
             if self.give_back(text) and typed.command is None:

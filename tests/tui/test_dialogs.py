@@ -30,7 +30,7 @@ async def test_a_command_refused_again_shows_a_notice(tmp_path: Path) -> None:
         await d.said("/preset save brief in the chat")
         assert shown() == 1
         await d.press("enter")
-        await until(d.pilot, lambda: shown() == 3, "two notes and a notice")
+        await until(d.pilot, lambda: shown() == 2, "the note and a notice")
 
 
 async def test_an_unknown_command_far_from_all_names_suggests_help(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ async def test_long_reasoning_is_shown_in_part(tmp_path: Path) -> None:
 async def test_messages_that_take_long_to_draw_wait_for_a_click(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edgespec.tui.widgets.transcript._PAGE_SECONDS", 0.002)
+    monkeypatch.setattr("edgespec.tui.widgets.message_pages._PAGE_SECONDS", 0.002)
     items = Message("assistant", "- an item\n" * 20)
     save(tmp_path, *[Message("user", "Write."), items] * 4)
     async with driving(loading(ScriptedRuntime()), tmp_path, resume="one") as driver:
