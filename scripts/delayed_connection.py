@@ -1,4 +1,4 @@
-"""Forward a TCP connection with a delay, to test programs as on a slow network."""
+"""Forward a TCP connection with a delay, to imitate a slow network."""
 
 from __future__ import annotations
 

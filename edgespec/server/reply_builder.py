@@ -33,7 +33,7 @@ class ReplyBuilder(Protocol):
     response: dict[str, Any]
 
     def start(self, model: str, stats: Stats) -> Iterator[Event]:
-        """Begin the response. Yields its first events.
+        """Begin the response, and yield its first events.
 
         Args:
             model: Name of the model.
@@ -41,10 +41,10 @@ class ReplyBuilder(Protocol):
         """
 
     def add(self, chunk: TextChunk) -> Iterator[Event]:
-        """Add a chunk to the response. Yields its events."""
+        """Add a chunk to the response, and yield the events for it."""
 
     def finish(self, reply: Reply, more: Mapping[str, Any]) -> Iterator[Event]:
-        """End the response. Yields its last events.
+        """End the response, and yield its last events.
 
         Args:
             reply: The reply.

@@ -39,8 +39,8 @@ def load_mtp_head(target: HeadTarget, head: Head) -> LoadedHead:
     """Load MTP layers from a file, or use the MTP layers in the target's own file if the head has no path.
 
     Raises:
-        CapabilityError: The file was made for another target, or has no MTP layers that llama.cpp can run. Or
-            several replies cannot share them.
+        CapabilityError: The file was made for another target, llama.cpp cannot run its MTP layers, or several
+            replies cannot share them.
         ModelFileError: The file is damaged.
         MemoryBudgetError: The head does not fit in memory.
     """

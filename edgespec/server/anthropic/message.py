@@ -67,7 +67,7 @@ class MessageBuilder:
         yield {"type": "message_start", "message": self.response}
 
     def add(self, chunk: TextChunk) -> Iterator[Event]:
-        """Add a chunk to the message. Yields its events."""
+        """Add a chunk to the message, and yield the events for it."""
         if call := chunk.tool_call:
             if call.id:
                 yield from self._open({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})

@@ -105,7 +105,7 @@ class ResponseBuilder:
         yield self._event("response.in_progress", response=self.response)
 
     def add(self, chunk: TextChunk) -> Iterator[Event]:
-        """Add a chunk to the response. Yields its events."""
+        """Add a chunk to the response, and yield the events for it."""
         if chunk.reasoning:
             self._reasoning_tokens += chunk.token_count
         kind = "reasoning" if chunk.reasoning else "message"
