@@ -57,9 +57,20 @@ class ConnectedWorkers:
         """Whether a worker was lost. Nothing that llama.cpp holds may be used or freed then."""
         return self._calls.is_lost
 
-    def call(self, work: Callable[[], _Result]) -> _Result:
-        """Return the result of `work`. Raises WorkerLostError as soon as a worker is lost."""
-        return self._calls.call(work)
+    def call(self, work: Callable[[], _Result], *, can_abandon: bool = False) -> _Result:
+        """Return the result of `work`. Raises WorkerLostError as soon as a worker is lost.
+
+        If `can_abandon` is set, raises CancelledError soon after an interrupt. See `GuardedCalls.call`.
+        """
+        return self._calls.call(work, can_abandon=can_abandon)
+
+    def interrupt(self, enabled: bool) -> None:
+        """Abandon the current pass, and later ones until this is called with False."""
+        self._calls.interrupt(enabled)
+
+    def run_later(self, work: Callable[[], None]) -> None:
+        """Run `work` after the calls so far, without waiting for it."""
+        self._calls.run_later(work)
 
     def lose(self, what: str, next_step: str) -> None:
         """Make all calls fail, because a worker was lost. See `GuardedCalls.fail`."""
@@ -71,7 +82,7 @@ class ConnectedWorkers:
         names = ", ".join(str(link.address) for link in self.links)
         self._calls.fail(f"the connection to a worker broke ({names})", self.links[0].address.restart_advice)
 
-    def close(self) -> None:
-        """Release the workers. Repeated calls have no effect."""
-        self._calls.close()
+    def close(self, last: Callable[[], None] | None = None) -> None:
+        """Run the call `last` if that is possible, and release the workers. See `GuardedCalls.close`."""
+        self._calls.close(last)
         self._undo.close()
