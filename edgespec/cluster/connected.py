@@ -10,7 +10,7 @@ from edgespec.cluster.guarded_calls import GuardedCalls
 from edgespec.cluster.libraries import Library
 from edgespec.cluster.link import Link
 from edgespec.cluster.machines import Machines
-from edgespec.cluster.ssh import ConnectProgress, reach_worker
+from edgespec.cluster.ssh import ConnectProgress, reach_workers
 
 __all__ = ["ConnectedWorkers"]
 
@@ -34,7 +34,7 @@ class ConnectedWorkers:
         local_bytes: Memory of this machine for layers of the target.
 
     Raises:
-        WorkerError, MemoryBudgetError, CancelledError: See `Link` and `reach_worker`. No worker is reserved
+        WorkerError, MemoryBudgetError, CancelledError: See `Link` and `reach_workers`. No worker is reserved
             then.
     """
 
@@ -42,8 +42,7 @@ class ConnectedWorkers:
         self.local_bytes = machines.local_bytes
         with ExitStack() as undo:
             links = []
-            for machine in machines.workers:
-                address = undo.enter_context(reach_worker(machine, progress))
+            for address in undo.enter_context(reach_workers(machines.workers, progress)):
                 links.append(Link(address, library))
                 undo.callback(links[-1].close)
             self.links: tuple[Link, ...] = tuple(links)
