@@ -226,9 +226,11 @@ async def pipeline(client: Connection) -> None:
     """Send several requests before the first reply."""
     path, body = plausible(client.draw, client.canary)
     data = request(path, json.dumps(body).encode())
+    count = client.draw.choice((2, 5))
     await client.open()
-    await client.send(data * client.draw.choice((2, 5)))
-    await client.receive(5000, seconds=HANG_SECONDS)
+    await client.send(data * count)
+    # The server answers the requests one after the other.
+    await client.receive(5000, seconds=count * HANG_SECONDS)
 
 
 async def odd_method(client: Connection) -> None:
