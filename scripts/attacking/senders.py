@@ -19,6 +19,8 @@ __all__ = ["ATTACKS", "Attack", "Connection", "new_canary", "problem", "request"
 # loads models slowly.
 HANG_SECONDS = 300
 _METHODS = ("GET", "GET", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH", "TRACE", "FOO")
+# Parts of error messages that a stream with status 200 contains only if the server has a bug.
+_BUGS = (b"because of a bug", b"llama.cpp failed", b"a forward pass failed")
 _CANARY = re.compile(rb"canary[0-9a-f]{12}")
 
 
@@ -47,7 +49,7 @@ def problem(reply: bytes, canary: str) -> str | None:
     # Status 503 is not a problem: the server is busy or stopping.
     if status and status[1] != b"503":
         return f"status {status[1].decode()}: {reply[-300:]!r}"
-    return f"bug: {reply[-300:]!r}" if b"because of a bug" in reply else None
+    return f"bug: {reply[-300:]!r}" if any(each in reply for each in _BUGS) else None
 
 
 @dataclass
