@@ -105,6 +105,19 @@ def test_the_chat_replies(workers: tuple[Worker, Worker]) -> None:
     assert done.stdout.strip()
 
 
+def test_a_race_compares_equal_replies(workers: tuple[Worker, Worker]) -> None:
+    done = run("race", "--workers", workers[0].address, "--context", "1024", "-n", "8", "--json", PROMPT)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["same_text"]
+
+
+@pytest.mark.long
+def test_tune_measures_the_widths_of_passes_on_workers(workers: tuple[Worker, Worker]) -> None:
+    done = run("tune", "--workers", workers[0].address, "--context", "1024", "-n", "8", "--json")
+    assert done.returncode == 0, done.stderr
+    assert [each["width"] for each in json.loads(done.stdout)["passes"]] == [1, 2, 3, 5, 9, 17]
+
+
 def test_branches_and_the_memory_of_the_weights_are_reported(workers: tuple[Worker, Worker]) -> None:
     with edgespec.load("demo", None, context=1024) as runtime:
         whole = runtime.target.weight_bytes
