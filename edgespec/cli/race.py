@@ -92,7 +92,8 @@ def _race(stop: Stop, prompt: str, as_json: bool, options: dict[str, Any]) -> Ra
     from edgespec.bench.race_pictures import Picture
 
     settings = pick(options, ("system", *_REPLY_NAMES))
-    with loaded(stop, **pick(options, (*LOAD_NAMES, *WORKER_NAMES))) as runtime, ProgressLine(stop) as progress:
+    wanted = pick(options, (*LOAD_NAMES, *WORKER_NAMES))
+    with loaded(stop, **wanted) as runtime, ProgressLine(stop) as progress:
         race = run_race(
             lambda **each: runtime.stream(prompt, **each),
             settings,
