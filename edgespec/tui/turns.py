@@ -236,7 +236,7 @@ class TurnScreen(ChatView):
             self.speeds.add(sum(chunk.token_count for chunk in chunks))
             await reply.write(chunks)
         else:
-            reply.show_reading(self._thread.read_fraction)
+            reply.show_preparing(*self._thread.preparing)
 
     async def _end_job(self, job: Future[ChatState], reply: ReplyMessage | None) -> None:
         failure = None
