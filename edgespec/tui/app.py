@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import Any, TypeVar
 
 from textual import events, work
@@ -34,6 +35,7 @@ from edgespec.tui.screens.loading import LoadingScreen
 from edgespec.tui.texts import sentences
 from edgespec.tui.themes import DARK
 from edgespec.tui.user_themes import find_theme
+from edgespec.tui.widgets.markdown_reader import load_parsers
 from edgespec.tui.worker import Load, LoadOther, ModelThread, PlanModel, load_named, plan_named
 
 __all__ = ["ChatApp", "ChatEnd", "quick_screen", "run_chat"]
@@ -166,6 +168,7 @@ class ChatApp(App[None]):
 
     async def _load_model(self) -> None:
         await self.push_screen(self._loading)
+        Thread(target=load_parsers, daemon=True).start()
         runtime = await self._loaded(self.model_thread.start())
         if runtime is None:
             return
