@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import LoadOptions, Progress
-from edgespec.backends.base_model import in_batches
+from edgespec.backends.base import LoadOptions
 from edgespec.backends.gguf_header import read_header
 from edgespec.backends.gguf_metadata import read_gguf_info
 from edgespec.backends.hidden_state_log import HiddenStateLog
@@ -78,15 +77,13 @@ class DFlashHead(CachedHead):
         self._markov = MarkovHead(weights.path, self.vocabulary.size) if shape.has_markov else None
         # For each row, the previous token that llama.cpp assumed when it added the Markov head's logits.
         self._assumed: list[int] = []
-        self._end_round()
+        self._keep(0)
 
-    def _end_round(self) -> None:
-        super()._end_round()
+    def _keep(self, length: int) -> None:
+        super()._keep(length)
         # The logits of the last block, one row per draft token.
         self._rows: NDArray[np.float32] = np.empty((0, self.vocabulary.size), np.float32)
         self._selector: PathSelector | None = None
-        # Number of tree nodes before the block, whose hidden states the target has already computed.
-        self._known_nodes = 0
 
     @property
     def free_tokens(self) -> int:
@@ -97,22 +94,8 @@ class DFlashHead(CachedHead):
     def first_position(self) -> int:
         return self.log.start
 
-    @property
-    def last_position(self) -> int:
-        return self.log.end
-
-    def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
-        self._check()
-        check_tokens_fit(self, len(tokens))
-        self._end_round()
-        for batch in in_batches(tokens, self._options.batch_tokens, progress):
-            start = self.length
-            try:
-                self._add_states(start, len(batch))
-            except (BackendError, ContextFullError, CancelledError):
-                self._cells.truncate(start)
-                raise
-            self._cells.length += len(batch)
+    def _append(self, tokens: Sequence[int]) -> None:
+        self._add_states(self.length, len(tokens))
 
     def _add_states(self, start: int, count: int) -> None:
         """Append keys and values for `count` tokens from position `start` on to the KV cache."""
@@ -133,13 +116,13 @@ class DFlashHead(CachedHead):
                     f"use --draft-length {len(self._rows)} or less",
                 )
             return HostLogits(self._rows_after(tree.tokens[first:], depths))
-        except (BackendError, ContextFullError, CancelledError, CapabilityError):
-            self._end_round()
+        except (BackendError, ContextFullError, CancelledError):
+            self._keep(self.length)
             raise
 
     def _run_block(self, tree: TokenTree) -> None:
         """Add the known hidden states of the tree's first nodes to the cache, and run a block after them."""
-        self._end_round()
+        self._keep(self.length)
         known = self._known_nodes = min(max(self.log.end - self.length, 0), tree.width - 1)
         begin = self.length + known
         if known:
@@ -176,12 +159,6 @@ class DFlashHead(CachedHead):
         if token == assumed:
             return row
         return row + (self._markov.logits(token) - self._markov.logits(assumed))
-
-    def commit(self, path: tuple[int, ...]) -> None:  # noqa: ARG002
-        """Keep the cache entries of tokens whose hidden states came from the target."""
-        self._check()
-        self._cells.length += self._known_nodes
-        self._end_round()
 
 
 def load_dflash_head(target: HeadTarget, head: Head) -> LoadedHead:

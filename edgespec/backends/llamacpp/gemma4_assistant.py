@@ -15,6 +15,7 @@ from edgespec.backends.base import LoadOptions, Snapshot
 from edgespec.backends.gguf_header import read_header
 from edgespec.backends.gguf_metadata import read_gguf_info
 from edgespec.backends.head_trial import check_finite
+from edgespec.backends.head_view import HeadView
 from edgespec.backends.hidden_state_log import POST_NORM, HiddenStateLog
 from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.backends.llamacpp.gemma4_assistant_files import ASSISTANT, check_assistant
@@ -30,7 +31,6 @@ from edgespec.backends.memory_check import check_draft_width, check_tokens_fit
 from edgespec.backends.memory_estimate import MemoryEstimate
 from edgespec.backends.model_facts import Capabilities
 from edgespec.backends.self_draft_methods import Head
-from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, MemoryBudgetError
@@ -106,7 +106,7 @@ def estimate_assistant(path: Path, context_tokens: int) -> MemoryEstimate:
     )
 
 
-class AssistantHead(SelfDraftView[HeadTarget]):
+class AssistantHead(HeadView[HeadTarget]):
     """A head whose layers attend to the KV cells of the target's committed tokens.
 
     Its input is a token and the preceding hidden state. For the last emitted token, this is the target's
@@ -126,10 +126,9 @@ class AssistantHead(SelfDraftView[HeadTarget]):
         log: HiddenStateLog,
         release: Callable[[], None],
     ) -> None:
-        super().__init__(target)
+        super().__init__(target, log, release)
         assert isinstance(context, PairContext)
-        self._context, self.log, self._release = context, log, release
-        self.vocabulary = target.vocabulary
+        self._context = context
         capabilities = Capabilities(
             rollback=True,
             tree=target.facts.capabilities.tree,
@@ -151,16 +150,6 @@ class AssistantHead(SelfDraftView[HeadTarget]):
     @property
     def threads(self) -> int:
         return self._context.threads
-
-    @property
-    def first_position(self) -> int:
-        """The first position whose preceding hidden state is in the log."""
-        return self.log.start + 1
-
-    @property
-    def last_position(self) -> int:
-        """The last position whose preceding hidden state is in the log."""
-        return self.log.end
 
     def start_at(self, position: int) -> None:  # noqa: ARG002
         self._check()
@@ -190,9 +179,7 @@ class AssistantHead(SelfDraftView[HeadTarget]):
         """
         position, count = self.length, end - first
         states = (
-            self._own_states[np.array(tree.parents[first:end])]
-            if first
-            else self.log.rows(position - 1, position)
+            self._own_states[np.array(tree.parents[first:end])] if first else self._logged_states(position, 1)
         )
         rows = self._context.compute(
             "draft", tree.tokens[first:end], states, [position] * count, [(0,)] * count
@@ -205,12 +192,9 @@ class AssistantHead(SelfDraftView[HeadTarget]):
         self._context.interrupt.requested = enabled
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        self._target.stop_logging(self.log)
-        self._target.context.kv_readers.remove(self._context)
-        self._release()
+        if not self._closed:
+            self._target.context.kv_readers.remove(self._context)
+        super().close()
 
 
 def _open_context(weights: HeadWeights, target: HeadTarget, _row_size: int) -> PairContext:

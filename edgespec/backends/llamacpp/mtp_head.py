@@ -98,7 +98,7 @@ class ChainedMtpHead(MtpHead):
         self._own_states.extend(rows.states[first:])
         return rows.logits[first:]
 
-    def commit(self, path: tuple[int, ...]) -> None:  # noqa: ARG002
+    def commit(self, path: tuple[int, ...]) -> None:
         """Remove the KV cells of all nodes. The next prefill runs the accepted tokens with every layer."""
-        self._check()
-        self._cells.end_round()
+        self._known_nodes = 0
+        super().commit(path)

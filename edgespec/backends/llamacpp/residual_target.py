@@ -44,7 +44,7 @@ class _GgufResidualHeads:
 
     def view(self, target: HeadTarget, release: Callable[[], None]) -> ResidualHeadView:
         """See `LoadedHead`."""
-        return self._heads.view(target, target, release)
+        return self._heads.view(target, release)
 
     def close(self) -> None:
         """See `LoadedHead`. Python frees the weights together with the last view."""
@@ -71,7 +71,6 @@ def _target(model: HeadTarget) -> ResidualHeadTarget:
 
     return ResidualHeadTarget(
         model=model,
-        states=model,
         memory_bytes=memory_bytes,
         layers=lib.llama_model_n_layer(weights),
         attention=AttentionShape(

@@ -64,8 +64,8 @@ class DFlashHead(CachedHead):
         facts = replace(facts, capabilities=capabilities)
         super().__init__(target, config.states, network, embed, lm_head, target_ids, facts)
 
-    def _end_round(self) -> None:
-        super()._end_round()
+    def _keep(self, length: int) -> None:
+        super()._keep(length)
         # The logits of the last block, one row per draft token.
         self._rows = mx.zeros((0, 0))
 
@@ -74,7 +74,7 @@ class DFlashHead(CachedHead):
         """The first position whose hidden states are in the log."""
         return self.log.start
 
-    def _append(self, tokens: Sequence[int]) -> None:
+    def _run_known(self, tokens: Sequence[int]) -> None:
         self._add_states(self._length, self._length + len(tokens))
 
     def _add_states(self, start: int, end: int) -> None:
@@ -98,7 +98,7 @@ class DFlashHead(CachedHead):
 
     def _run_block(self, tree: TokenTree) -> None:
         """Add the known hidden states of the tree's first nodes to the cache, and run a block after them."""
-        self._end_round()
+        self._keep(self.length)
         known = min(max(self.log.end - self._length, 0), tree.width - 1)
         begin = self._length + known
         if known:
