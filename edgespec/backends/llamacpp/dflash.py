@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,20 +15,18 @@ from numpy.typing import NDArray
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.gguf_header import read_header
 from edgespec.backends.gguf_metadata import read_gguf_info
-from edgespec.backends.hidden_state_log import HiddenStateLog
 from edgespec.backends.llamacpp.block_context import BlockContext
 from edgespec.backends.llamacpp.block_shape import BlockShape, check_head_kind, read_block_shape
 from edgespec.backends.llamacpp.context_planning import plan_context
 from edgespec.backends.llamacpp.head import CachedHead
-from edgespec.backends.llamacpp.head_context import HeadContext
-from edgespec.backends.llamacpp.head_file import HeadFile, HeadWeights
+from edgespec.backends.llamacpp.head_context import HeadPass
+from edgespec.backends.llamacpp.head_file import HeadFile, HeadParts, HeadWeights
 from edgespec.backends.llamacpp.head_loading import estimate_head, load_head_file, target_layers
 from edgespec.backends.llamacpp.head_target import HeadTarget, LoadedHead
 from edgespec.backends.llamacpp.loading import check_file, threads_for
 from edgespec.backends.llamacpp.markov_head import MarkovHead
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.path_selector import PathSelector
-from edgespec.backends.llamacpp.shared_head_context import HeadSlot
 from edgespec.backends.memory_check import check_tokens_fit
 from edgespec.backends.memory_estimate import MemoryEstimate
 from edgespec.backends.model_facts import Capabilities
@@ -60,21 +58,13 @@ class DFlashHead(CachedHead):
     `verify` runs the pass for the root, and looks up the logits of deeper nodes in its result.
     """
 
-    def __init__(
-        self,
-        shape: BlockShape,
-        weights: HeadWeights,
-        target: HeadTarget,
-        context: HeadContext | HeadSlot,
-        log: HiddenStateLog,
-        release: Callable[[], None],
-    ) -> None:
+    def __init__(self, shape: BlockShape, parts: HeadParts) -> None:
         self._shape = shape
         capabilities = Capabilities(
             rollback=True, tree=True, max_draft_length=shape.draft_length, drafts_in_one_pass=True
         )
-        super().__init__(weights, target, context, log, release, capabilities)
-        self._markov = MarkovHead(weights.path, self.vocabulary.size) if shape.has_markov else None
+        super().__init__(parts, capabilities)
+        self._markov = MarkovHead(parts.weights.path, self.vocabulary.size) if shape.has_markov else None
         # For each row, the previous token that llama.cpp assumed when it added the Markov head's logits.
         self._assumed: list[int] = []
         self._keep(0)
@@ -99,8 +89,8 @@ class DFlashHead(CachedHead):
 
     def _add_states(self, start: int, count: int) -> None:
         """Append keys and values for `count` tokens from position `start` on to the KV cache."""
-        states, positions = self.log.rows(start, start + count), range(start, start + count)
-        self._context.compute("prefill", [0] * count, states, positions, [(0,)] * count)
+        states = self.log.rows(start, start + count)
+        self._context.compute(HeadPass.chain("prefill", [0] * count, states, start))
 
     def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
         """See `LanguageModel.verify`. Nodes before the drafted block get the logits of its first token."""
@@ -129,8 +119,7 @@ class DFlashHead(CachedHead):
             self._add_states(self.length, known)
         count = min(self._shape.tokens, self._context.tokens - begin)
         block = [tree.tokens[known], *[self._shape.mask_token] * (count - 1)]
-        positions, none = range(begin, begin + count), np.empty((count, 0), np.float32)
-        rows = self._context.compute("draft", block, none, positions, [(0,)] * count)
+        rows = self._context.compute(HeadPass.chain("draft", block, np.empty((count, 0), np.float32), begin))
         self._context.drop(0, begin)
         self._rows = rows.logits[self._shape.first_row :]
         if self._shape.candidates:
@@ -187,7 +176,7 @@ def load_dflash_head(target: HeadTarget, head: Head) -> LoadedHead:
                 selects=shape.candidates > 0,
             )
 
-        return HeadFile(found, layers, open_context, partial(DFlashHead, shape, found))
+        return HeadFile(found, layers, open_context, partial(DFlashHead, shape))
 
     return load_head_file(target, head, "dflash", "a DFlash head", make)
 

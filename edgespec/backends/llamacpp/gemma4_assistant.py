@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,17 +15,16 @@ from edgespec.backends.gguf_header import read_header
 from edgespec.backends.gguf_metadata import read_gguf_info
 from edgespec.backends.head_trial import check_finite
 from edgespec.backends.head_view import HeadView
-from edgespec.backends.hidden_state_log import POST_NORM, HiddenStateLog
+from edgespec.backends.hidden_state_log import POST_NORM
 from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.backends.llamacpp.gemma4_assistant_files import ASSISTANT, check_assistant
-from edgespec.backends.llamacpp.head_context import HeadContext, PairContext
-from edgespec.backends.llamacpp.head_file import HeadFile, HeadWeights
+from edgespec.backends.llamacpp.head_context import HeadPass, PairContext
+from edgespec.backends.llamacpp.head_file import HeadFile, HeadParts, HeadWeights
 from edgespec.backends.llamacpp.head_loading import BATCH_TOKENS, estimate_head, load_head_file
 from edgespec.backends.llamacpp.head_target import HeadTarget, LoadedHead
 from edgespec.backends.llamacpp.loading import check_file, describe, threads_for
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import ProbeResult
-from edgespec.backends.llamacpp.shared_head_context import HeadSlot
 from edgespec.backends.memory_check import check_draft_width, check_tokens_fit
 from edgespec.backends.memory_estimate import MemoryEstimate
 from edgespec.backends.model_facts import Capabilities
@@ -62,26 +60,20 @@ def load_assistant(target: HeadTarget, path: Path) -> LoadedHead:
         plan = ContextPlan(0, target.max_plan.kv_types, sequences=1, rows=BATCH_TOKENS)
         free = partial(library().llama_model_free, weights)
         found = HeadWeights(weights, path, name, options, plan, free, path)
-        return HeadFile(found, (POST_NORM,), partial(_open_context, found), partial(_checked_view, found))
+        return HeadFile(found, (POST_NORM,), partial(_open_context, found), _checked_view)
 
     return load_head_file(target, Head("mtp", path), ASSISTANT, "a Gemma 4 assistant", make)
 
 
-def _checked_view(
-    weights: HeadWeights,
-    target: HeadTarget,
-    context: HeadContext | HeadSlot,
-    log: HiddenStateLog,
-    release: Callable[[], None],
-) -> AssistantHead:
+def _checked_view(parts: HeadParts) -> AssistantHead:
     """Return a view of an assistant. Raises ModelFileError if its logits are not finite."""
-    head = AssistantHead(weights, target, context, log, release)
+    head, target = AssistantHead(parts), parts.target
     if target.length or not target.free_tokens:
         return head
     try:
         # `HeadFile` cannot check the logits of this head while the target's cache is empty.
         target.prefill([0])
-        check_finite(head, weights.path)
+        check_finite(head, parts.weights.path)
     except BaseException:
         head.close()
         raise
@@ -118,15 +110,9 @@ class AssistantHead(HeadView[HeadTarget]):
     draft.
     """
 
-    def __init__(
-        self,
-        weights: HeadWeights,
-        target: HeadTarget,
-        context: HeadContext | HeadSlot,
-        log: HiddenStateLog,
-        release: Callable[[], None],
-    ) -> None:
-        super().__init__(target, log, release)
+    def __init__(self, parts: HeadParts) -> None:
+        target, context, weights = parts.target, parts.context, parts.weights
+        super().__init__(target, parts.log, parts.release)
         assert isinstance(context, PairContext)
         self._context = context
         capabilities = Capabilities(
@@ -182,7 +168,7 @@ class AssistantHead(HeadView[HeadTarget]):
             self._own_states[np.array(tree.parents[first:end])] if first else self._logged_states(position, 1)
         )
         rows = self._context.compute(
-            "draft", tree.tokens[first:end], states, [position] * count, [(0,)] * count
+            HeadPass("draft", tree.tokens[first:end], states, [position] * count, [(0,)] * count)
         )
         self._own_states = np.concatenate([self._own_states, rows.states])
         # With no committed tokens, attention divides by zero. This happens only in warm-up passes.

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.head_view import CachedHeadView
-from edgespec.backends.hidden_state_log import HiddenStateLog
-from edgespec.backends.llamacpp.head_context import HeadContext
-from edgespec.backends.llamacpp.head_file import HeadWeights
+from edgespec.backends.llamacpp.head_context import HeadContext, HeadPass
+from edgespec.backends.llamacpp.head_file import HeadParts
 from edgespec.backends.llamacpp.head_target import HeadTarget
 from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.loading import describe
 from edgespec.backends.llamacpp.probe import ProbeResult
 from edgespec.backends.llamacpp.resizing import check_resize_fits, rebuild_context
-from edgespec.backends.llamacpp.shared_head_context import HeadSlot
 from edgespec.backends.llamacpp.text_export import export_text, import_text
 from edgespec.backends.memory_check import check_draft_width, check_tokens_fit
 from edgespec.backends.model_facts import Capabilities
@@ -37,24 +35,13 @@ class CachedHead(CachedHeadView[HeadTarget]):
     """A head that llama.cpp runs.
 
     Args:
-        weights: The head's weights.
-        target: The target.
-        context: Runs the head. If several replies share its passes, the reply's slot in the context.
-        log: The log of the target's hidden states that the head reads.
-        release: Called when the head is closed. See `LoadedHead.view`.
+        parts: The weights, the target and the context.
         capabilities: What the head can draft.
     """
 
-    def __init__(
-        self,
-        weights: HeadWeights,
-        target: HeadTarget,
-        context: HeadContext | HeadSlot,
-        log: HiddenStateLog,
-        release: Callable[[], None],
-        capabilities: Capabilities,
-    ) -> None:
-        super().__init__(target, log, release)
+    def __init__(self, parts: HeadParts, capabilities: Capabilities) -> None:
+        target, context, weights = parts.target, parts.context, parts.weights
+        super().__init__(target, parts.log, parts.release)
         self._options, self._context = weights.options, context
         self._batch_tokens = weights.options.batch_tokens
         context.clear()  # A slot can hold the tokens of a closed view.
@@ -142,28 +129,20 @@ class PairHead(CachedHead):
     states.
     """
 
-    def __init__(
-        self,
-        weights: HeadWeights,
-        target: HeadTarget,
-        context: HeadContext | HeadSlot,
-        log: HiddenStateLog,
-        release: Callable[[], None],
-    ) -> None:
+    def __init__(self, parts: HeadParts) -> None:
         capabilities = Capabilities(
             rollback=True,
-            tree=target.facts.capabilities.tree,
-            max_width=context.max_width,
-            max_branches=weights.options.max_branches,
+            tree=parts.target.facts.capabilities.tree,
+            max_width=parts.context.max_width,
+            max_branches=parts.weights.options.max_branches,
         )
-        super().__init__(weights, target, context, log, release, capabilities)
+        super().__init__(parts, capabilities)
         # The head's own hidden state after each node of the current draft tree.
         self._own_states: list[NDArray[np.float32]] = []
 
     def _append(self, tokens: Sequence[int]) -> None:
-        start, count = self.length, len(tokens)
-        states, positions = self._target_states(start, count), range(start, start + count)
-        self._context.compute("prefill", tokens, states, positions, [(0,)] * count)
+        states = self._target_states(self.length, len(tokens))
+        self._context.compute(HeadPass.chain("prefill", tokens, states, self.length))
 
     def _target_states(self, start: int, count: int) -> NDArray[np.float32]:
         """Return the head's input states for `count` tokens from position `start` on, one per token."""
@@ -186,7 +165,7 @@ class PairHead(CachedHead):
         """Run a tree's nodes from `first` on, store their hidden states, and return their logits."""
         positions, sequences = self._cells.place_tree(tree, first)
         states = self._states_before(tree, first, positions)
-        rows = self._context.compute("draft", tree.tokens[first:], states, positions, sequences)
+        rows = self._context.compute(HeadPass("draft", tree.tokens[first:], states, positions, sequences))
         self._own_states.extend(rows.states)
         return rows.logits
 

@@ -73,7 +73,7 @@ def load_mtp_head(target: HeadTarget, head: Head) -> LoadedHead:
 
         states = layers.graph.states_read(library().llama_model_n_layer(target.weights[0]))
         kind = ChainedMtpHead if layers.count > 1 else MtpHead
-        return HeadFile(found, states, open_context, partial(kind, layers, found))
+        return HeadFile(found, states, open_context, partial(kind, layers))
 
     if path is None:
         if not target.options.mtp:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import LoadOptions
-from edgespec.backends.hidden_state_log import HiddenStateLog
 from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.backends.llamacpp.head import PairHead
-from edgespec.backends.llamacpp.head_context import HeadContext, PairContext
-from edgespec.backends.llamacpp.head_file import HeadWeights
-from edgespec.backends.llamacpp.head_target import HeadTarget
+from edgespec.backends.llamacpp.head_context import HeadPass, PairContext
+from edgespec.backends.llamacpp.head_file import HeadParts
 from edgespec.backends.llamacpp.kv_types import KvTypes
 from edgespec.backends.llamacpp.mtp_files import MtpLayers
-from edgespec.backends.llamacpp.shared_head_context import HeadSlot
 from edgespec.engine.tree import TokenTree
 
 __all__ = ["ChainedMtpHead", "MtpHead", "plan_mtp_context"]
@@ -48,21 +45,13 @@ class MtpHead(PairHead):
 
     Args:
         layers: The MTP layers.
-        weights: See `CachedHead`, also for the other arguments.
+        parts: The weights, the target and the context.
     """
 
-    def __init__(
-        self,
-        layers: MtpLayers,
-        weights: HeadWeights,
-        target: HeadTarget,
-        context: HeadContext | HeadSlot,
-        log: HiddenStateLog,
-        release: Callable[[], None],
-    ) -> None:
-        super().__init__(weights, target, context, log, release)
+    def __init__(self, layers: MtpLayers, parts: HeadParts) -> None:
+        super().__init__(parts)
         self._count = layers.count
-        if weights.handle is target.weights[0]:
+        if parts.weights.handle is parts.target.weights[0]:
             self.facts = replace(self.facts, weight_bytes=layers.weight_bytes)
 
 
@@ -94,7 +83,7 @@ class ChainedMtpHead(MtpHead):
         self._cells.end_round()
         positions, sequences = self._cells.place_tree(tree, 0)
         states = self._states_before(tree, 0, positions)
-        rows = self._context.compute("draft", tree.tokens, states, positions, sequences)
+        rows = self._context.compute(HeadPass("draft", tree.tokens, states, positions, sequences))
         self._own_states.extend(rows.states[first:])
         return rows.logits[first:]
 

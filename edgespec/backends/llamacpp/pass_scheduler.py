@@ -20,7 +20,7 @@ PassKind: TypeAlias = Literal["logits", "embeddings", "prefill", "draft", "encod
 
 - logits: a target's or a draft model's logits, and the keys and values of prompts.
 - embeddings: the hidden states after the last layer.
-- encode, prefill, draft: see `HeadContext.compute`.
+- encode, prefill, draft: see `HeadPass`.
 """
 
 
