@@ -135,7 +135,7 @@ class AutoController(Drafter):
         self._overhead_seconds = RunningMean()
         # Worst-case costs of the drafters that run a model, keyed by name. If there are none, a single entry
         # holds the costs of verify passes.
-        passes = drafter.pass_seconds or {"": 0.0}
+        passes = drafter.model_pass_seconds or {"": 0.0}
         self._worst_cases = {name: WorstCaseCosts(costs, seconds) for name, seconds in passes.items()}
         self._backoff = Backoff()
         self._backoffs = {costs.conditions: self._backoff}
