@@ -128,18 +128,21 @@ class LoadedResidualHeads:
             _check_attention(target, heads, heads.prefix, path)
             self._prefix = PrefixLayer(heads.prefix, target.attention, loader)
 
-    def view(self, model: BaseModel, release: Callable[[], None] = lambda: None) -> ResidualHeadView:
+    def view(self, target: BaseModel, release: Callable[[], None] = lambda: None) -> ResidualHeadView:
         """Return a view of the heads, with a KV cache of its own if they have one.
 
         Args:
-            model: The target, or one of the replies that share it.
+            target: The target, or one of the replies that share it.
             release: Called when the view is closed.
         """
-        log = model.log_hidden_states([self._state])
-        parts = model, log, release, self._facts, self._network, self._embed
+        log = target.log_hidden_states([self._state])
+        parts = target, log, release, self._facts, self._network, self._embed
         if self._prefix is None:
             return ResidualHeadView(*parts)
         return PrefixHeadView(*parts, self._prefix.with_own_cache())
+
+    def close(self) -> None:
+        """See `LoadedHead` of the llama.cpp backend. Python frees the weights together with the last view."""
 
 
 def _check_attention(
