@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +16,7 @@ from edgespec.backends.llamacpp.kv_types import KvTypes
 from edgespec.backends.llamacpp.mtp_files import MtpLayers
 from edgespec.engine.tree import TokenTree
 
-__all__ = ["ChainedMtpHead", "MtpHead", "plan_mtp_context"]
+__all__ = ["ChainedMtpHead", "plan_mtp_context"]
 
 _F16 = KvTypes("f16", "f16")
 
@@ -38,35 +37,26 @@ def plan_mtp_context(layers: MtpLayers, options: LoadOptions) -> ContextPlan:
     )
 
 
-class MtpHead(PairHead):
-    """An MTP layer as a head.
-
-    The layer reads the target's final hidden states, or its own hidden states for draft tokens.
-
-    Args:
-        layers: The MTP layers.
-        parts: The weights, the target and the context.
-    """
-
-    def __init__(self, layers: MtpLayers, parts: HeadParts) -> None:
-        super().__init__(parts)
-        self._count = layers.count
-        if parts.weights.handle is parts.target.weights[0]:
-            self.facts = replace(self.facts, weight_bytes=layers.weight_bytes)
-
-
-class ChainedMtpHead(MtpHead):
+class ChainedMtpHead(PairHead):
     """Several MTP layers, each of which was trained to predict one token further than the previous layer.
 
     The first layer predicts the root's children in the draft tree, the second layer predicts their children,
     and so on. The last layer also predicts all deeper nodes. Layers cannot share keys and values, so every
     layer processes all tokens.
+
+    Args:
+        layers: Number of layers.
+        parts: The weights, the target and the context.
     """
 
     _context: PairContext
 
     # Index of the MTP layer that runs the current level of the draft tree.
     _layer = 0
+
+    def __init__(self, layers: int, parts: HeadParts) -> None:
+        super().__init__(parts)
+        self._count = layers
 
     def _append(self, tokens: Sequence[int]) -> None:
         for layer in range(self._count):
