@@ -14,7 +14,7 @@ from edgespec.backends.base_model import BaseModel, in_batches
 from edgespec.backends.hidden_state_log import HiddenStateLog
 from edgespec.backends.memory_check import check_tokens_fit
 from edgespec.backends.self_draft_view import M, SelfDraftView
-from edgespec.errors import BackendError, ClosedError
+from edgespec.errors import BackendError, CapabilityError, ClosedError
 from edgespec.heads.cached_attention import CachedAttention
 
 __all__ = ["AttentionHeadView", "CachedHeadView", "HeadView"]
@@ -55,6 +55,13 @@ class HeadView(SelfDraftView[M]):
     @abstractmethod
     def start_at(self, position: int) -> None:
         """Empty the KV cache, and let it begin at `position`. Tokens before `position` are never run."""
+
+    def _check_draft_length(self, length: int, limit: int) -> None:
+        """Raise CapabilityError if a draft of `length` tokens is longer than `limit`."""
+        if length > limit:
+            raise CapabilityError(
+                f"{self.facts.name} drafts at most {limit:,} tokens", f"use --draft-length {limit} or less"
+            )
 
     def close(self) -> None:
         if not self._closed:

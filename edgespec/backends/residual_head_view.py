@@ -15,7 +15,6 @@ from edgespec.backends.memory_check import check_tokens_fit
 from edgespec.backends.model_facts import ModelFacts
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import CapabilityError
 from edgespec.heads.prefix_layer import PrefixLayer
 from edgespec.heads.products import Array
 from edgespec.heads.residual_network import ResidualNetwork
@@ -109,17 +108,10 @@ class ResidualHeadView(HeadView[BaseModel]):
                 head, inputs = 0, states[i]
             else:
                 head, inputs = self._nodes[parent].head + 1, self._nodes[parent].inputs
-            self._check_draft_length(head + 1)
+            self._check_draft_length(head + 1, self.facts.capabilities.max_draft_length)
             if embeddings is not None:
                 inputs = np.concatenate([inputs, embeddings[i]])
             self._nodes.append(_Node(head, inputs))
-
-    def _check_draft_length(self, length: int) -> None:
-        limit = self.facts.capabilities.max_draft_length
-        if length > limit:
-            raise CapabilityError(
-                f"{self.facts.name} predicts only {limit} tokens", f"use --draft-length {limit} or less"
-            )
 
     def _known_states(self, tree: TokenTree) -> Array:
         """Return the head inputs for the tree's nodes whose preceding hidden state is known.

@@ -33,7 +33,7 @@ from edgespec.backends.model_facts import Capabilities
 from edgespec.backends.self_draft_methods import Head
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError
+from edgespec.errors import BackendError, CancelledError, ContextFullError
 from edgespec.heads.dflash_config import MAX_BLOCK_TOKENS
 from edgespec.heads.dflash_files import read_dflash
 
@@ -100,11 +100,7 @@ class DFlashHead(CachedHead):
             if first == 0:
                 self._run_block(tree)
             depths = np.maximum(np.array(tree.depths[first:]) - self._known_nodes, 0)
-            if depths.max() >= len(self._rows):
-                raise CapabilityError(
-                    f"{self.facts.name} drafts at most {len(self._rows):,} tokens",
-                    f"use --draft-length {len(self._rows)} or less",
-                )
+            self._check_draft_length(int(depths.max()) + 1, len(self._rows))
             return HostLogits(self._rows_after(tree.tokens[first:], depths))
         except (BackendError, ContextFullError, CancelledError):
             self._keep(self.length)

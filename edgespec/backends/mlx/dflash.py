@@ -16,7 +16,6 @@ from edgespec.backends.mlx.evaluation import evaluate, start_evaluation, transla
 from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.model_facts import Capabilities, ModelFacts
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import CapabilityError
 from edgespec.heads.dflash_config import DFlashConfig
 
 if TYPE_CHECKING:
@@ -87,11 +86,7 @@ class DFlashHead(CachedHead):
         if first == 0:
             self._run_block(tree)
         depths = np.maximum(np.array(tree.depths[first:]) - self._known_nodes, 0)
-        if depths.max() >= len(self._rows):
-            raise CapabilityError(
-                f"{self.facts.name} drafts at most {len(self._rows):,} tokens",
-                f"use --draft-length {len(self._rows)} or less",
-            )
+        self._check_draft_length(int(depths.max()) + 1, len(self._rows))
         rows = self._rows_after(tree.tokens[first:], depths)
         start_evaluation(rows)
         return DeviceLogits(rows, tree.depths[first:])
