@@ -18,7 +18,7 @@ from edgespec.auto.merging import merge_trees, prune_optional
 from edgespec.auto.model_selection import ModelSelector
 from edgespec.costs.curve import CostFunction, assumed_cost
 from edgespec.costs.pass_limits import PassLimits
-from edgespec.drafters.base import Drafter, ForcedDraft, MemoryUse
+from edgespec.drafters.base import Drafter, DrafterMemory, ForcedDraft
 from edgespec.drafters.running_stats import RunningMean
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
@@ -119,8 +119,8 @@ class CombinedDrafter(Drafter):
         )
 
     @property
-    def memory_use(self) -> MemoryUse:
-        return sum((drafter.memory_use for drafter in self.parts), MemoryUse())
+    def memory_use(self) -> DrafterMemory:
+        return sum((drafter.memory_use for drafter in self.parts), DrafterMemory())
 
     @property
     def parts(self) -> tuple[Drafter, ...]:

@@ -18,11 +18,11 @@ from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError
 
-__all__ = ["Drafter", "ForcedDraft", "MemoryUse", "check_rollback"]
+__all__ = ["Drafter", "DrafterMemory", "ForcedDraft", "check_rollback"]
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryUse:
+class DrafterMemory:
     """Memory used by a drafter: draft model weights and KV cache, and other data such as lookup indexes."""
 
     weight_bytes: int = 0
@@ -30,12 +30,12 @@ class MemoryUse:
     other_bytes: int = 0
 
     @classmethod
-    def of(cls, model: ModelFacts) -> MemoryUse:
+    def of(cls, model: ModelFacts) -> DrafterMemory:
         """Return the memory used by a draft model."""
         return cls(model.weight_bytes, model.kv_bytes)
 
-    def __add__(self, other: MemoryUse) -> MemoryUse:
-        return MemoryUse(
+    def __add__(self, other: DrafterMemory) -> DrafterMemory:
+        return DrafterMemory(
             self.weight_bytes + other.weight_bytes,
             self.cache_bytes + other.cache_bytes,
             self.other_bytes + other.other_bytes,
@@ -151,9 +151,9 @@ class Drafter(ABC):
         return self
 
     @property
-    def memory_use(self) -> MemoryUse:
+    def memory_use(self) -> DrafterMemory:
         """Memory currently used by this drafter."""
-        return MemoryUse()
+        return DrafterMemory()
 
     @property
     def parts(self) -> tuple[Drafter, ...]:

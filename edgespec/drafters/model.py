@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from edgespec.backends.base import LanguageModel
 from edgespec.backends.model_facts import Capabilities
 from edgespec.backends.self_draft_view import SelfDraftView
-from edgespec.drafters.base import Drafter, ForcedDraft, MemoryUse, check_rollback
+from edgespec.drafters.base import Drafter, DrafterMemory, ForcedDraft, check_rollback
 from edgespec.drafters.draft_cache import DraftCache, is_confident, replace_unknown_ids, top_probs
 from edgespec.drafters.grammar import MAX_FORCED_TOKENS
 from edgespec.drafters.tree_growth import FixedShape, TreeGrowth
@@ -85,8 +85,8 @@ class ModelDrafter(Drafter):
         return other
 
     @property
-    def memory_use(self) -> MemoryUse:
-        return MemoryUse.of(self._model.facts)
+    def memory_use(self) -> DrafterMemory:
+        return DrafterMemory.of(self._model.facts)
 
     def begin(self, tokens: Sequence[int]) -> None:
         """See `Drafter.begin`. New tokens are prefilled only when the next draft is requested."""

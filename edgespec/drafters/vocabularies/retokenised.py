@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from edgespec.backends.base import LanguageModel, Vocabulary
-from edgespec.drafters.base import Drafter, MemoryUse, check_rollback
+from edgespec.drafters.base import Drafter, DrafterMemory, check_rollback
 from edgespec.drafters.draft_cache import is_confident
 from edgespec.drafters.vocabularies.translation import TokenTranslation
 from edgespec.engine.acceptance import Acceptance
@@ -74,8 +74,8 @@ class RetokenisedDrafter(Drafter):
         self._matching = 0
 
     @property
-    def memory_use(self) -> MemoryUse:
-        return MemoryUse.of(self._model.facts)
+    def memory_use(self) -> DrafterMemory:
+        return DrafterMemory.of(self._model.facts)
 
     def begin(self, tokens: Sequence[int]) -> None:
         known = len(self._tokens)
