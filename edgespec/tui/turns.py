@@ -246,7 +246,7 @@ class Turns:
             screen.speeds.add(sum(chunk.token_count for chunk in chunks))
             await reply.write(chunks)
         else:
-            reply.show_reading(screen.model_thread.read_fraction)
+            reply.show_preparing(*screen.model_thread.preparing)
 
     async def _end_job(self, job: Future[ChatState], reply: ReplyMessage | None) -> None:
         screen = self._screen

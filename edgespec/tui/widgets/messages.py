@@ -181,10 +181,14 @@ class ReplyMessage(MessageWidget):
         self.writing = True
         self._show_end(Content("…"))
 
-    def show_reading(self, fraction: float) -> None:
-        """Show what fraction of the prompt has been processed. Does nothing once text has appeared."""
-        if not (self.text or self.reasoning) and 0 < fraction < 1:
-            self._show_end(Content(f"reading the prompt, {percent(fraction)}"))
+    def show_preparing(self, description: str, fraction: float) -> None:
+        """Show what happens before the first text, such as reading the prompt, and the completed fraction.
+
+        Does nothing once text has appeared.
+        """
+        if description and not (self.text or self.reasoning) and fraction < 1:
+            done = f", {percent(fraction)}" if fraction > 0 else ""
+            self._show_end(Content(f"{description}{done}"))
 
     async def write(self, chunks: Sequence[TextChunk]) -> None:
         """Append chunks to the reply."""
