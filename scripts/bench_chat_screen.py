@@ -126,7 +126,7 @@ async def _measure(store: ChatStore, presses: int) -> dict[str, dict[str, float]
     rows: dict[str, dict[str, float]] = {}
     with quick_screen():
         async with app.run_test(size=(120, 40)) as pilot:
-            while app.chat is None or not app.chat.turns.idle:
+            while app.chat is None or not app.chat.idle:
                 await pilot.pause(0.1)
             chat = app.chat
 

@@ -210,14 +210,14 @@ class ChatApp(App[None]):
         self._loading = LoadingScreen(reference)
         await self.push_screen(self._loading)
         while chat.writing:
-            chat.turns.stop_reply()
+            chat.stop_reply()
             await asyncio.sleep(_TICK_SECONDS)
         switched = await self._loaded(self.model_thread.switch(self._load_other(reference)))
         if switched is None:
             return
         self._leaving = False
         await self.pop_screen()
-        await chat.turns.use_runtime(switched.runtime)
+        await chat.use_runtime(switched.runtime)
         if self._loading.typed:
             chat.prompt.insert(self._loading.typed.rstrip("\n"))
         name = switched.runtime.target.name
@@ -251,20 +251,20 @@ class ChatApp(App[None]):
     @work(exclusive=True)
     async def _leave(self) -> None:
         if self.chat is not None:
-            await self.chat.turns.finish(_QUIT_SECONDS)
+            await self.chat.finish(_QUIT_SECONDS)
         await asyncio.to_thread(self.stop_model)
         self.exit()
 
     def save_turn(self) -> None:
         """Save the reply in progress, if any. Works in any thread, even after the app has ended."""
         if self.chat is not None:
-            self.chat.turns.save_turn()
+            self.chat.save_turn()
 
     def stop_model(self) -> bool:
         """Stop the reply and close the model. Return False if this takes longer than five seconds."""
         if self.chat is not None:
             # Call `begin_leaving` before the reply stops, so that it is saved as unfinished.
-            self.chat.turns.begin_leaving()
+            self.chat.begin_leaving()
             self.chat.tool_use.close()
         self.model_thread.close()
         return self.model_thread.join(_QUIT_SECONDS)

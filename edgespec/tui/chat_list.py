@@ -39,7 +39,7 @@ async def _change(
     if chat.id == current.id:
         current.title = current.title if title is None else title
         current.pinned = current.pinned if pinned is None else pinned
-        saved = await screen.turns.save(show_again=True)
+        saved = await screen.save(show_again=True)
         screen.refresh_facts()
         return saved
     try:
@@ -65,7 +65,7 @@ async def delete_chat(screen: ChatScreen, chat: StoredChat) -> None:
             await screen.show_error(error)
             return
         if chat.id == screen.current_chat.id:
-            await screen.turns.show_chat(OpenChat(screen.first_system, dict(screen.first_settings)))
+            await screen.show_chat(OpenChat(screen.first_system, dict(screen.first_settings)))
         await screen.refresh_sidebar()
         screen.sidebar.focus()
         screen.say(
@@ -82,7 +82,7 @@ async def delete_chat(screen: ChatScreen, chat: StoredChat) -> None:
 
     # Stop a running reply first. Otherwise, the chat would be saved again when the reply ends.
     if chat.id == screen.current_chat.id:
-        await screen.turns.when_free(begin)
+        await screen.when_free(begin)
     else:
         await begin()
 

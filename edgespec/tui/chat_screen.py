@@ -13,7 +13,6 @@ from edgespec.errors import OptionError
 from edgespec.tui import commands, saved_chats, selection
 from edgespec.tui.chat_list import delete_chat, pin_chat, rename_chat, restore_in_list
 from edgespec.tui.chat_settings import edit_settings, edit_system
-from edgespec.tui.chat_view import ChatView
 from edgespec.tui.copying import copy_text
 from edgespec.tui.editor import write_prompt
 from edgespec.tui.files import sending
@@ -21,6 +20,7 @@ from edgespec.tui.model_choice import pick_model
 from edgespec.tui.open_chat import OpenChat
 from edgespec.tui.screens.help import MOST_USED, OTHER_KEYS, HelpScreen
 from edgespec.tui.texts import sentences
+from edgespec.tui.turns import TurnScreen
 from edgespec.tui.widgets.prompt import PromptInput
 from edgespec.tui.widgets.reply_markdown import ReplyMarkdown
 from edgespec.tui.widgets.sidebar import Sidebar
@@ -35,7 +35,7 @@ def _key(keys: str, action: str, help_text: str, group: Binding.Group) -> Bindin
     return Binding(keys, action, help_text, show=False, priority=True, group=group)
 
 
-class ChatScreen(ChatView):
+class ChatScreen(TurnScreen):
     """The complete chat screen, with key bindings and actions. The help page lists the bindings."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -83,7 +83,7 @@ class ChatScreen(ChatView):
             return
         self.history.add(text)
         if self.writing:
-            self.turns.say_while_writing("The reply is not finished yet. Press Esc to stop it.")
+            self.say_while_writing("The reply is not finished yet. Press Esc to stop it.")
             self.give_back(text, self.editing)
             return
         if self.chips.reading:
@@ -97,7 +97,7 @@ class ChatScreen(ChatView):
         """Send a message, or send it as a new version of the message at `place`, and start the reply."""
         await self.tool_use.answer_pending(self.current_chat)
         if place is None:
-            await self.turns.take_turn(self.current_chat.send(message))
+            await self.take_turn(self.current_chat.send(message))
         else:
             await selection.finish_edit(self, place, message)
 
@@ -136,7 +136,7 @@ class ChatScreen(ChatView):
         elif self.prompt.leave_insert_mode():
             return
         elif self.writing:
-            self.turns.stop_reply()
+            self.stop_reply()
         elif self.editing is not None:
             self.leave_edit()
         elif self.sidebar.has_focus and self.sidebar.clear_query():
@@ -156,7 +156,7 @@ class ChatScreen(ChatView):
             self.clear_selection()
             self.prompt.move_cursor(self.prompt.cursor_location)
         elif self.writing:
-            self.turns.stop_reply()
+            self.stop_reply()
         elif self.prompt.text:
             self.history.add(self.prompt.text)
             self.leave_edit()
@@ -174,9 +174,9 @@ class ChatScreen(ChatView):
 
         async def again() -> None:
             if (place := self.current_chat.last_place("user")) is not None:
-                await self.turns.take_turn(self.current_chat.regenerate(place))
+                await self.take_turn(self.current_chat.regenerate(place))
 
-        await self.turns.when_free(again)
+        await self.when_free(again)
 
     async def action_edit_last(self) -> None:
         """Copy the last message into the input so that the user can edit and resend it."""
@@ -189,7 +189,7 @@ class ChatScreen(ChatView):
                 self.begin_edit(place)
 
         if self.editing is None:
-            await self.turns.when_free(edit)
+            await self.when_free(edit)
 
     async def action_copy_reply(self) -> None:
         entry = self.current_chat.last_reply
@@ -209,17 +209,17 @@ class ChatScreen(ChatView):
         """Start a new chat with the system prompt and settings given on the command line."""
 
         async def new_chat() -> None:
-            await self.turns.show_chat(OpenChat(self.first_system, dict(self.first_settings)))
+            await self.show_chat(OpenChat(self.first_system, dict(self.first_settings)))
 
-        await self.turns.when_free(new_chat)
+        await self.when_free(new_chat)
 
     async def action_clear(self) -> None:
         """Start a new chat with the same system prompt and settings. The current chat remains saved."""
 
         async def clear() -> None:
-            await self.turns.show_chat(OpenChat(self.current_chat.system, dict(self.current_chat.settings)))
+            await self.show_chat(OpenChat(self.current_chat.system, dict(self.current_chat.settings)))
 
-        await self.turns.when_free(clear)
+        await self.when_free(clear)
 
     @on(Sidebar.Chosen)
     async def _chat_chosen(self, event: Sidebar.Chosen) -> None:

@@ -33,7 +33,7 @@ async def set_system(screen: ChatScreen, text: str | None) -> None:
     screen.current_chat.system = text
     which = "use the new system prompt" if text else "not use a system prompt"
     await screen.transcript.note(f"Your next message will {which}.")
-    await screen.turns.save()
+    await screen.save()
 
 
 async def edit_settings(screen: ChatScreen) -> None:
@@ -66,4 +66,4 @@ async def set_settings(screen: ChatScreen, settings: Mapping[str, Setting], note
     check_settings(settings, screen.runtime)
     screen.current_chat.settings = dict(settings)
     await screen.transcript.note(note)
-    await screen.turns.save()
+    await screen.save()

@@ -25,12 +25,10 @@ from edgespec.tui.background import CallThread
 from edgespec.tui.copying import CodeCopier
 from edgespec.tui.downloads import Downloads
 from edgespec.tui.history import History
-from edgespec.tui.open_chat import OpenChat, RunningTurn, version_label
+from edgespec.tui.open_chat import OpenChat, version_label
 from edgespec.tui.preferences import Preferences
 from edgespec.tui.speed_history import SpeedHistory
 from edgespec.tui.texts import drafter_names, error_text, notices, speed_up_short, welcome_rows
-from edgespec.tui.tool_use import ToolUse
-from edgespec.tui.turns import Turns
 from edgespec.tui.widgets.details import Details, details_content
 from edgespec.tui.widgets.files import FileChips, PathList
 from edgespec.tui.widgets.message_widget import MessageWidget
@@ -50,7 +48,7 @@ _MEMORY_SECONDS = 3.0
 
 
 class ChatView(Screen[None]):
-    """The widgets of the chat screen. `ChatScreen` adds the key bindings and actions."""
+    """The widgets of the chat screen. Subclasses generate replies and handle keys."""
 
     # By default, Textual redraws the whole screen whenever another widget gets the focus.
     focused: Reactive[Widget | None] = Reactive(None, repaint=False)
@@ -92,9 +90,7 @@ class ChatView(Screen[None]):
         self.downloads = Downloads()
         self.editing: int | None = None
         self.calling_tools = False
-        self.turns = Turns(self)
-        self.tool_use = ToolUse(self)
-        self.transcript = Transcript(self.current_chat, self.welcome(), id="transcript")
+        self.transcript = Transcript(self.current_chat, self._welcome(), id="transcript")
         files = CallThread()
         self.paths = PathList(files, id="paths", compact=True)
         self.chips = FileChips(files, runtime, id="chips")
@@ -107,14 +103,12 @@ class ChatView(Screen[None]):
         self._thread = thread
         self._take_typed = take_typed
         self.speeds = SpeedHistory()
-        self.last_stats: Stats | None = None
-        self.chat_state = ChatState()
+        self._last_stats: Stats | None = None
+        self._state = ChatState()
         self._memory_bytes = runtime.memory_bytes()
         # The current title and subtitle of the input, to avoid setting them again, which redraws the input.
         self._hints = "", ""
         self._panels: set[str] = set()
-        # The text in the input before the user began to edit a message.
-        self._unsent = ""
         self._width_class = ""
 
     def compose(self) -> ComposeResult:
@@ -131,7 +125,6 @@ class ChatView(Screen[None]):
         yield self._status
 
     def on_mount(self) -> None:
-        self.turns.start()
         self.set_interval(_MEMORY_SECONDS, self._measure_memory)
         self.transcript.set_origin(self.preferences.origin)
         # Remove line breaks at the end of text that the user typed while the model was loading.
@@ -139,7 +132,7 @@ class ChatView(Screen[None]):
         self.prompt.use_vi_keys(self.preferences.vi)
         self.prompt.focus()
 
-    def welcome(self) -> Welcome:
+    def _welcome(self) -> Welcome:
         return Welcome(welcome_rows(self.runtime), notices(self.runtime))
 
     async def refresh_sidebar(self) -> None:
@@ -172,7 +165,7 @@ class ChatView(Screen[None]):
     def stats(self) -> Stats | None:
         """Statistics of the current or last reply."""
         stream = self._thread.stream if self.writing else None
-        return self.last_stats if stream is None else stream.stats
+        return self._last_stats if stream is None else stream.stats
 
     @property
     def method(self) -> MethodReport:
@@ -182,15 +175,15 @@ class ChatView(Screen[None]):
             return self.runtime.method if stream is None else stream.method
         entry = self.current_chat.last_reply
         # There are no statistics if another model or an earlier run of edgespec generated the last reply.
-        if self.last_stats is None or entry is None or entry.reply is None:
+        if self._last_stats is None or entry is None or entry.reply is None:
             return self.runtime.method
         return entry.reply.method
 
     def refresh_facts(self, *, details: bool = True) -> None:
         """Refresh the header, the status line, the hints and the details panel."""
         stats, method = self.stats, self.method
-        used = self.chat_state.context_used_tokens
-        if self.writing and stats is not None and stats is not self.last_stats:
+        used = self._state.context_used_tokens
+        if self.writing and stats is not None and stats is not self._last_stats:
             used = max(used, stats.prompt_tokens + stats.generated_tokens)
         self._status.facts = StatusFacts(
             speed_up=speed_up_short(method, stats),
@@ -200,7 +193,7 @@ class ChatView(Screen[None]):
             context_used_tokens=min(used, self.runtime.context_tokens),
             context_tokens=self.runtime.context_tokens,
             memory_bytes=self._memory_bytes,
-            dropped_messages=self.chat_state.dropped_messages,
+            dropped_messages=self._state.dropped_messages,
             downloads=self.downloads.status,
         )
         drafters = drafter_names(self.runtime)
@@ -288,29 +281,6 @@ class ChatView(Screen[None]):
     @on(PathList.Chosen)
     def _path_chosen(self, event: PathList.Chosen) -> None:
         self.prompt.choose_path(event.path)
-
-    def give_back_message(self, turn: RunningTurn) -> None:
-        """Put a message that got no reply back into the input, so that the user can resend it."""
-        if turn.sent and not self.prompt.text:
-            self.editing = turn.edited
-            self._unsent = ""
-            self.prompt.replace_text(turn.sent)
-
-    def leave_edit(self) -> None:
-        """Stop editing a message and restore the previous input text."""
-        if self.editing is not None:
-            self.editing = None
-            self.prompt.replace_text(self._unsent)
-            self.refresh_facts()
-
-    def begin_edit(self, place: int) -> None:
-        """Copy a message into the input for editing."""
-        if self.editing is None:
-            self._unsent = self.prompt.text
-        self.editing = place
-        self.prompt.replace_text(self.current_chat.tree.messages[place].content)
-        self.prompt.focus()
-        self.refresh_facts()
 
     def say(self, text: str) -> None:
         """Show a short message that disappears after a few seconds."""

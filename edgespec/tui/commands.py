@@ -159,7 +159,7 @@ async def _pin(screen: ChatScreen, _argument: str) -> None:
         screen.say("There is nothing to pin: the chat is empty.")
         return
     chat.pinned = not chat.pinned
-    if await screen.turns.save():
+    if await screen.save():
         screen.say("This chat now stays at the top of the list." if chat.pinned else "Unpinned this chat.")
 
 

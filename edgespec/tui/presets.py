@@ -64,7 +64,7 @@ async def _apply(screen: ChatScreen, name: str) -> None:
     values = await asyncio.to_thread(preset_values, name, screen.current_chat)
     await set_settings(screen, values.settings, f"The preset {name} takes effect with your next message.")
     screen.current_chat.system = values.system
-    await screen.turns.save()
+    await screen.save()
     if values.remark:
         await screen.transcript.note(values.remark)
     if values.target and values.target != screen.model_name:

@@ -35,7 +35,7 @@ async def save_as(screen: ChatScreen, title: str) -> None:
         screen.say("There is nothing to save: the chat is empty.")
         return
     chat.title = " ".join(title.split())[:MAX_TITLE] or chat.title
-    if await screen.turns.save(show_again=True):
+    if await screen.save(show_again=True):
         screen.refresh_facts()
         screen.say(f"This chat is saved as “{chat.shown_title}”.")
 
@@ -50,7 +50,7 @@ async def open_chat(screen: ChatScreen, chat: StoredChat) -> None:
             await screen.show_error(error)
             return
         settings, problems = accepted(saved.sampling)
-        await screen.turns.show_chat(OpenChat.opened(saved, settings))
+        await screen.show_chat(OpenChat.opened(saved, settings))
         note, target = screen.transcript.note, screen.runtime.target.name
         if saved.messages and saved.messages[-1].role == "user":
             await note("Your last message has no reply yet. Type /continue to get one.")
@@ -61,7 +61,7 @@ async def open_chat(screen: ChatScreen, chat: StoredChat) -> None:
         if (other := saved.target) and other != target:
             await note(f"This chat used {other}, and now uses {target}. Type /model to switch.")
 
-    await screen.turns.when_free(begin)
+    await screen.when_free(begin)
 
 
 async def open_by_title(screen: ChatScreen, title: str) -> None:
@@ -110,7 +110,7 @@ async def offer_unfinished(screen: ChatScreen) -> None:
 async def continue_reply(screen: ChatScreen, _argument: str = "") -> None:
     """Finish the last reply. If this chat is empty, open the newest unfinished chat first."""
     if screen.writing:
-        screen.turns.say_while_writing("The reply is not finished yet.")
+        screen.say_while_writing("The reply is not finished yet.")
         return
     if not screen.current_chat.entries:
         try:
@@ -128,4 +128,4 @@ async def continue_reply(screen: ChatScreen, _argument: str = "") -> None:
         return
     place = chat.last_place("user", "tool", "assistant")
     if place is not None and not screen.writing:
-        await screen.turns.take_turn(chat.continue_reply(place))
+        await screen.take_turn(chat.continue_reply(place))

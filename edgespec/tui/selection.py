@@ -63,7 +63,7 @@ async def edit(screen: ChatScreen, place: int) -> None:
     async def begin() -> None:
         screen.begin_edit(place)
 
-    await screen.turns.when_free(begin)
+    await screen.when_free(begin)
 
 
 async def finish_edit(screen: ChatScreen, place: int, message: Message) -> None:
@@ -71,7 +71,7 @@ async def finish_edit(screen: ChatScreen, place: int, message: Message) -> None:
     chat = screen.current_chat
     role = chat.tree.messages[place].role
     if role == "user":
-        await screen.turns.take_turn(chat.edit(place, message))
+        await screen.take_turn(chat.edit(place, message))
         return
     changed = Message(role, message.content)
     if role == "tool":
@@ -85,9 +85,9 @@ async def rerun(screen: ChatScreen, place: int) -> None:
 
     async def begin() -> None:
         screen.prompt.focus()
-        await screen.turns.take_turn(screen.current_chat.regenerate(place))
+        await screen.take_turn(screen.current_chat.regenerate(place))
 
-    await screen.turns.when_free(begin)
+    await screen.when_free(begin)
 
 
 async def go_on(screen: ChatScreen, place: int) -> None:
@@ -95,9 +95,9 @@ async def go_on(screen: ChatScreen, place: int) -> None:
 
     async def begin() -> None:
         screen.prompt.focus()
-        await screen.turns.take_turn(screen.current_chat.continue_reply(place))
+        await screen.take_turn(screen.current_chat.continue_reply(place))
 
-    await screen.turns.when_free(begin)
+    await screen.when_free(begin)
 
 
 async def copy(screen: ChatScreen, place: int) -> None:
@@ -124,11 +124,11 @@ async def fork(screen: ChatScreen, place: int) -> None:
     async def begin() -> None:
         old = screen.current_chat
         new = old.forked(place)
-        await screen.turns.show_chat(new)
-        await screen.turns.save()
+        await screen.show_chat(new)
+        await screen.save()
         await screen.transcript.note(old.fork_text(new))
 
-    await screen.turns.when_free(begin)
+    await screen.when_free(begin)
 
 
 async def delete(screen: ChatScreen, place: int) -> None:
@@ -142,7 +142,7 @@ async def delete(screen: ChatScreen, place: int) -> None:
         undo_keys = "Type /undo" if screen.prompt.has_focus else "Press u or type /undo"
         screen.say(f"Deleted {count(number, 'message')}. {undo_keys} to undo.")
 
-    await screen.turns.when_free(begin)
+    await screen.when_free(begin)
 
 
 async def undo(screen: ChatScreen, _place: int | None = None) -> None:
@@ -156,7 +156,7 @@ async def undo(screen: ChatScreen, _place: int | None = None) -> None:
         tree, place = tree.restored(), tree.deleted[-1]
         await _show(screen, tree, tree.path.index(place))
 
-    await screen.turns.when_free(begin)
+    await screen.when_free(begin)
 
 
 async def _older_version(screen: ChatScreen, place: int) -> None:
@@ -177,7 +177,7 @@ async def _switch(screen: ChatScreen, place: int, step: int) -> None:
         if 0 <= number < len(versions):
             await _show(screen, tree.opened(versions[number]), tree.path.index(place))
 
-    await screen.turns.when_free(begin)
+    await screen.when_free(begin)
 
 
 async def _show(screen: ChatScreen, tree: MessageTree[ChatEntry], index: int) -> None:
@@ -193,8 +193,8 @@ async def _show(screen: ChatScreen, tree: MessageTree[ChatEntry], index: int) ->
     if not tree.path:
         # Remove notes that no longer apply, such as "This is a new chat with 1 message".
         await screen.transcript.remove_notes()
-    screen.turns.open_in_model(screen.current_chat)
-    await screen.turns.save()
+    screen.open_in_model(screen.current_chat)
+    await screen.save()
 
 
 ACTIONS = (

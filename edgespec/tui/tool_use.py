@@ -32,7 +32,7 @@ from edgespec.tui.tool_access import (
 from edgespec.tui.widgets.tool_call import ToolCallMessage
 
 if TYPE_CHECKING:
-    from edgespec.tui.chat_view import ChatView
+    from edgespec.tui.turns import TurnScreen
 
 __all__ = ["ToolUse"]
 
@@ -40,7 +40,7 @@ __all__ = ["ToolUse"]
 class ToolUse(ToolAccess):
     """Tool use in the full-screen chat."""
 
-    def __init__(self, screen: ChatView) -> None:
+    def __init__(self, screen: TurnScreen) -> None:
         super().__init__()
         self._screen = screen
         self._stop = asyncio.Event()
@@ -114,9 +114,9 @@ class ToolUse(ToolAccess):
                 result = TOO_MANY if too_many else await self._make_call(call)
                 self._add_result(chat, call, result)
                 widget.finish(chat.messages[-1].content, result.seconds)
-                await screen.turns.save()
+                await screen.save()
             chat.unfinished = False
-            await screen.turns.save()
+            await screen.save()
             if too_many:
                 await screen.transcript.note(
                     f"Stopped after {MAX_ROUNDS} rounds of tool calls. Type /continue to ask for an answer."
@@ -124,7 +124,7 @@ class ToolUse(ToolAccess):
         finally:
             # Start the next reply without an `await` in between, so that nothing else sees the chat as free.
             screen.calling_tools = False
-        await screen.turns.after_calls(stopped=self._stop.is_set() or too_many)
+        await screen.after_calls(stopped=self._stop.is_set() or too_many)
 
     async def answer_pending(self, chat: OpenChat) -> None:
         """Add a result to each call that was not run, because chat templates expect one for every call."""

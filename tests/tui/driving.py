@@ -58,7 +58,7 @@ class Driver:
             lambda: any(isinstance(screen, ChatScreen) for screen in self.app.screen_stack),
             "the chat",
         )
-        await until(self.pilot, lambda: self.chat.turns.idle, "the end of the reply")
+        await until(self.pilot, lambda: self.chat.idle, "the end of the reply")
         await self.pilot.pause(0.05)
 
     async def press(self, *keys: str) -> None:

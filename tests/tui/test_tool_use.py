@@ -76,7 +76,7 @@ async def asked(driver: Driver) -> ApprovalScreen:
 
 async def finished(driver: Driver) -> None:
     """Wait until the model has generated its answer, which takes longer than other replies."""
-    await until(driver.pilot, lambda: driver.chat.turns.idle and not driver.chat.writing, "the answer", 180)
+    await until(driver.pilot, lambda: driver.chat.idle and not driver.chat.writing, "the answer", 180)
     await driver.settled()
 
 
