@@ -165,7 +165,7 @@ def test_the_remaining_time_counts_only_what_this_download_has_loaded() -> None:
     ("fault", "text"),
     [
         ("network", "cannot reach http"),
-        ("gated", "is gated: its licence must be accepted first; accept it at"),
+        ("gated", "is gated: its licence must be accepted first. Accept it at"),
         ("disk", "has only 1.0 KiB free"),
         ("missing", "has no model repository"),
     ],

@@ -328,4 +328,14 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
 
 def _unknown_model(reference: str) -> AvailableModel:
     """Return a row for a model that is downloaded without having been in the list."""
-    return AvailableModel(reference, "search", 0, 0, "", 0, 0, True, None)
+    return AvailableModel(
+        reference=reference,
+        place="search",
+        parameters=0,
+        size_bytes=0,
+        draft="",
+        download_bytes=0,
+        needed_bytes=0,
+        fits=True,
+        speed=None,
+    )
