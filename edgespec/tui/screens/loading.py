@@ -34,6 +34,7 @@ class LoadingScreen(Screen[None]):
         self._what = Static(Content("Starting"), id="loading-what")
         self._hint = Static(Content("Esc cancels"), id="loading-hint")
         self._shown_text = Static(id="loading-text")
+        self._shown_text.display = False
 
     def compose(self) -> ComposeResult:
         heading = Static(Content.assemble(("edgespec", "bold"), "  ", (self._model, "$muted")))
@@ -63,6 +64,7 @@ class LoadingScreen(Screen[None]):
         """Show the end of the collected text, so that the user sees that it is not lost."""
         lines = self.typed.rstrip("\n").split("\n")[-_SHOWN_LINES:]
         self._shown_text.update(Content("\n".join(lines)[-_SHOWN_CHARACTERS:]))
+        self._shown_text.display = bool(self.typed)
 
     def take_typed(self) -> str:
         """Return the text typed so far and clear it."""
