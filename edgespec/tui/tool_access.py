@@ -84,6 +84,11 @@ class ToolAccess:
         return [tool for tool in self.toolbox.tools if tool.call_name not in self.disabled]
 
     @property
+    def is_starting(self) -> bool:
+        """Whether a server is being started, so that its tools cannot be called yet."""
+        return any(server.starting for server in self.toolbox.servers.values())
+
+    @property
     def options(self) -> dict[str, Any]:
         """The reply options that make the tools available to the model."""
         tools = self.tools

@@ -345,6 +345,15 @@ async def test_the_list_shows_how_a_start_ends(tmp_path: Path, config: Path) -> 
         await d.sees("slow  not running: the program ended with status 4")
 
 
+async def test_a_message_sent_too_early_says_that_the_tools_are_missing(tmp_path: Path, config: Path) -> None:
+    config.write_text('[slow]\ncommand = "sleep"\nargs = ["60"]\n')
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.say("/tools on")
+        await until(d.pilot, lambda: d.chat.tool_use.is_starting, "the start")
+        await d.say("Hello")
+        await d.sees("Some tools are still starting.")
+
+
 async def test_without_servers_it_says_how_to_add_one(tmp_path: Path, config: Path) -> None:
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         await d.say("/tools")
