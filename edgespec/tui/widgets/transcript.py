@@ -44,6 +44,8 @@ _COLLECTION_SECONDS = 2.0
 class _Column(Vertical):
     """The messages, notes and panels."""
 
+    # See `Transcript.BLANK`.
+    BLANK = True
     # See `Transcript.virtual_size`.
     virtual_size: Reactive[Size] = Reactive(Size(0, 0), repaint=False)
 
@@ -51,6 +53,8 @@ class _Column(Vertical):
 class Transcript(VerticalScroll):
     """Scrolling list of messages, notes and panels, with the newest at the bottom."""
 
+    # Draw only the background. Without this, Textual draws borders and padding row by row below the messages.
+    BLANK = True
     # Textual would lay out and draw all messages a second time after each new line. Its first layout has
     # already moved the scrollbar and the messages.
     virtual_size: Reactive[Size] = Reactive(Size(0, 0), repaint=False)
@@ -349,7 +353,8 @@ class Transcript(VerticalScroll):
 
     def _page(self, start: int, step: int, most: int = PAGE_MESSAGES) -> int:
         """Return the index at which a page from `start` ends, going forwards (`step` 1) or backwards (-1)."""
-        view = Size(self.size.width, self.app.size.height)
+        # The transcript has no size before its first layout, and while the list of chats covers it.
+        view = Size(self.size.width or self.app.size.width, self.app.size.height)
         return page_end(self._chat.entries, start, step, view, most)
 
     def _pages(self, start: int, step: int) -> int:
