@@ -42,7 +42,8 @@ from tests.backends.dflash_reference import (
     tensors_of,
 )
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
-from tests.backends.tiny_models import WORDS, write_dflash, write_gemma3, write_jamba, write_lfm2, write_llama
+from tests.backends.tiny_heads import write_dflash
+from tests.backends.tiny_models import WORDS, write_gemma3, write_jamba, write_lfm2, write_llama
 from tests.cases import first
 
 CONTEXT = 512

@@ -24,7 +24,7 @@ from edgespec.method_names import HEADS, SELF_DRAFTS, parse_method
 from edgespec.methods import DrafterSet
 from edgespec.prepare.layerskip import prepare_layerskip
 from edgespec.prepare.lowbit import prepare_lowbit
-from tests.backends.tiny_models import write_dflash, write_eagle
+from tests.backends.tiny_heads import write_dflash, write_eagle
 from tests.heads.published import write_head
 from tests.heads.published_dflash import write_dflash_head
 from tests.heads.residual_files import Layout, random_arrays, write_heads

@@ -20,7 +20,8 @@ from edgespec.drafters.model import ModelDrafter
 from edgespec.methods import DrafterSet, LoadedHead
 from tests.backends.head_histories import first_logits
 from tests.backends.mlx.tiny_checkpoints import ROWS, write_checkpoint
-from tests.backends.tiny_models import WORDS, write_eagle, write_llama
+from tests.backends.tiny_heads import write_eagle
+from tests.backends.tiny_models import WORDS, write_llama
 from tests.cases import covering
 from tests.heads.published import write_head
 from tests.heads.residual_files import Attention, Layout, random_arrays, write_heads
