@@ -174,7 +174,7 @@ def test_the_state_of_another_head_does_no_harm(files: Files) -> None:
     assert _restored(files, _copy(files, files.other))[1]
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(max_size=200))
 def test_random_bytes_are_never_an_error(files: Files, copy: bytes) -> None:
     model = files.load()
