@@ -151,7 +151,7 @@ def test_both_backends_tokenize_a_prompt_alike(pair: Pair, prompt: Prompt) -> No
     assert tokens_of(pair.llama, prompt) == tokens_of(pair.mlx, prompt)
 
 
-@pytest.mark.parametrize("every", [42, pytest.param(7, marks=pytest.mark.long)])
+@pytest.mark.parametrize("every", [21, pytest.param(7, marks=pytest.mark.long)])
 def test_both_backends_generate_the_same_tokens(pair: Pair, every: int) -> None:
     decoded = PROMPTS[::every]
     identical, near_ties, ended = 0, 0, 0
@@ -181,8 +181,7 @@ def test_both_backends_generate_the_same_tokens(pair: Pair, every: int) -> None:
 def test_both_backends_use_the_same_noise(pair: Pair) -> None:
     tokens = tokens_of(pair.llama, PROMPTS[6])
     one, other = (
-        [reply_to(runtime, tokens, SETTINGS[2], seed, max_tokens=12).tokens for runtime in pair]
-        for seed in (1, 2)
+        [reply_to(runtime, tokens, SETTINGS[2], seed).tokens for runtime in pair] for seed in (1, 2)
     )
     assert one[0] == one[1] != other[0] == other[1]
 

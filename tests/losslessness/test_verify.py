@@ -188,7 +188,7 @@ class TestRejectionMode:
     def test_a_wrong_distribution_is_a_violation(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(acceptance, "_residual", lambda target, law, scale=1: target)
         with runtime(table(1), near(table(1), 2, noise=2.0)) as pair:
-            report = prove(pair, prompts=PROMPTS[:2], acceptance="rejection", samples=150, methods=("model",))
+            report = prove(pair, prompts=PROMPTS[:2], acceptance="rejection", samples=300, methods=("model",))
         result = report.methods["model"]
         assert result.violations > 0
         assert result.smallest_corrected_p_value is not None
