@@ -106,7 +106,8 @@ class LoadArguments(TypedDict, total=False):
         default="memory")]
     prefix_cache_memory: Annotated[str | int | None, Option(Size(), "prefix_cache",
         "Maximum memory for the cache of earlier chats.",
-        default_text="a quarter of the memory left within --memory, up to 4 GiB")]
+        default_text="8 times the model's KV cache, but at most 4 GiB and a quarter of the memory left within"
+        " --memory")]
     prefix_cache_disk: Annotated[str | int | None, Option(Size(), "prefix_cache",
         "Maximum disk space for the cache of earlier chats.",
         default_text="4 GiB or 10% of the free disk space, whichever is less")]

@@ -187,11 +187,11 @@ def plan_pair(
             )
 
         choice, plan = fit(fixed)
-        plan = replace(plan, prefix_cache_bytes=_prefix_cache_bytes(plan, request.prefix_cache_bytes))
+        plan = _with_prefix_cache(plan, plan, request.prefix_cache_bytes)
         initial_tokens = estimator.initial_context_tokens
         grows = initial_tokens is not None and has_room_to_resize(plan)
         if grows and options.context_tokens is None and plan.fits and not plan.decisions:
-            choice, plan = _extend_context(choice, plan, estimator)
+            choice, plan = _extend_context(choice, plan, estimator, request.prefix_cache_bytes)
         chosen = estimator.load_options(choice)
         window = estimator.draft_window(choice, plan.context_tokens)
         if choice.draft_form:
@@ -249,15 +249,23 @@ def _fixed_options(request: PlanRequest, drafting: DraftingOptions) -> set[PlanO
     return fixed
 
 
-def _prefix_cache_bytes(plan: MemoryPlan, requested_bytes: int | None) -> int:
-    if not plan.fits:
-        return 0
-    free = plan.free_bytes("memory")
-    return default_memory_bytes(free) if requested_bytes is None else min(requested_bytes, free)
+def _with_prefix_cache(plan: MemoryPlan, first: MemoryPlan, requested_bytes: int | None) -> MemoryPlan:
+    """Return a plan with the size limit of the prefix cache.
+
+    Args:
+        plan: The plan.
+        first: The plan before its context was extended. Its free memory determines the limit, so that a
+            longer context takes nothing from the prefix cache.
+        requested_bytes: The limit that the user set, or None for the default.
+    """
+    free = first.free_bytes("memory") if first.fits else 0
+    default = default_memory_bytes(free, plan.target_cache_bytes)
+    limit = default if requested_bytes is None else min(requested_bytes, free)
+    return replace(plan, prefix_cache_bytes=limit)
 
 
 def _extend_context(
-    choice: PlanChoice, plan: MemoryPlan, estimator: PairEstimator
+    choice: PlanChoice, plan: MemoryPlan, estimator: PairEstimator, prefix_cache_bytes: int | None
 ) -> tuple[PlanChoice, MemoryPlan]:
     """Return the load options with the longest context that fits in memory, and their memory plan."""
     max_tokens = min(estimator.target.trained_context_tokens, estimator.max_context_for_draft(choice))
@@ -267,7 +275,7 @@ def _extend_context(
             break
         longer = replace(choice, context_tokens=tokens)
         with suppress(OptionError, MemoryBudgetError):
-            candidate = replace(estimator.plan(longer), prefix_cache_bytes=plan.prefix_cache_bytes)
+            candidate = _with_prefix_cache(estimator.plan(longer), plan, prefix_cache_bytes)
             if (
                 candidate.fits
                 and candidate.free_bytes("memory") >= candidate.prefix_cache_bytes

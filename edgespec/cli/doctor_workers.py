@@ -10,7 +10,7 @@ from edgespec.cluster.libraries import LLAMA_CPP, Library
 from edgespec.cluster.link import probe_worker, usable_bytes
 from edgespec.cluster.link_speed import LinkSpeed, measure_link
 from edgespec.cluster.machines import SshAddress, WorkerAddress, parse_machines
-from edgespec.cluster.ssh import reach_worker
+from edgespec.cluster.ssh import reach_workers
 from edgespec.cluster.status import WorkerStatus
 from edgespec.errors import EdgespecError
 from edgespec.files import format_bytes
@@ -82,7 +82,7 @@ def check_workers(text: str, llama_cpp: str) -> list[CheckedWorker]:
 def _check(machine: WorkerAddress | SshAddress, llama_cpp: str) -> CheckedWorker:
     status = link = None
     try:
-        with reach_worker(machine) as address:
+        with reach_workers((machine,)) as (address,):
             status = probe_worker(address)
             link = measure_link(address)
             usable_bytes(address, status, Library(LLAMA_CPP, llama_cpp))

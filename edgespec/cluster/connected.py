@@ -10,7 +10,7 @@ from edgespec.cluster.guarded_calls import GuardedCalls
 from edgespec.cluster.libraries import Library
 from edgespec.cluster.link import Link
 from edgespec.cluster.machines import Machines
-from edgespec.cluster.ssh import ConnectProgress, reach_worker
+from edgespec.cluster.ssh import ConnectProgress, reach_workers
 
 __all__ = ["ConnectedWorkers"]
 
@@ -34,7 +34,7 @@ class ConnectedWorkers:
         local_bytes: Memory of this machine for layers of the target.
 
     Raises:
-        WorkerError, MemoryBudgetError, CancelledError: See `Link` and `reach_worker`. No worker is reserved
+        WorkerError, MemoryBudgetError, CancelledError: See `Link` and `reach_workers`. No worker is reserved
             then.
     """
 
@@ -42,8 +42,7 @@ class ConnectedWorkers:
         self.local_bytes = machines.local_bytes
         with ExitStack() as undo:
             links = []
-            for machine in machines.workers:
-                address = undo.enter_context(reach_worker(machine, progress))
+            for address in undo.enter_context(reach_workers(machines.workers, progress)):
                 links.append(Link(address, library))
                 undo.callback(links[-1].close)
             self.links: tuple[Link, ...] = tuple(links)
@@ -57,9 +56,20 @@ class ConnectedWorkers:
         """Whether a worker was lost. Nothing that llama.cpp holds may be used or freed then."""
         return self._calls.is_lost
 
-    def call(self, work: Callable[[], _Result]) -> _Result:
-        """Return the result of `work`. Raises WorkerLostError as soon as a worker is lost."""
-        return self._calls.call(work)
+    def call(self, work: Callable[[], _Result], *, can_abandon: bool = False) -> _Result:
+        """Return the result of `work`. Raises WorkerLostError as soon as a worker is lost.
+
+        If `can_abandon` is set, raises CancelledError soon after an interrupt. See `GuardedCalls.call`.
+        """
+        return self._calls.call(work, can_abandon=can_abandon)
+
+    def interrupt(self, enabled: bool) -> None:
+        """Abandon the current pass, and later ones until this is called with False."""
+        self._calls.interrupt(enabled)
+
+    def run_later(self, work: Callable[[], None]) -> None:
+        """Run `work` after the calls so far, without waiting for it."""
+        self._calls.run_later(work)
 
     def lose(self, what: str, next_step: str) -> None:
         """Make all calls fail, because a worker was lost. See `GuardedCalls.fail`."""
@@ -71,7 +81,7 @@ class ConnectedWorkers:
         names = ", ".join(str(link.address) for link in self.links)
         self._calls.fail(f"the connection to a worker broke ({names})", self.links[0].address.restart_advice)
 
-    def close(self) -> None:
-        """Release the workers. Repeated calls have no effect."""
-        self._calls.close()
+    def close(self, last: Callable[[], None] | None = None) -> None:
+        """Run the call `last` if that is possible, and release the workers. See `GuardedCalls.close`."""
+        self._calls.close(last)
         self._undo.close()

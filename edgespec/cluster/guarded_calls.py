@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from edgespec.errors import WorkerLostError
+from edgespec.errors import CancelledError, WorkerLostError
 
 __all__ = ["GuardedCalls"]
 
 _Result = TypeVar("_Result")
+# Most passes end within this time after an interrupt. Abandoning them would make the next reply wait.
+_INTERRUPT_SECONDS = 0.2
+# At `close`, an abandoned call has this long to end before the program goes on without it.
+_CLOSE_SECONDS = 2.0
 
 
 class _Call:
     def __init__(self, work: Callable[[], Any]) -> None:
         self.work = work
-        self.is_done = False
+        self.is_done = self.is_abandoned = False
         self.result: Any = None
         self.error: BaseException | None = None
 
@@ -27,12 +32,17 @@ class GuardedCalls:
 
     llama.cpp ends the process if it loses a worker, and waits forever for a worker that hangs. In both cases,
     the thread that called llama.cpp is abandoned. It stays blocked until the process ends.
+
+    A pass through workers can take seconds. After `interrupt`, its caller therefore does not wait for it. The
+    thread still finishes the pass before it runs later calls.
     """
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         self._changed = threading.Condition()
         self._lost = self._next_step = ""
+        self._is_interrupted = False
+        self._abandoned: _Call | None = None
         self._thread = threading.Thread(target=self._run, name="edgespec-workers", daemon=True)
         self._thread.start()
 
@@ -41,22 +51,50 @@ class GuardedCalls:
         """Whether `fail` was called."""
         return bool(self._lost)
 
-    def call(self, work: Callable[[], _Result]) -> _Result:
+    @property
+    def _is_stuck(self) -> bool:
+        """Whether an abandoned call has not ended."""
+        return self._abandoned is not None and not self._abandoned.is_done
+
+    def call(self, work: Callable[[], _Result], *, can_abandon: bool = False) -> _Result:
         """Return the result of `work`, which runs in the thread. Exceptions are raised here.
+
+        Args:
+            work: The call.
+            can_abandon: Whether an interrupt can abandon the call while it runs. It can always abandon a call
+                that waits for another abandoned one.
 
         Raises:
             WorkerLostError: `fail` was called, before this call or during it.
+            CancelledError: The call was abandoned.
         """
         call = _Call(work)
         self._calls.put(call)
         with self._changed:
-            self._changed.wait_for(lambda: call.is_done or self._lost)
+            self._changed.wait_for(
+                lambda: (
+                    call.is_done or self._lost or (self._is_interrupted and (can_abandon or self._is_stuck))
+                )
+            )
+            if not self._changed.wait_for(lambda: call.is_done or self._lost, _INTERRUPT_SECONDS):
+                call.is_abandoned, self._abandoned = True, call
+                raise CancelledError("the model's computation was cancelled")
         if not call.is_done:
             raise WorkerLostError(self._lost, self._next_step)
         if call.error is not None:
             raise call.error
         result: _Result = call.result
         return result
+
+    def interrupt(self, enabled: bool) -> None:
+        """Abandon the current call, and later ones until this is called with False. See `call`."""
+        with self._changed:
+            self._is_interrupted = enabled
+            self._changed.notify_all()
+
+    def run_later(self, work: Callable[[], None]) -> None:
+        """Run `work` in the thread after the calls so far, without waiting for it."""
+        self._calls.put(_Call(work))
 
     def fail(self, what: str, next_step: str) -> None:
         """Make the current call and all later ones fail. Can be called from any thread.
@@ -77,18 +115,29 @@ class GuardedCalls:
         with self._changed:
             self._changed.wait_for(lambda: self._lost, timeout_seconds)
 
-    def close(self) -> None:
-        """End the thread after its current call."""
+    def close(self, last: Callable[[], None] | None = None) -> None:
+        """End the thread after its current call.
+
+        Args:
+            last: The last call, unless a worker was lost. It is left out if an abandoned call does not end.
+        """
+        if last is not None:
+            with self._changed:
+                self._changed.wait_for(lambda: self._lost or not self._is_stuck, _CLOSE_SECONDS)
+            if not self._is_stuck:
+                with suppress(WorkerLostError):
+                    self.call(last)
         self._calls.put(None)
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
             if self._lost:
                 continue
-            try:
-                call.result = call.work()
-            except BaseException as error:
-                call.error = error
+            if not call.is_abandoned:
+                try:
+                    call.result = call.work()
+                except BaseException as error:
+                    call.error = error
             with self._changed:
                 call.is_done = True
                 self._changed.notify_all()

@@ -9,7 +9,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import IO, TypeAlias
@@ -19,7 +19,7 @@ from edgespec.cluster.rpc_child import LOOPBACK
 from edgespec.cluster.status import STDIN_SILENCE_SECONDS
 from edgespec.errors import CancelledError, WorkerError, shorten
 
-__all__ = ["ConnectProgress", "reach_worker"]
+__all__ = ["ConnectProgress", "reach_workers"]
 
 # Called with a description and a fraction. Returning False cancels the connection.
 ConnectProgress: TypeAlias = Callable[[str, float], bool]
@@ -47,7 +47,7 @@ _ATTEMPTS = 4
 _START_SECONDS = 60.0
 # How often the wait checks whether it was cancelled.
 _POLL_SECONDS = 0.1
-# The worker and `ssh` have this long to end before `ssh` is killed.
+# All workers and `ssh` have this long to end before `ssh` is killed.
 _END_SECONDS = 5.0
 _MAX_LINE_BYTES = 65536
 _KEPT_ERROR_LINES = 20
@@ -60,43 +60,73 @@ class _PortTakenError(Exception):
 
 
 @contextmanager
-def reach_worker(
-    machine: WorkerAddress | SshAddress, progress: ConnectProgress | None = None
-) -> Iterator[WorkerAddress]:
-    """Return the address at which a worker can be reached.
+def reach_workers(
+    machines: Sequence[WorkerAddress | SshAddress], progress: ConnectProgress | None = None
+) -> Iterator[tuple[WorkerAddress, ...]]:
+    """Return the addresses at which workers can be reached.
 
-    On an `SshAddress`, starts the worker, which ends when the `with` block is left.
+    On each `SshAddress`, starts a worker, which ends when the `with` block is left. They start together.
 
     Args:
-        machine: The machine in `--workers`.
+        machines: The machines in `--workers`.
         progress: Called while `ssh` connects.
 
     Raises:
-        WorkerError: `ssh` cannot connect, or the worker does not start.
+        WorkerError: `ssh` cannot connect, or a worker does not start.
         CancelledError: `progress` returned False.
     """
-    if isinstance(machine, WorkerAddress):
-        yield machine
-        return
-    for attempt in range(_ATTEMPTS):
-        ssh = _Ssh(machine)
-        try:
-            ssh.wait_for_worker(progress)
-            break
-        except _PortTakenError as error:
-            ssh.kill()
-            if attempt == _ATTEMPTS - 1:
-                raise WorkerError(
-                    f"no free port was found for the worker on {machine}: {error}",
-                    "if ~/.ssh/config forwards a port of this host, close other connections to it",
-                ) from error
-        except BaseException:
-            ssh.kill()
-            raise
+    started: dict[SshAddress, _Ssh] = {}
     try:
-        yield WorkerAddress(LOOPBACK, ssh.local_port, machine.memory_bytes, str(machine))
+        for machine in machines:
+            if isinstance(machine, SshAddress):
+                started[machine] = _Ssh(machine)
+        _wait_for_workers(started, progress)
+    except BaseException:
+        for ssh in started.values():
+            ssh.kill()
+        raise
+    try:
+        yield tuple(
+            started[each].worker_address if isinstance(each, SshAddress) else each for each in machines
+        )
     finally:
-        ssh.close()
+        end = time.monotonic() + _END_SECONDS
+        for ssh in started.values():
+            ssh.end_worker()
+        for ssh in started.values():
+            ssh.close(end)
+
+
+def _wait_for_workers(started: dict[SshAddress, _Ssh], progress: ConnectProgress | None) -> None:
+    """Wait until all workers run. Replaces each `ssh` whose ports are taken by one with other ports.
+
+    Raises the same errors as `reach_workers`.
+    """
+    attempts = dict.fromkeys(started, 1)
+    waiting = list(started)
+    end = time.monotonic() + _START_SECONDS
+    while waiting:
+        done = 1.0 - len(waiting) / len(started)
+        if progress is not None and not progress(f"connecting to {waiting[0]}", done):
+            raise CancelledError(f"connecting to {waiting[0]} was cancelled")
+        if time.monotonic() > end:
+            raise WorkerError(
+                f"the worker on {waiting[0]} did not start within {_START_SECONDS:g} seconds",
+                f"run `ssh {waiting[0]} edgespec worker` to see why",
+            )
+        for machine in tuple(waiting):
+            try:
+                if started[machine].has_started(_POLL_SECONDS / len(waiting)):
+                    waiting.remove(machine)
+            except _PortTakenError as error:
+                started[machine].kill()
+                if attempts[machine] == _ATTEMPTS:
+                    raise WorkerError(
+                        f"no free port was found for the worker on {machine}: {error}",
+                        "if ~/.ssh/config forwards a port of this host, close other connections to it",
+                    ) from error
+                attempts[machine] += 1
+                started[machine] = _Ssh(machine)
 
 
 class _Ssh:
@@ -109,8 +139,8 @@ class _Ssh:
     def __init__(self, machine: SshAddress) -> None:
         self._machine = machine
         self._worker_port = _random_port()
-        self.local_port = _free_port()
-        tunnel = f"{LOOPBACK}:{self.local_port}:{LOOPBACK}:{self._worker_port}"
+        self._local_port = _free_port()
+        tunnel = f"{LOOPBACK}:{self._local_port}:{LOOPBACK}:{self._worker_port}"
         command = _COMMAND.format(address=f"{LOOPBACK}:{self._worker_port}")
         try:
             # In a new session, `ssh` does not receive the terminal's Ctrl-C, which cancels only a reply.
@@ -126,6 +156,8 @@ class _Ssh:
                 f"{machine} needs the program `ssh`, which cannot be started: {error.strerror}",
                 "install OpenSSH, or start `edgespec worker` there yourself and name its host and port",
             ) from error
+        assert self._process.stdin
+        self._stdin = self._process.stdin
         self._lines: SimpleQueue[bytes] = SimpleQueue()
         self._errors: deque[bytes] = deque(maxlen=_KEPT_ERROR_LINES)
         self._readers = [
@@ -139,29 +171,28 @@ class _Ssh:
             reader.start()
         threading.Thread(target=self._show_life, name="edgespec-ssh", daemon=True).start()
 
-    def wait_for_worker(self, progress: ConnectProgress | None) -> None:
-        """Wait until the worker prints its line.
+    @property
+    def worker_address(self) -> WorkerAddress:
+        """The local end of the tunnel to the worker."""
+        return WorkerAddress(LOOPBACK, self._local_port, self._machine.memory_bytes, str(self._machine))
+
+    def has_started(self, timeout_seconds: float) -> bool:
+        """Return whether the worker has printed its line. Waits for it for `timeout_seconds`.
 
         Raises:
-            WorkerError: `ssh` or the worker ended, or the worker did not start in time.
-            CancelledError: `progress` returned False.
+            WorkerError: `ssh` or the worker ended.
             _PortTakenError: Another program uses one of the ports.
         """
-        end = time.monotonic() + _START_SECONDS
-        while time.monotonic() < end:
-            if progress is not None and not progress(f"connecting to {self._machine}", 0.0):
-                raise CancelledError(f"connecting to {self._machine} was cancelled")
-            with suppress(Empty):
-                line = self._lines.get(timeout=_POLL_SECONDS)
+        end = time.monotonic() + timeout_seconds
+        with suppress(Empty):
+            while True:
+                line = self._lines.get(timeout=max(0.0, end - time.monotonic()))
                 if not line:
                     raise self._failure()
                 # A login shell can print other lines first.
                 if _printed_port(line) == self._worker_port:
-                    return
-        raise WorkerError(
-            f"the worker on {self._machine} did not start within {_START_SECONDS:g} seconds",
-            f"run `ssh {self._machine} edgespec worker` to see why",
-        )
+                    return True
+        return False
 
     def _failure(self) -> Exception:
         """Return the reason why `ssh` ended."""
@@ -188,30 +219,28 @@ class _Ssh:
 
     def _show_life(self) -> None:
         """Write to the worker's stdin until it is closed, which shows that the connection works."""
-        assert self._process.stdin
         with suppress(OSError, ValueError):
             while True:
-                self._process.stdin.write(b"\n")
-                self._process.stdin.flush()
+                self._stdin.write(b"\n")
+                self._stdin.flush()
                 time.sleep(STDIN_SILENCE_SECONDS / 12)
 
-    def close(self) -> None:
-        """End the worker by closing its stdin, and wait until its memory is free."""
-        self._close_stdin()
+    def end_worker(self) -> None:
+        """End the worker by closing its stdin, without waiting for it."""
+        with suppress(OSError):
+            self._stdin.close()
+
+    def close(self, end: float) -> None:
+        """Wait until the worker has ended and its memory is free, at most until the monotonic time `end`."""
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_SECONDS)
+            self._process.wait(max(0.0, end - time.monotonic()))
         self.kill()
 
     def kill(self) -> None:
         """End `ssh`. The other machine then closes the worker's stdin, which ends the worker."""
         self._process.kill()
         self._process.wait()
-        self._close_stdin()
-
-    def _close_stdin(self) -> None:
-        assert self._process.stdin
-        with suppress(OSError):
-            self._process.stdin.close()
+        self.end_worker()
 
 
 def _connection_error(machine: SshAddress, text: str, last: str) -> Exception:

@@ -95,6 +95,11 @@ class MemoryPlan:
         """Total memory that the plan needs, in bytes."""
         return sum(item.bytes for item in self.items)
 
+    @property
+    def target_cache_bytes(self) -> int:
+        """Size of the target's KV cache in bytes, with full contexts for all concurrent replies."""
+        return sum(item.bytes for item in self.items if (item.role, item.kind) == ("target", "cache"))
+
     def to_json(self) -> dict[str, Any]:
         """Return the plan as the JSON object printed by `edgespec plan --json`."""
         has_gpu = len(self.pools) > 1

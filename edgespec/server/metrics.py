@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from edgespec import Reply
 
-__all__ = ["Metrics"]
+__all__ = ["Metrics", "ModelGauges"]
 
 _HELP = {
     "requests": "HTTP requests by path and status.",
@@ -23,6 +24,20 @@ _HELP = {
     "decode_seconds": "Time spent generating tokens.",
 }
 _STATS = tuple(_HELP)[2:]
+_GAUGE_HELP = {
+    "requests_waiting": "Requests that wait for a loaded model.",
+    "prefix_cache_bytes": "Memory that the prefix cache of a loaded model uses.",
+    "prefix_cache_limit_bytes": "Maximum memory of the prefix cache of a loaded model.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelGauges:
+    """The current values of a loaded model's gauges. Each attribute is the name of a gauge."""
+
+    requests_waiting: int
+    prefix_cache_bytes: int
+    prefix_cache_limit_bytes: int
 
 
 class Metrics:
@@ -47,11 +62,11 @@ class Metrics:
                 for name in _STATS:
                     self._totals[name] += getattr(reply.stats, name)
 
-    def text(self, waiting: Mapping[str, int]) -> str:
+    def text(self, models: Mapping[str, ModelGauges]) -> str:
         """Return all metrics in Prometheus's text format.
 
         Args:
-            waiting: Number of waiting requests for each loaded model.
+            models: The gauges of each loaded model, by its name.
         """
         with self._lock:
             requests = {f'path="{path}",status="{code}"': n for (path, code), n in self._requests.items()}
@@ -59,14 +74,10 @@ class Metrics:
             lines += _lines("replies", {f'reason="{why}"': n for why, n in self._replies.items()})
             for name, total in self._totals.items():
                 lines += _lines(name, {"": total})
-        lines += [
-            "# HELP edgespec_requests_waiting Requests that wait for a loaded model.",
-            "# TYPE edgespec_requests_waiting gauge",
-            *(
-                f'edgespec_requests_waiting{{model="{_escaped(model)}"}} {count}'
-                for model, count in waiting.items()
-            ),
-        ]
+        for name, meaning in _GAUGE_HELP.items():
+            lines += [f"# HELP edgespec_{name} {meaning}", f"# TYPE edgespec_{name} gauge"]
+            for model, gauges in models.items():
+                lines.append(f'edgespec_{name}{{model="{_escaped(model)}"}} {getattr(gauges, name)}')
         return "\n".join(lines) + "\n"
 
 

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import edgespec
-from edgespec import RequestQueue, Runtime
+from edgespec import MemoryPlan, RequestQueue, Runtime
 from edgespec.catalog import ModelInfo, Resolved, find_installed, resolve
 from edgespec.catalog.catalogue import user_aliases
 from edgespec.catalog.reference_parsing import PathReference, parse_reference
 from edgespec.errors import BusyError, ClosedError, EdgespecError, ModelNotFoundError, WorkerLostError
+from edgespec.files import format_bytes
 from edgespec.options import LOAD_OPTIONS
 from edgespec.server.settings import ServerSettings
 
@@ -247,7 +248,7 @@ class ModelPool:
                 runtime = await asyncio.to_thread(self._load_runtime, options)
                 if len(self.loaded) == 0 and runtime.plan:
                     self._budget_bytes = runtime.plan.budget.bytes
-                _log.info("loaded %s", runtime.target.name)
+                _log.info("loaded %s%s", runtime.target.name, _memory_note(runtime.plan))
                 if runtime.target.notice:
                     _log.info("%s: %s", runtime.target.name, runtime.target.notice)
                 return LoadedModel(name, runtime, self._settings.max_waiting)
@@ -351,6 +352,19 @@ class ModelPool:
             for model in self.loaded:
                 await asyncio.to_thread(model.close)
             self._entries.clear()
+
+
+def _memory_note(plan: MemoryPlan | None) -> str:
+    """Return text for the log about a loaded model's memory. Empty if its memory was not planned."""
+    if plan is None:
+        return ""
+    note = f": uses up to {format_bytes(plan.total_bytes)} of memory"
+    if plan.prefix_cache_bytes:
+        note += (
+            f", plus up to {format_bytes(plan.prefix_cache_bytes)} for the cache of earlier chats"
+            " (--prefix-cache-memory)"
+        )
+    return note
 
 
 def _fits(options: dict[str, Any]) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from starlette.responses import PlainTextResponse, Response
 from typing_extensions import TypedDict
 
+from edgespec.server.metrics import ModelGauges
 from edgespec.server.openai.errors import error_body
 from edgespec.server.protocol import Call, Endpoint, Protocol
 from edgespec.server.responses import json_response
@@ -27,8 +30,12 @@ async def health(call: Call[None]) -> Response:
 
 async def metrics(call: Call[None]) -> Response:
     """Return the server's counters for Prometheus."""
-    waiting = {model.name: model.queue.waiting for model in call.service.models.loaded}
-    text = call.service.metrics.text(waiting)
+    gauges = {}
+    for model in call.service.models.loaded:
+        # Wait in a thread, because a reply may hold the lock of the prefix cache.
+        cache = (await asyncio.to_thread(model.runtime.memory)).prefix_cache
+        gauges[model.name] = ModelGauges(model.queue.waiting, cache.memory_bytes, cache.memory_limit_bytes)
+    text = call.service.metrics.text(gauges)
     return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 

@@ -142,7 +142,9 @@ async def _attack(victim: Victim, record: Record, requests: int, seed: int, with
     if neighbours and sharing:
         await sharing
         count, near_ties, problems = await neighbours.compare()
-        print(f"{count} replies to neighbours compared with replies alone: {near_ties} near-ties")
+        print(f"{count} replies to neighbours compared with replies alone: {len(near_ties)} near-ties")
+        for each in near_ties:
+            print(f"near-tie: {each}")
         record.problems += problems
     watching.cancel()
     record.honest += honest.count

@@ -64,19 +64,25 @@ class Neighbours:
         """Send requests until `stop` is set."""
         await asyncio.gather(*(self._client(stop) for _ in range(_CLIENTS)))
 
-    async def compare(self) -> tuple[int, int, list[str]]:
+    async def compare(self) -> tuple[int, list[str], list[str]]:
         """Repeat all requests one after the other.
 
         Returns:
-            The number of compared replies, the number of near-ties, and descriptions of other differences.
+            The number of compared replies, and descriptions of the near-ties and of all other differences.
         """
-        near_ties, problems = 0, []
+        near_ties, problems = [], []
         for asked in self._asked:
             alone = await self._tokens(asked.body)
             found = difference(alone, asked.tokens)
             if found > _NEAR_TIE:
                 problems.append(f"neighbour: {asked.body} gave {asked.tokens}, alone {alone}")
-            near_ties += 0 < found <= _NEAR_TIE
+            elif found:
+                first, other = next(
+                    pair for pair in zip(alone, asked.tokens, strict=False) if pair[0][0] != pair[1][0]
+                )
+                near_ties.append(
+                    f"{asked.body} gave {other[0]!r} ({other[1]:.4f}), alone {first[0]!r} ({first[1]:.4f})"
+                )
         await self._http.aclose()
         return len(self._asked), near_ties, problems
 

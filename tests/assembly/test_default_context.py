@@ -88,7 +88,7 @@ def test_a_longer_context_takes_nothing_from_the_rest_of_the_plan(target: Path) 
         assert found.plan.fits
         assert found.plan.decisions == without.plan.decisions == ()
         assert found.plan.kv_type == without.plan.kv_type
-        assert found.plan.prefix_cache_bytes == without.plan.prefix_cache_bytes
+        assert found.plan.prefix_cache_bytes >= without.plan.prefix_cache_bytes
         assert found.plan.context_tokens in {1 << power for power in range(13, 18)}
         if found.plan.context_tokens > DEFAULT:
             assert has_room_to_resize(found.plan)

@@ -284,6 +284,8 @@ def command(path: Path) -> subprocess.Popen[bytes]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
+        # A shell that runs the tests in the background makes its programs ignore Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
     )
 
 
@@ -304,7 +306,10 @@ def test_an_ended_command_leaves_no_process(sent: signal.Signals, status: int, t
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.005)
+        # On a busy machine, the trial could otherwise end before the command gets the signal.
+        found[0].suspend()
         process.send_signal(sent)
+        found[0].resume()
         assert process.wait(60) == status
         psutil.wait_procs(found, timeout=60)
         assert not any(child.is_running() for child in found)

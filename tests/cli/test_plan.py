@@ -35,17 +35,20 @@ def test_the_contract(run: Run) -> None:
 def test_the_prefix_cache_is_reported_beside_the_total(run: Run) -> None:
     def planned(*options: str) -> tuple[int, int]:
         """Return the bytes of the prefix cache, and the total."""
-        said = json.loads(run("plan", "--memory", "400MiB", *options, "--json").stdout)
+        said = json.loads(run("plan", "--memory", "300MiB", *options, "--json").stdout)
         assert said["total_bytes"] + said["prefix_cache_bytes"] <= said["budget_bytes"]
         return said["prefix_cache_bytes"], said["total_bytes"]
 
     none, total = planned("--prefix-cache", "none")
     assert none == 0
-    left = 400 * 2**20 - total
+    left = 300 * 2**20 - total
     assert planned() == (left // 4, total)
     assert planned("--prefix-cache", "disk") == planned()
     assert planned("--prefix-cache-memory", "1MiB")[0] == 2**20
     assert planned("--prefix-cache-memory", "1GiB")[0] == left
+    said = json.loads(run("plan", "--memory", "1GiB", "--json").stdout)
+    kv_cache = next(item["bytes"] for item in said["items"] if item["name"] == "target cache")
+    assert said["prefix_cache_bytes"] == 8 * kv_cache
     assert "for the cache of earlier chats" in run("plan", "--memory", "400MiB").stdout
     assert run("plan", "--prefix-cache-memory", "lots").exit_code == 2
 

@@ -19,8 +19,9 @@ import pytest
 
 import edgespec
 from edgespec.cluster import ssh
+from edgespec.cluster.link import probe_worker
 from edgespec.cluster.machines import SshAddress, WorkerAddress
-from edgespec.cluster.ssh import reach_worker
+from edgespec.cluster.ssh import reach_workers
 from edgespec.cluster.status import Device, WorkerStatus
 from edgespec.errors import CancelledError, MemoryBudgetError, WorkerError, WorkerLostError
 from tests.cluster.conftest import Worker
@@ -88,7 +89,7 @@ def start_sshd(folder: Path) -> subprocess.Popen[bytes]:
     (folder / "known").write_text(f"mac {key}\n")
     common = f"HostName 127.0.0.1\nPort {port}\nHostKeyAlias mac\nIdentitiesOnly yes\n"
     (folder / "config").write_text(
-        f"Host mac\nIdentityFile {folder}/user\nUserKnownHostsFile {folder}/known\n{common}"
+        f"Host mac mac2\nIdentityFile {folder}/user\nUserKnownHostsFile {folder}/known\n{common}"
         f"Host refused\nIdentityFile {folder}/stranger\nUserKnownHostsFile {folder}/known\n{common}"
         f"Host unknown\nIdentityFile {folder}/user\nUserKnownHostsFile /dev/null\n{common}"
         f"Host gone\nHostName 127.0.0.1\nPort {free_port()}\n"
@@ -141,6 +142,21 @@ def test_a_target_on_workers_of_all_kinds_gives_the_same_tokens(
 ) -> None:
     spread = f"ssh://mac=200MiB,local=200MiB,{workers[0].address}=200MiB"
     assert tokens(spread, method="auto") == tokens()
+    site.wait_for_the_end()
+
+
+def test_several_workers_start_together(site: Site) -> None:
+    """Each worker waits until the other one has been started too."""
+    site.install(
+        f"cd {site.home}; touch started.$$\n"
+        "until [ $(ls started.* | wc -l) = 2 ]; do sleep 0.05; done\n"
+        f'PYTHONPATH={ROOT} exec {sys.executable} -m edgespec "$@"'
+    )
+    both = SshAddress("ssh://mac", 200 << 20), SshAddress("ssh://mac2")
+    with reach_workers(both) as addresses:
+        assert [address.ssh_url for address in addresses] == ["ssh://mac", "ssh://mac2"]
+        assert [address.memory_bytes for address in addresses] == [200 << 20, None]
+        assert not any(probe_worker(address).busy for address in addresses)
     site.wait_for_the_end()
 
 
@@ -244,12 +260,12 @@ def test_taken_ports_are_replaced(
     local, remote = [taken, free_port(), free_port()], [free_port(), taken, free_port()]
     monkeypatch.setattr(ssh, "_free_port", lambda: local.pop(0))
     monkeypatch.setattr(ssh, "_random_port", lambda: remote.pop(0))
-    with reach_worker(MAC) as address:
+    with reach_workers((MAC,)) as (address,):
         socket.create_connection((address.host, address.port)).close()
     assert not local
     local, remote = [free_port() for _ in range(9)], [taken] * 9
     with pytest.raises(WorkerError, match="no free port was found for the worker on ssh://mac"):
-        reach_worker(MAC).__enter__()
+        reach_workers((MAC,)).__enter__()
     site.wait_for_the_end()
 
 
@@ -263,7 +279,7 @@ def test_connecting_can_be_cancelled(site: Site) -> None:
 
     (site.home / "pid").unlink(missing_ok=True)
     with pytest.raises(CancelledError, match="connecting to ssh://mac was cancelled"):
-        reach_worker(MAC, progress).__enter__()
+        reach_workers((MAC,), progress).__enter__()
     assert set(calls) == {"connecting to ssh://mac"}
     site.wait_for_the_end()
 
@@ -313,5 +329,5 @@ def test_a_machine_without_ssh_is_an_error(tmp_path: Path, monkeypatch: pytest.M
 
 def test_other_addresses_need_no_ssh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    with reach_worker(WorkerAddress("host", 1)) as address:
-        assert address == WorkerAddress("host", 1)
+    with reach_workers((WorkerAddress("host", 1),)) as addresses:
+        assert addresses == (WorkerAddress("host", 1),)

@@ -13,6 +13,7 @@ import pytest
 
 from edgespec.catalog.catalogue import user_aliases_path
 from edgespec.errors import BusyError, CancelledError, ClosedError, ModelNotFoundError, OptionError
+from edgespec.files import format_bytes
 from edgespec.server.models import ModelPool
 from edgespec.server.settings import ServerSettings
 
@@ -70,6 +71,23 @@ def test_the_log_says_that_replies_run_one_after_the_other(
         assert "one after the other" not in caplog.text
         await use(pool, "demo-mlx")
         assert "demo-mlx cannot run several at once" in caplog.text
+
+
+def test_the_log_says_how_much_memory_a_model_uses(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("edgespec.server"), "propagate", True)
+    caplog.set_level(logging.INFO, "edgespec")
+
+    @pool_test(load_options={"prefix_cache": "memory", "prefix_cache_memory": "5MiB"})
+    async def test(pool: ModelPool) -> None:
+        await use(pool, "demo")
+        plan = pool.loaded[0].runtime.plan
+        assert plan is not None
+        assert (
+            f"loaded demo: uses up to {format_bytes(plan.total_bytes)} of memory, plus up to 5.0 MiB"
+            in caplog.text
+        )
 
 
 def test_models_that_do_not_fit_replace_others() -> None:

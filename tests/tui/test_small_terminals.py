@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
+from edgespec.chat.message import Message
+from edgespec.chat.message_tree import MessageTree
+from edgespec.chat.saved_chat import SavedChat
+from edgespec.chat.store import ChatStore
 from tests.tui.driving import Driver, driving, until
 from tests.tui.scripted import ScriptedRuntime, loading
 
@@ -65,3 +70,14 @@ async def test_a_panel_that_covers_a_small_screen_does_not_open_at_the_next_star
         await d.press("f3")
         await d.sees("Speed")
         assert not d.chat.preferences.details
+
+
+async def test_a_chat_opened_from_a_list_that_covers_the_screen_fills_it(tmp_path: Path) -> None:
+    messages = MessageTree.linear([Message("user", "a question"), Message("assistant", "word " * 30)])
+    noon = datetime(2026, 1, 1, 12, tzinfo=UTC)
+    ChatStore(tmp_path / "chats").save(SavedChat("one", messages, noon, noon))
+    async with driving(loading(ScriptedRuntime()), tmp_path, size=(40, 20)) as d:
+        await d.press("f2")
+        await d.press("down", "enter")
+        await d.sees("word word")
+        await d.sees("a question")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +11,10 @@ import pytest
 
 import edgespec
 from edgespec import MethodReport, Stats
+from edgespec.bench.race import Race
 from edgespec.catalog import Progress
-from edgespec.tui.screens.race import RaceScreen
+from edgespec.errors import CancelledError
+from edgespec.tui.screens.race import RaceProgress, RaceScreen
 from edgespec.tui.speed_history import SpeedHistory, sparkline
 from edgespec.tui.texts import speed_up_short
 from edgespec.tui.why import why
@@ -206,6 +209,17 @@ async def test_a_race_can_be_cancelled_and_the_chat_goes_on(demo: Load, tmp_path
         assert d.chat.current_chat.messages == ()
         await d.say(QUESTION)
         assert len(d.chat.current_chat.messages) == 2
+
+
+async def test_a_tick_after_the_end_closes_no_other_screen(tmp_path: Path) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        race: Future[Race] = Future()
+        cancelled = CancelledError("the race was cancelled")
+        screen = RaceScreen(QUESTION, race, RaceProgress(), lambda: race.set_exception(cancelled))
+        await d.app.push_screen(screen)
+        screen.action_close()
+        screen._tick()
+        assert d.app.screen is d.chat
 
 
 async def test_a_race_without_a_message_and_one_that_fails(demo: Load, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from typing import Any, TypeVar
@@ -25,7 +24,7 @@ from edgespec.backends.self_draft_methods import Head, SelfDraft
 from edgespec.cluster.connected import ConnectedWorkers
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import CapabilityError, MemoryBudgetError, WorkerLostError
+from edgespec.errors import CapabilityError, MemoryBudgetError
 
 __all__ = ["RemoteModel", "load_on_workers"]
 
@@ -123,7 +122,8 @@ class RemoteModel(BaseModel):
     """A GGUF model whose layers are on workers.
 
     All calls that reach llama.cpp run in the thread of `ConnectedWorkers`. After a worker was lost, they
-    raise WorkerLostError, and the model's memory on this machine is freed only when the process ends.
+    raise WorkerLostError, and the model's memory on this machine is freed only when the process ends. After
+    an interrupt, passes raise CancelledError at once. Later calls wait until the thread has ended the pass.
     """
 
     def __init__(self, model: LlamaCppModel, workers: ConnectedWorkers, placement: LayerPlacement) -> None:
@@ -145,9 +145,9 @@ class RemoteModel(BaseModel):
             ),
         )
 
-    def _call(self, work: Callable[[], _Result]) -> _Result:
+    def _call(self, work: Callable[[], _Result], *, is_pass: bool = False) -> _Result:
         self._check(0)
-        return self._workers.call(work)
+        return self._workers.call(work, can_abandon=is_pass)
 
     @property
     def length(self) -> int:
@@ -158,17 +158,17 @@ class RemoteModel(BaseModel):
         return self._model.threads
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
-        self._call(lambda: self._model.prefill(tokens, progress))
+        self._call(lambda: self._model.prefill(tokens, progress), is_pass=True)
 
     def prefill_prompt(self, tokens: Sequence[int], progress: Progress | None = None) -> Logits | None:
-        return self._call(lambda: self._model.prefill_prompt(tokens, progress))
+        return self._call(lambda: self._model.prefill_prompt(tokens, progress), is_pass=True)
 
     def embed(self, tokens: Sequence[int], progress: Progress | None = None) -> NDArray[np.float32]:
-        return self._call(lambda: self._model.embed(tokens, progress))
+        return self._call(lambda: self._model.embed(tokens, progress), is_pass=True)
 
     def verify(self, tree: TokenTree, first: int = 0) -> Logits:
         padded = _padded(tree, min(self.facts.capabilities.padded_width(tree.width), self.free_tokens))
-        return self._call(lambda: self._model.verify(padded, first))
+        return self._call(lambda: self._model.verify(padded, first), is_pass=True)
 
     def commit(self, path: tuple[int, ...]) -> None:
         self._call(lambda: self._model.commit(path))
@@ -205,12 +205,15 @@ class RemoteModel(BaseModel):
         )
 
     def interrupt(self, enabled: bool) -> None:
-        self._model.interrupt(enabled)
+        self._workers.interrupt(enabled)
+        if enabled:
+            self._model.interrupt(True)
+        else:
+            # The interrupt must also end a pass that was abandoned and still runs.
+            self._workers.run_later(lambda: self._model.interrupt(False))
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        with suppress(WorkerLostError):
-            self._workers.call(self._model.close)
-        self._workers.close()
+        self._workers.close(self._model.close)

@@ -21,7 +21,7 @@ from edgespec.backends.mlx.partial_models import EarlyExitModel, PartialModel
 from edgespec.backends.mlx.pass_layout import PassLayout, install_tree_ropes
 from edgespec.backends.mlx.state_recorder import StateRecorder
 from edgespec.engine.tree import TokenTree, TreeBuilder
-from edgespec.errors import BackendError, CapabilityError
+from edgespec.errors import BackendError, CancelledError, CapabilityError
 
 __all__ = ["PassRunner"]
 
@@ -145,7 +145,7 @@ class PassRunner:
             _, states = self._forward_recorded(mx.array(list(tokens)))
             self._start_states(len(tokens))
             evaluate(*self.caches.arrays, *([] if states is None else [states]))
-        except BackendError:
+        except (BackendError, CancelledError):
             self.end_round()
             raise
         self._log([] if states is None else [states], range(len(tokens)))
@@ -169,7 +169,7 @@ class PassRunner:
             )
             self._add_states(states)
             return self._logits(rows, states, first)
-        except BackendError:
+        except (BackendError, CancelledError):
             self.end_round()
             raise
 

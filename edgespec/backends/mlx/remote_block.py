@@ -62,19 +62,23 @@ class RemoteBlock:
         """Send a message. Raises WorkerLostError if the connection fails."""
         self._workers.call(lambda: self._guarded(lambda: self._messages.send(header, data)))
 
-    def ask(self, header: dict[str, Any], data: Buffer = b"") -> tuple[dict[str, Any], Buffer]:
+    def ask(
+        self, header: dict[str, Any], data: Buffer = b"", *, is_pass: bool = False
+    ) -> tuple[dict[str, Any], Buffer]:
         """Send a message, and return the header and the data of the answer.
 
         Raises:
             WorkerLostError: The worker ended, hung or sent an invalid answer.
             BackendError: The worker answered with an error.
+            CancelledError: The message starts a pass, which was interrupted. The answer is dropped when it
+                arrives.
         """
 
         def exchange() -> tuple[dict[str, Any], Buffer]:
             self._messages.send(header, data)
             return self._messages.receive(MAX_STATES_BYTES)
 
-        answer, received = self._workers.call(lambda: self._guarded(exchange))
+        answer, received = self._workers.call(lambda: self._guarded(exchange), can_abandon=is_pass)
         if "error" in answer:
             raise BackendError(f"the worker {self._address}: {answer['error']}", str(answer["next_step"]))
         return answer, received
@@ -83,7 +87,7 @@ class RemoteBlock:
         """Return the block's output in a pass. See `RunBlock`."""
         evaluate(states)
         header = {**array_header(states), "offset": offset, "round_start": round_start}
-        answer, data = self.ask(header, array_bytes(states))
+        answer, data = self.ask(header, array_bytes(states), is_pass=True)
         return self._guarded(lambda: read_array(answer, data))
 
     def _guarded(self, work: Callable[[], Any]) -> Any:

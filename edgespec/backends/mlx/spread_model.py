@@ -15,7 +15,11 @@ __all__ = ["SpreadModel"]
 
 
 class SpreadModel(MlxModel):
-    """An MLX model whose layers are on workers. Passes raise WorkerLostError after a worker was lost."""
+    """An MLX model whose layers are on workers.
+
+    Passes raise WorkerLostError after a worker was lost. After an interrupt, they raise CancelledError
+    without waiting for the workers.
+    """
 
     why_chains_only = "drafts without branches only, because its layers are on workers"
 
@@ -43,6 +47,11 @@ class SpreadModel(MlxModel):
             " are on workers",
             "load the model again with another --context",
         )
+
+    def interrupt(self, enabled: bool) -> None:
+        super().interrupt(enabled)
+        if self._workers is not None:
+            self._workers.interrupt(enabled)
 
     def close(self) -> None:
         super().close()

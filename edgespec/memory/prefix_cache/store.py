@@ -17,15 +17,23 @@ __all__ = ["SegmentStore", "default_memory_bytes", "max_copy_bytes"]
 # By default, the prefix cache uses up to a quarter of the memory that the loaded models leave free, at most 4
 # GiB. A heuristic.
 _DEFAULT_MAX_BYTES, _DEFAULT_SHARE = 4 * 2**30, 0.25
+# The default limit is also at most this many times the size of the target's KV cache. Otherwise, a server
+# with a small model would fill gigabytes with the prompts of thousands of requests. A heuristic.
+_DEFAULT_KV_CACHES = 8
 # Maximum memory needed to copy a KV cache, as a multiple of the size of the copy.
 _COPIES_AT_ONCE = 3
 # Segments used within this many seconds count as about equally old when choosing which segments to drop.
 _FRESH_SECONDS = 60.0
 
 
-def default_memory_bytes(free_bytes: int) -> int:
-    """Return the default size limit of the prefix cache in bytes, given the memory that models leave free."""
-    return min(_DEFAULT_MAX_BYTES, max(0, int(free_bytes * _DEFAULT_SHARE)))
+def default_memory_bytes(free_bytes: int, kv_bytes: int) -> int:
+    """Return the default size limit of the prefix cache in bytes.
+
+    Args:
+        free_bytes: The memory that the models leave free.
+        kv_bytes: The size of the target's KV cache, with full contexts for all concurrent replies.
+    """
+    return min(_DEFAULT_MAX_BYTES, max(0, int(free_bytes * _DEFAULT_SHARE)), _DEFAULT_KV_CACHES * kv_bytes)
 
 
 def max_copy_bytes(free_bytes: int) -> int:

@@ -91,6 +91,9 @@ class RaceScreen(ModalScreen[None]):
             self._play(self._race)
 
     def _tick(self) -> None:
+        if not self.is_active:
+            # The screen has been dismissed, and this tick was due before its removal.
+            return
         if self._race is not None:
             self._show(self._race, monotonic() - self._began)
         elif self._future.done():

@@ -349,7 +349,8 @@ class Transcript(VerticalScroll):
 
     def _page(self, start: int, step: int, most: int = PAGE_MESSAGES) -> int:
         """Return the index at which a page from `start` ends, going forwards (`step` 1) or backwards (-1)."""
-        view = Size(self.size.width, self.app.size.height)
+        # The transcript has no size before its first layout, and while the list of chats covers it.
+        view = Size(self.size.width or self.app.size.width, self.app.size.height)
         return page_end(self._chat.entries, start, step, view, most)
 
     def _pages(self, start: int, step: int) -> int:

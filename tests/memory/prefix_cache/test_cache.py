@@ -349,9 +349,13 @@ def test_prefixes_are_cached_only_if_reuse_saves_time() -> None:
 
 
 def test_the_default_size_limit_depends_on_free_memory() -> None:
-    assert default_memory_bytes(-5) == 0
-    assert default_memory_bytes(8 << 30) == 2 << 30
-    assert default_memory_bytes(1 << 40) == 4 << 30
+    assert default_memory_bytes(-5, 1 << 30) == 0
+    assert default_memory_bytes(8 << 30, 1 << 30) == 2 << 30
+    assert default_memory_bytes(1 << 40, 1 << 30) == 4 << 30
+
+
+def test_the_default_size_limit_is_at_most_eight_kv_caches() -> None:
+    assert default_memory_bytes(1 << 40, 24 << 20) == 192 << 20
 
 
 def test_clearing_discards_the_open_prompt_too(tmp_path: Path) -> None:
