@@ -16,7 +16,7 @@ from edgespec.backends.model_facts import Capabilities
 from edgespec.costs.curve import CostFunction, assumed_cost
 from edgespec.costs.pass_limits import PassLimits
 from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
-from edgespec.drafters.base import BudgetedDrafter, Drafter
+from edgespec.drafters.base import Drafter
 from edgespec.drafters.grammar import GrammarDrafter
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.drafters.tree_growth import TreeGrowth
@@ -129,10 +129,27 @@ class DrafterSet:
         """Live costs of the target's passes, which `auto` updates. None if no costs were measured."""
         return self._auto_config.costs if self._auto_config else None
 
+    def report(self, method: str, *, constrained: bool = False) -> MethodReport:
+        """Return a report on the drafters that a method uses. Can be called from any thread.
+
+        Unlike `choose`, it runs no model, so a reply can be in progress.
+
+        Args:
+            method: The method.
+            constrained: Whether the reply has a constraint.
+
+        Raises:
+            OptionError: The method is unknown, or one of its drafters is unavailable.
+        """
+        return self._resolve(method, constrained)[1]
+
     def choose(
         self, method: str, *, constrained: bool = False, limited: bool = False
     ) -> tuple[Drafter | None, MethodReport]:
         """Return the drafter for a method and a report on the drafters in use.
+
+        This can run the draft model to measure its speed. Call it only while no other reply uses the
+        drafters.
 
         Args:
             method: The method.
@@ -227,7 +244,7 @@ class DrafterSet:
         return text_kind("".join(piece.decode("utf-8", "replace") for piece in pieces))
 
     def _with_adaptive_length(self, drafter: Drafter, config: AutoConfig) -> Drafter:
-        if not (config.adapts_length and isinstance(drafter, BudgetedDrafter)):
+        if not config.adapts_length:
             return drafter
         pass_cost = drafter.pass_seconds / config.costs.target_step_seconds
 

@@ -54,7 +54,7 @@ class ReplyMethods:
         self._defaults, self._record, self._mapped = defaults, record, mapped
         target = self._session.target
         self.vocabulary: Vocabulary = target.vocabulary
-        self.method: MethodReport = self._session.drafters.choose(defaults["method"])[1]
+        self.method: MethodReport = self._session.drafters.report(defaults["method"])
         source, vocabulary = self.vocabulary.chat_template, self.vocabulary
         template = ChatTemplate(source, vocabulary.bos_text, vocabulary.eos_text) if source else None
         self._prompts = MessagePrompts(vocabulary, template, self._session.cached_prefixes)
@@ -106,7 +106,7 @@ class ReplyMethods:
 
     def method_for(self, method: str) -> MethodReport:
         """Report which drafters a method uses with this target. Raises OptionError if one is unavailable."""
-        return self._session.drafters.choose(method)[1]
+        return self._session.drafters.report(method)
 
     def reply_defaults(self, method: str | None = None) -> ReplyArguments:
         """Return the default values of the reply options whose defaults depend on the loaded models.

@@ -82,6 +82,21 @@ class RequestQueue:
 
         return self._submit(QueuedReply(start, self._remove))
 
+    def stream_tokens(
+        self,
+        tokens: Sequence[int],
+        *,
+        on_end: Callable[[Reply | None], None] | None = None,
+        **options: Unpack[StreamArguments],
+    ) -> QueuedReply:
+        """Queue a request for a reply to a prompt given as token ids. Raises the same errors as `stream`."""
+        self._runtime.check_options(**options)
+
+        def start() -> ReplyStream:
+            return self._runtime.stream_tokens(tokens, on_end=on_end, **options)
+
+        return self._submit(QueuedReply(start, self._remove))
+
     def stream_messages(
         self,
         messages: Sequence[Message | Mapping[str, Any]],

@@ -61,7 +61,8 @@ class ReplyStream:
             "constrained": request.constraint is not None,
             "limited": request.max_loss is not None,
         }
-        self._method = session.drafters.choose(request.method, **self._reply_kind)[1]
+        # The first session may be generating another reply, so this must not run its drafters.
+        self._method = session.drafters.report(request.method, constrained=request.constraint is not None)
         self._request = request
         self._on_end = on_end
         self._progress = progress

@@ -42,7 +42,7 @@ PROMPT = "How do I list files by size, and how do I count the lines of each?"
 REPLY: dict[str, Any] = {"max_tokens": 40, "temperature": 0.0, "seed": 3}
 LOAD: dict[str, Any] = {"context": 512}
 # A worker that was killed needs some seconds to start again, and a load waits for it.
-_MAX_RELOAD_SECONDS = 60.0
+_HANG_SECONDS = 60
 _MAX_START_SECONDS = 21.0
 _HELLO = bytes([HELLO]) + (24).to_bytes(8, "little") + bytes(24)
 _ERRORS = ("WorkerLostError", "WorkerError")
@@ -57,6 +57,12 @@ def main() -> int:
     parser.add_argument("--losses", type=int, default=200, help="number of losses (default: %(default)s)")
     parser.add_argument(
         "--max-seconds", type=float, default=10.0, help="longest time until an error (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--hang-seconds",
+        type=int,
+        default=_HANG_SECONDS,
+        help="longest time to load a model and to reply (default: %(default)s)",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
@@ -184,7 +190,8 @@ LOSSES: dict[str, Callable[[Worker, random.Random], None]] = {
 class Target:
     """The child process that loads the model."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, hang_seconds: int) -> None:
+        self._hang_seconds = hang_seconds
         self._process = subprocess.Popen(
             [sys.executable, __file__, "--child", "--target", target],
             stdin=subprocess.PIPE,
@@ -202,7 +209,7 @@ class Target:
         """Return the text and the error, or None if the process died or hangs."""
         assert self._process.stdout
         timeout = signal.signal(signal.SIGALRM, _raise_timeout)
-        signal.alarm(round(_MAX_RELOAD_SECONDS))
+        signal.alarm(self._hang_seconds)
         try:
             line = self._process.stdout.readline()
         except TimeoutError:
@@ -228,10 +235,11 @@ def _raise_timeout(*_: object) -> None:
 def _lose_workers(args: argparse.Namespace) -> dict[str, Any]:
     choices = random.Random(args.seed)
     workers = [Worker() for _ in range(4)]
-    target = Target(args.target)
+    target = Target(args.target, args.hang_seconds)
     errors: list[str] = []
     outcomes: Counter[str] = Counter()
     slowest: dict[str, float] = {}
+    reported = 0
     try:
         target.begin(None, "none")
         plain = target.result()
@@ -257,7 +265,7 @@ def _lose_workers(args: argparse.Namespace) -> dict[str, Any]:
             seconds = time.monotonic() - began
             if result is None:
                 errors.append(f"{what}: the process {target.end()}")
-                target = Target(args.target)
+                target = Target(args.target, args.hang_seconds)
             elif result["error"]:
                 outcomes[f"{how}: {result['error'][0]}"] += 1
                 slowest[how] = max(slowest.get(how, 0.0), round(seconds, 2))
@@ -283,12 +291,12 @@ def _lose_workers(args: argparse.Namespace) -> dict[str, Any]:
                 again = target.result()
             if again is None:
                 errors.append(f"{what}: the process {target.end()} when it loaded the model again")
-                target = Target(args.target)
+                target = Target(args.target, args.hang_seconds)
             elif again != plain:
                 errors.append(f"{what}: after that, loading again gave {again['error'] or again['text']!r}")
-            sys.stderr.write(
-                f"{what}: {seconds:.2f} s, {result and result['error']}, errors so far: {len(errors)}\n"
-            )
+            sys.stderr.write(f"{what}: {seconds:.2f} s, {result and result['error']}\n")
+            sys.stderr.writelines(f"    error: {each}\n" for each in errors[reported:])
+            reported = len(errors)
     finally:
         target.end()
         for each in workers:

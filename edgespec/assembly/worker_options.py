@@ -42,8 +42,6 @@ def for_workers(drafting: DraftingOptions) -> DraftingOptions:
             f"method {min(unsupported)!r} does not work with --workers yet",
             "use model, eagle, suffix, ngram, grammar, auto or none",
         )
-    if arguments["prefix_cache"] == "disk":
-        raise OptionError("--prefix-cache disk does not work with --workers yet", "use --prefix-cache none")
     # Reading hidden states slows down every pass on workers, so `auto` could not keep `--max-loss`.
     uses_head = not drafting.named_drafters.isdisjoint(HEADS)
     if drafting.names_head and not uses_head:

@@ -15,7 +15,15 @@ from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.loading import loaded
 from edgespec.cli.measuring import reject_remember
-from edgespec.cli.options import LOAD_NAMES, REPLY_NAMES, OutputPath, declared_options, json_option, pick
+from edgespec.cli.options import (
+    LOAD_NAMES,
+    REPLY_NAMES,
+    WORKER_NAMES,
+    OutputPath,
+    declared_options,
+    json_option,
+    pick,
+)
 from edgespec.cli.screen import ProgressLine, is_terminal, note, print_json, write_text
 
 if TYPE_CHECKING:
@@ -37,7 +45,7 @@ _OTHER_ROWS = 14
 @click.command(
     "race",
     cls=HelpfulCommand,
-    params=declared_options("target", "draft", "system", *_REPLY_NAMES, *LOAD_NAMES),
+    params=declared_options("target", "draft", "system", *_REPLY_NAMES, *LOAD_NAMES, *WORKER_NAMES),
     short_help="Show plain decoding and edgespec side by side.",
     examples=(
         'edgespec race "How do I list files by size?"',
@@ -84,7 +92,8 @@ def _race(stop: Stop, prompt: str, as_json: bool, options: dict[str, Any]) -> Ra
     from edgespec.bench.race_pictures import Picture
 
     settings = pick(options, ("system", *_REPLY_NAMES))
-    with loaded(stop, **pick(options, LOAD_NAMES)) as runtime, ProgressLine(stop) as progress:
+    wanted = pick(options, (*LOAD_NAMES, *WORKER_NAMES))
+    with loaded(stop, **wanted) as runtime, ProgressLine(stop) as progress:
         race = run_race(
             lambda **each: runtime.stream(prompt, **each),
             settings,

@@ -11,7 +11,7 @@ from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.loading import loaded
 from edgespec.cli.measuring import max_tokens_option, reject_remember
-from edgespec.cli.options import MODEL_NAMES, declared_options, json_option, pick
+from edgespec.cli.options import MODEL_NAMES, WORKER_NAMES, declared_options, json_option, pick
 from edgespec.cli.screen import ProgressLine, note, print_json, print_table, warn
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ _SKILLS = ("code", "copy", "explain", "howto")
 @click.command(
     "tune",
     cls=HelpfulCommand,
-    params=declared_options(*MODEL_NAMES, per_run=("remember",)),
+    params=declared_options(*MODEL_NAMES, *WORKER_NAMES, per_run=("remember",)),
     short_help="Find the fastest method on this machine.",
     examples=(
         "edgespec tune",
@@ -87,7 +87,7 @@ def _tune(stop: Stop, method: str, max_tokens: int, options: dict[str, Any]) -> 
     for prompt in read_prompts(None):
         first.setdefault(prompt.category, prompt)
     prompts = [first[skill] for skill in _SKILLS]
-    wanted = pick(options, MODEL_NAMES)
+    wanted = pick(options, (*MODEL_NAMES, *WORKER_NAMES))
     with loaded(stop, **wanted, method=method) as runtime, ProgressLine(stop) as progress:
         return tune(runtime, prompts, max_tokens=max_tokens, progress=progress)
 

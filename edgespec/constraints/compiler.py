@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from edgespec.backends.base import Vocabulary
 from edgespec.constraints.answer_start import AnswerStart
@@ -18,6 +18,7 @@ from edgespec.constraints.processor import ConstraintProcessor
 from edgespec.constraints.specification import Constraint
 from edgespec.constraints.tokenizer import ConstraintTokenizer
 from edgespec.constraints.trial import ConstraintTrial, borrowed_trial
+from edgespec.enforceable_schemas import enforceable_schema, subschemas
 from edgespec.errors import OptionError
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ _MAX_SHOWN_CHARACTERS = 300
 # Matches the reason in llguidance's error messages about regular expressions and JSON schemas.
 _REGEX_ERROR = re.compile(r"^error: (.+)$", re.MULTILINE)
 _UNSUPPORTED_KEYWORDS = re.compile(r"Unimplemented keys: \[(.+)\]", re.DOTALL)
+_UNKNOWN_FORMAT = re.compile("Unknown format: (.+)")
 # Matches the beginning of a rule in llama.cpp's grammars.
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 # Maximum number and total bytes of cached constraints. Programs often send the same schema with every
@@ -170,7 +172,10 @@ class ConstraintCompiler:
 
 
 def _checked_text(constraint: Constraint) -> str:
-    """Return the text of a constraint. Raises OptionError if it is too long."""
+    """Return the text of a constraint for llguidance.
+
+    Raises OptionError if it is too long, or if llguidance would not enforce it exactly.
+    """
     text = text_of(constraint)
     if len(text) > _MAX_CHARACTERS:
         raise OptionError(
@@ -178,7 +183,16 @@ def _checked_text(constraint: Constraint) -> str:
             f" {_MAX_CHARACTERS:,}",
             f"use a shorter {_KINDS[constraint.option].name}",
         )
-    return text
+    return _enforceable(text) if constraint.option == "schema" else text
+
+
+def _enforceable(schema: str) -> str:
+    """Return a JSON schema that llguidance enforces exactly. See `enforceable_schema`."""
+    try:
+        value = json.loads(schema)
+    except (ValueError, RecursionError):
+        return schema  # llguidance reports the error.
+    return json.dumps(enforceable_schema(value))
 
 
 def _is_endless(schema: str) -> bool:
@@ -201,9 +215,28 @@ def _refused(option: str, text: str, message: str) -> OptionError:
     if keywords := _UNSUPPORTED_KEYWORDS.fullmatch(message):
         verb = "are" if "," in keywords[1] else "is"
         names = _shortened(keywords[1].replace('"', ""))
-        return OptionError(f"the {kind.name} cannot be used: {names} {verb} not supported", kind.hint)
+        place = _place(text, lambda part: all(name in part for name in json.loads(f"[{keywords[1]}]")))
+        return OptionError(f"the {kind.name} cannot be used: {names} {verb} not supported{place}", kind.hint)
+    if unknown := _UNKNOWN_FORMAT.fullmatch(message):
+        place = _place(text, lambda part: part.get("format") == unknown[1])
+        return OptionError(
+            f"the {kind.name} cannot be used: format {unknown[1]} is not supported{place}", kind.hint
+        )
+    if option == "schema" and message.startswith("oneOf constraints are not supported"):
+        place = _place(text, lambda part: "oneOf" in part)
+        return OptionError(
+            f"the {kind.name} cannot be used: more than one alternative of oneOf could match{place}",
+            "use anyOf, or give the alternatives different values of a required property",
+        )
     reason = "no text satisfies it" if message == "NoExtensionBias" else _shortened(message)
     return OptionError(f"the {kind.name} cannot be used: {reason}", kind.hint)
+
+
+def _place(schema: str, matches: Callable[[dict[str, Any]], bool]) -> str:
+    """Return where the first matching part of a schema is, for a message, or an empty string."""
+    places = (place for place, part in subschemas(json.loads(schema)) if matches(part))
+    found = next(places, None)
+    return f" (in {_shortened(found)})" if found else ""
 
 
 def _shortened(text: str) -> str:

@@ -95,7 +95,7 @@ def _list(schema: Mapping[str, Any], name: str) -> Sequence[Any]:
 
 def _target(root: Any, reference: str) -> Any:
     """Return the part of a schema that a reference such as `#/$defs/node` points to, or None."""
-    if not reference.startswith("#"):
+    if reference != "#" and not reference.startswith("#/"):
         return None
     node = root
     for part in reference[1:].split("/")[1:]:

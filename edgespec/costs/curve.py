@@ -31,6 +31,9 @@ MEASURED_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 1
 # Pass widths to measure even if the time budget is spent.
 _REQUIRED_WIDTHS = (1, 2, 4, 8)
 _MAX_REQUIRED_PADDED_WIDTH = 9
+# Further measurements of `CostCurve.change_seconds`. A value that is much too high makes drafting seem too
+# expensive for as long as the model is loaded.
+_CHANGE_REPEATS = 20
 # Minimum time budget for a measurement, as a multiple of the duration of a single-token pass.
 _MIN_BUDGET_STEPS = 12
 # Maximum duration of a pass, as a multiple of a wider pass's duration. Some kernels are slower at a few
@@ -164,6 +167,12 @@ def measure_costs(
             durations.append(_pass_seconds(model, width))
             if able.pass_widths and width == 1:
                 steady.append(_pass_seconds(model, 1))
+    for _ in range(_CHANGE_REPEATS if len(timed) > 1 and able.pass_widths else 0):
+        if now() - started > budget:
+            break
+        _pass_seconds(model, timed[1][0])
+        seconds[1].append(_pass_seconds(model, 1))
+        steady.append(_pass_seconds(model, 1))
     medians = [median(durations[1:] or durations) for _, durations in timed]
     # Limit the duration of a narrow pass that took much longer than a wider one, because another program
     # slowed it down.

@@ -14,7 +14,7 @@ from edgespec.chat.tool_calls.tool_set import ToolChoice
 from edgespec.errors import CancelledError
 from edgespec.server.models import LoadedModel
 
-__all__ = ["ChatPrompt", "Event", "Generation", "ReplyRequest", "TextPrompt"]
+__all__ = ["ChatPrompt", "Event", "Generation", "ReplyRequest", "TextPrompt", "TokenPrompt"]
 
 Event: TypeAlias = tuple[int, TextChunk | Reply]
 """A part of a reply, or the finished reply, and the index of the reply."""
@@ -79,10 +79,21 @@ class TextPrompt:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """Token ids to continue."""
+
+    tokens: Sequence[int]
+
+    def submit(self, queue: RequestQueue, **options: Any) -> QueuedReply:
+        """Queue the request for a reply."""
+        return queue.stream_tokens(self.tokens, **options)
+
+
+@dataclass(frozen=True, slots=True)
 class ReplyRequest:
     """One reply to generate: its prompt, and its options as in `edgespec.ReplyArguments`."""
 
-    prompt: ChatPrompt | TextPrompt
+    prompt: ChatPrompt | TextPrompt | TokenPrompt
     options: Mapping[str, Any] = field(default_factory=dict)
 
 

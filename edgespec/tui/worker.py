@@ -95,14 +95,15 @@ class ModelThread:
         chunks: Text of the running reply.
         stream: The running reply, or None.
         loading: Description of the current loading step, and the completed fraction.
-        read_fraction: Fraction of the prompt that has been processed.
+        preparing: What happens before the first text of the running reply, such as reading the prompt or
+            loading the model again, and the completed fraction.
     """
 
     def __init__(self, load: Load) -> None:
         self.chunks: SimpleQueue[TextChunk] = SimpleQueue()
         self.stream: ReplyStream | None = None
         self.loading = ("Starting", 0.0)
-        self.read_fraction = 0.0
+        self.preparing = ("", 0.0)
         self._load = load
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._closing = threading.Event()
@@ -133,7 +134,7 @@ class ModelThread:
     def open_chat(self, system: str | None, messages: Sequence[Message]) -> Future[ChatState]:
         """Let the model thread continue another conversation, such as a saved chat."""
         copy = tuple(messages)
-        return self._submit(lambda: _state(self._loaded().chat(system, copy)))
+        return self._submit(lambda: _state(self._loaded(can_cancel=False).chat(system, copy)))
 
     def ask(self, ask: Ask) -> Future[ChatState]:
         """Generate a reply in the model thread."""
@@ -192,12 +193,15 @@ class ModelThread:
         if self._runtime is not None:
             self._runtime.close()
 
-    def _load_model(self, load: Load) -> Runtime:
+    def _load_model(self, load: Load, *, can_cancel: bool = False) -> Runtime:
+        """Load a model. If `can_cancel` is set, `cancel` cancels it too."""
+
         def is_cancelled() -> bool:
-            return self._closing.is_set() or self._load_cancelled.is_set()
+            was_stopped = can_cancel and self._cancelled.is_set()
+            return was_stopped or self._closing.is_set() or self._load_cancelled.is_set()
 
         def progress(description: str, fraction: float) -> bool:
-            self.loading = (description, fraction)
+            self.loading = self.preparing = (description, fraction)
             return not is_cancelled()
 
         self.loading = ("Starting", 0.0)
@@ -219,21 +223,22 @@ class ModelThread:
             self._load_cancelled.clear()
             return Switched(self._load_model(self._load), error)
 
-    def _loaded(self) -> Runtime:
+    def _loaded(self, *, can_cancel: bool = True) -> Runtime:
         assert self._runtime is not None
         if self._is_lost:
             # Release the workers that are not lost, so that the model can be loaded on them again.
             self._runtime.close()
-            self._load_model(self._load)
+            self._load_model(self._load, can_cancel=can_cancel)
         return self._runtime
 
     def _turn(self, ask: Ask) -> ChatState:
-        def progress(_description: str, fraction: float) -> bool:
-            self.read_fraction = fraction
+        def progress(description: str, fraction: float) -> bool:
+            self.preparing = (description, fraction)
             return not self._cancelled.is_set()
 
-        self.read_fraction = 0.0
+        self.preparing = ("", 0.0)
         chat = self._loaded().chat(ask.system, ask.messages)
+        self.preparing = ("", 0.0)
         try:
             stream = self.stream = chat.continue_reply(progress=progress, **ask.options)
             # The user may have cancelled the reply before its stream was created.

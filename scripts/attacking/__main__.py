@@ -54,7 +54,7 @@ class Record:
         expected: The replies that the honest client expects.
         outcomes: Number of requests by attack and HTTP status.
         problems: Descriptions of the server's failures.
-        usage: The server's resource use before the attack and after each round.
+        usage: The server's resource use before the attack and after each round, without the prefix caches.
     """
 
     requests: int = 0
@@ -128,9 +128,12 @@ async def _attack(victim: Victim, record: Record, requests: int, seed: int, with
         await asyncio.sleep(_QUIET_SECONDS)
         if not victim.is_running():
             break
-        record.usage.append(usage := victim.usage())
+        usage, cache_bytes = victim.usage(), victim.prefix_cache_bytes()
+        # Prefix caches grow to a limit, and are empty after a model was loaded again.
+        record.usage.append(usage._replace(memory_bytes=usage.memory_bytes - cache_bytes))
         print(
-            f"{record.requests:6} requests  {usage.memory_bytes / 2**20:5.0f} MiB (peak {peak / 2**20:.0f})"
+            f"{record.requests:6} requests  {usage.memory_bytes / 2**20:5.0f} MiB (peak {peak / 2**20:.0f},"
+            f" prefix cache {cache_bytes / 2**20:.0f})"
             f"  {usage.files} files  {usage.threads} threads  {record.honest + honest.count} honest replies"
             f"  {len(record.problems) + len(honest.problems)} problems",
             flush=True,

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import httpx
 import psutil
 
 __all__ = ["Usage", "Victim", "started"]
@@ -56,6 +57,11 @@ class Victim:
             except psutil.NoSuchProcess:
                 continue
         return Usage(memory, self._process.num_fds(), self._process.num_threads())
+
+    def prefix_cache_bytes(self) -> int:
+        """Return the memory of all models' prefix caches, according to the server, or 0 if it is too busy."""
+        lines = httpx.get(f"http://127.0.0.1:{self.port}/metrics", timeout=60).text.splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith("edgespec_prefix_cache_bytes{"))
 
 
 @contextmanager

@@ -161,7 +161,7 @@ def test_a_draft_longer_than_the_number_of_heads_is_refused(target: Target, mode
     assert view.facts.capabilities.max_draft_length == 3
     model.prefill([1, 2, 3])
     view.verify(TokenTree.chain(4, [5, 6]))
-    with pytest.raises(CapabilityError, match="predicts only 3 tokens"):
+    with pytest.raises(CapabilityError, match="drafts at most 3 tokens"):
         view.verify(TokenTree.chain(4, [5, 6, 7]))
     view.close()
 

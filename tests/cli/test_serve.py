@@ -25,6 +25,33 @@ def test_serving_and_stopping(start: Start) -> None:
     assert process.wait(120) == 0
 
 
+def test_a_second_signal_ends_the_server_at_once(start: Start) -> None:
+    process = start("serve", "--port", "0", "--json")
+    assert process.stdout
+    port = httpx.URL(json.loads(process.stdout.readline())["url"]).port
+    assert port
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        # The server waits for the rest of this request while it stops.
+        head = (
+            b"POST /v1/completions HTTP/1.1",
+            b"Host: localhost",
+            b"Content-Length: 9",
+            b"Expect: 100-continue",
+        )
+        client.sendall(b"\r\n".join(head) + b"\r\n\r\n{")
+        assert client.recv(100).startswith(b"HTTP/1.1 100")
+        process.send_signal(signal.SIGTERM)
+        while _accepts_connections(port):
+            assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(120) == 130
+
+
+def _accepts_connections(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
 def test_the_addresses_are_shown(start: Start) -> None:
     process = start("serve", "--port", "0")
     assert process.stdout

@@ -20,7 +20,7 @@ import pytest
 import edgespec
 from edgespec.backends import mlx
 from edgespec.backends.base import LanguageModel, LoadOptions
-from edgespec.backends.mlx import remote_block
+from edgespec.backends.mlx import probe, remote_block
 from edgespec.backends.mlx.remote_block import RemoteBlock
 from edgespec.cluster import link
 from edgespec.cluster.connected import ConnectedWorkers
@@ -30,7 +30,14 @@ from edgespec.cluster.machines import WorkerAddress, parse_machines
 from edgespec.cluster.messages import Buffer, MessageConnection
 from edgespec.cluster.status import LAYERS, Device, WorkerStatus
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import CapabilityError, MemoryBudgetError, OptionError, WorkerError, WorkerLostError
+from edgespec.errors import (
+    BackendError,
+    CapabilityError,
+    MemoryBudgetError,
+    OptionError,
+    WorkerError,
+    WorkerLostError,
+)
 from edgespec.load_options import LoadArguments
 from tests.backends.mlx.tiny_checkpoints import TOKENS, write_checkpoint
 from tests.cluster.conftest import Worker
@@ -324,6 +331,50 @@ def test_a_worker_without_mlx_is_an_error() -> None:
         threading.Thread(target=answer, daemon=True).start()
         with pytest.raises(WorkerError, match="has no mlx-lm, but this machine has"):
             edgespec.load("demo-mlx", None, workers=f"127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize(
+    ("header", "error"),
+    [({}, WorkerLostError), ({"error": [1]}, BackendError), ({"has_cache": 3}, WorkerLostError)],
+)
+def test_a_wrong_answer_of_a_worker_is_an_error(
+    header: dict[str, Any], error: type[Exception], tmp_path: Path
+) -> None:
+    folder = write_checkpoint(tmp_path / "llama", "llama")
+    status = WorkerStatus(
+        "0.2.0", "0.3.36", "1.0.0", (Device("CPU", 1 << 30),), 1 << 30, mlx_lm=installed_mlx()
+    )
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            leader, _ = server.accept()
+            leader.recv(1000)
+            leader.sendall(status.to_line())
+            layers, _ = server.accept()
+            layers.recv(len(LAYERS))
+            messages = MessageConnection(layers)
+            messages.receive(1 << 20)
+            messages.send(header)
+            layers.close()
+            leader.recv(1)
+            leader.close()
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        with pytest.raises(error, match="the worker 127.0.0.1:"):
+            load_tiny(folder, f"127.0.0.1:{server.getsockname()[1]}=64MiB")
+
+
+def test_a_worker_that_is_lost_while_the_model_is_tested_is_lost(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def lose_worker(*_: object) -> None:
+        raise WorkerLostError("the worker ended")
+
+    folder = write_checkpoint(tmp_path / "llama", "llama")
+    monkeypatch.setattr(probe, "_step", lose_worker)
+    with pytest.raises(WorkerLostError):
+        load_tiny(folder, None)
 
 
 @pytest.mark.parametrize(

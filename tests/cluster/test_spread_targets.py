@@ -90,6 +90,34 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_the_chat_replies(workers: tuple[Worker, Worker]) -> None:
+    """The chat keeps earlier chats on disk by default, which targets on workers do not support."""
+    command = [sys.executable, "-m", "edgespec", "chat", "--workers", workers[0].address, "--context", "1024"]
+    done = subprocess.run(
+        [*command, "--plain", "-n", "4"],
+        input="Hello\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_a_race_compares_equal_replies(workers: tuple[Worker, Worker]) -> None:
+    done = run("race", "--workers", workers[0].address, "--context", "1024", "-n", "8", "--json", PROMPT)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["same_text"]
+
+
+@pytest.mark.long
+def test_tune_measures_the_widths_of_passes_on_workers(workers: tuple[Worker, Worker]) -> None:
+    done = run("tune", "--workers", workers[0].address, "--context", "1024", "-n", "8", "--json")
+    assert done.returncode == 0, done.stderr
+    assert [each["width"] for each in json.loads(done.stdout)["passes"]] == [1, 2, 3, 5, 9, 17]
+
+
 def test_branches_and_the_memory_of_the_weights_are_reported(workers: tuple[Worker, Worker]) -> None:
     with edgespec.load("demo", None, context=1024) as runtime:
         whole = runtime.target.weight_bytes
@@ -234,7 +262,7 @@ def test_too_little_memory_is_an_error(workers: tuple[Worker, Worker]) -> None:
     "options",
     [
         {"method": "mtp"}, {"method": "lookahead"}, {"parallel": 2}, {"exact": True},
-        {"draft_branches": (2,)}, {"prefix_cache": "disk"}, {"gpu_layers": 1},
+        {"draft_branches": (2,)}, {"gpu_layers": 1},
     ],
 )  # fmt: skip
 def test_options_that_workers_do_not_support_are_refused(options: LoadArguments) -> None:

@@ -36,6 +36,7 @@ FINITE = [
     # A string satisfies this schema, because the schema restricts only objects.
     {"properties": {"next": {"$ref": "#"}}, "required": ["next"]},
     {"type": "array", "items": {"$ref": "#"}},
+    {"$defs": {"a": {"$anchor": "b", "type": "null"}}, "$ref": "#b"},
     {"type": "array", "prefixItems": [{"type": "null"}], "items": {"$ref": "#"}, "minItems": 1},
     # This schema needs several passes of the search.
     {

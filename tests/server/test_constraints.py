@@ -122,15 +122,16 @@ def test_logprobs(client: openai.OpenAI) -> None:
 
 
 def test_logprobs_of_completions(client: openai.OpenAI) -> None:
-    choice = client.completions.create(
-        model="demo", prompt="One", max_tokens=6, logprobs=2, echo=True
-    ).choices[0]
+    options: Any = {"model": "demo", "prompt": "One", "max_tokens": 6, "logprobs": 2}
+    choice = client.completions.create(**options).choices[0]
     logprobs = choice.logprobs
     assert logprobs
     assert logprobs.tokens
     assert logprobs.text_offset
     for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
         assert choice.text[offset:].startswith(token)
+    with pytest.raises(openai.BadRequestError, match="log-probabilities of the prompt"):
+        client.completions.create(echo=True, **options)
 
 
 def test_hostile_schemas_do_not_stop_the_server(http: httpx.Client) -> None:

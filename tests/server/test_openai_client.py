@@ -43,6 +43,41 @@ def test_completions_continue_the_text(client: openai.OpenAI, plain: Runtime) ->
     assert [choice.text.split()[0] for choice in both.choices] == ["To", "To", "One", "One"]
 
 
+def test_completions_continue_tokens(client: openai.OpenAI, plain: Runtime) -> None:
+    texts = ("To list files", "One")
+    prompts = [plain.vocabulary.tokenize(text, special=False, start=True) for text in texts]
+    expected = [plain.generate(text, raw=True, max_tokens=8, temperature=0.8, seed=3).text for text in texts]
+    options: Any = {"model": "demo", "max_tokens": 8, "temperature": 0.8, "seed": 3}
+    both = client.completions.create(prompt=prompts, **options)
+    assert [choice.text for choice in both.choices] == expected
+    assert both.usage
+    assert both.usage.prompt_tokens == sum(map(len, prompts))
+    one = client.completions.create(prompt=prompts[0], echo=True, **options)
+    assert one.choices[0].text.strip() == f"{texts[0]}{expected[0]}".strip()
+    chunks = list(client.completions.create(prompt=prompts, echo=True, stream=True, **options))
+    for index, (text, continuation) in enumerate(zip(texts, expected, strict=True)):
+        streamed = [chunk.choices[0].text for chunk in chunks if chunk.choices[0].index == index]
+        assert "".join(streamed).strip() == f"{text}{continuation}".strip()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([1, 10**6], "token 1000000 in the prompt is not in the vocabulary"),
+        ([[-1]], "token -1 in the prompt is not in the vocabulary"),
+        ([[]], "the prompt is empty"),
+        ([], "the request asks for 0 completions"),
+        ([5] * 2000, "maximum context length is 1024 tokens"),
+        ([5, "a"], "prompt"),
+        ([1.5], "prompt"),
+    ],
+)
+def test_invalid_token_prompts(client: openai.OpenAI, prompt: Any, message: str, stream: bool) -> None:
+    with pytest.raises(openai.BadRequestError, match=message):
+        client.completions.create(model="demo", prompt=prompt, echo=True, max_tokens=4, stream=stream)
+
+
 def test_usage_and_timings_are_always_sent(client: openai.OpenAI) -> None:
     reply = client.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=24)
     *_, last = client.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=24, stream=True)

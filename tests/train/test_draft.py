@@ -79,7 +79,7 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write little text, and learn much from it."""
     monkeypatch.setattr("edgespec.train.writing._MAX_REPLY_TOKENS", 60)
-    monkeypatch.setattr("edgespec.train.steps._MIN_BATCH_TOKENS", 64)
+    monkeypatch.setattr("edgespec.train.conversations._MIN_BATCH_TOKENS", 64)
     monkeypatch.setattr("edgespec.backends.mlx.draft_trainer._RATE_TIMES_SIZE", 0.05)
     monkeypatch.setattr("edgespec.backends.mlx.draft_trainer._LORA_RATE", 0.003)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import edgespec
 from edgespec import Runtime
 from edgespec.catalog import Progress
+from edgespec.errors import CancelledError
 from tests.cluster.conftest import Worker, delayed, start_worker
 from tests.tui.driving import driving, until
 
@@ -21,8 +24,13 @@ async def test_the_next_message_loads_the_model_again(
 ) -> None:
     worker = start_worker()
     port = delayed(worker.port, 0.01)
+    hangs = threading.Event()
 
     def load(progress: Progress) -> Runtime:
+        while hangs.is_set():
+            time.sleep(0.01)
+            if not progress("connecting to the worker", 0.0):
+                raise CancelledError("connecting to the worker was cancelled")
         return edgespec.load("demo", None, workers=f"127.0.0.1:{port}", context=1024, progress=progress)
 
     async with driving(load, tmp_path, settings={"temperature": 0.0}, size=(120, 40)) as d:
@@ -38,6 +46,14 @@ async def test_the_next_message_loads_the_model_again(
         await d.say("Hello")
         await d.said("did not answer as a worker")
         assert d.chat.prompt.text == "Hello"
+        hangs.set()
+        await d.send("Hello")
+        await d.said("connecting to the worker")
+        await d.pilot.press("escape")
+        await d.settled()
+        await d.said("Connecting to the worker was cancelled")
+        assert d.chat.prompt.text == "Hello"
+        hangs.clear()
         start_worker(address=worker.address)
         before = d.chat.runtime
         await d.say("/new")

@@ -20,7 +20,7 @@ from edgespec.backends.mlx.partial_models import SELF_DRAFT_NAMES, PartialDraft
 from edgespec.backends.model_facts import Capabilities
 from edgespec.backends.self_draft_methods import EarlyExit, LowBit, SkippedLayers
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import EdgespecError, ModelFileError
+from edgespec.errors import EdgespecError, ModelFileError, WorkerLostError
 from edgespec.heads.mtp_files import MTP_MODELS
 from edgespec.heads.residual_layout import RESIDUAL_METHODS
 
@@ -59,10 +59,13 @@ def probe(model: MlxModel) -> ProbeResult:
 
     Raises:
         ModelFileError: The model cannot run single-token passes, or its logits are not finite.
+        WorkerLostError: A worker was lost.
     """
     tokens = [(37 * i + 11) % model.vocabulary.size for i in range(PROBE_TOKENS)]
     try:
         steps = np.stack([_step(model, token) for token in tokens])
+    except WorkerLostError:
+        raise
     except EdgespecError as error:
         raise ModelFileError(f"{model.facts.name} cannot be run: {error}", "choose another model") from error
     if not np.isfinite(steps).all():
@@ -134,6 +137,8 @@ class _Checks:
         self._model.truncate(0)
         try:
             return check()
+        except WorkerLostError:
+            raise
         except EdgespecError as error:
             return error.what
         finally:

@@ -80,7 +80,8 @@ class RemoteBlock:
 
         answer, received = self._workers.call(lambda: self._guarded(exchange), can_abandon=is_pass)
         if "error" in answer:
-            raise BackendError(f"the worker {self._address}: {answer['error']}", str(answer["next_step"]))
+            next_step = str(answer.get("next_step", ""))
+            raise BackendError(f"the worker {self._address}: {answer['error']}", next_step)
         return answer, received
 
     def run(self, states: mx.array, offset: int, round_start: int) -> mx.array:
@@ -147,7 +148,7 @@ def send_blocks(
             # This takes seconds, because the worker first imports MLX.
             answer, _ = block.ask(*_description(folder, first, end, kv_bits))
             for index in range(first, end):
-                _send_weights(block, index, layers.layers[index], widen, answer["has_cache"] is True)
+                _send_weights(block, index, layers.layers[index], widen, answer.get("has_cache") is True)
                 present[index] = AbsentLayer(layers.layers[index])
                 done += 1
                 report(done / total)
@@ -188,7 +189,7 @@ def _send_weights(block: RemoteBlock, index: int, layer: Any, widen: bool, has_c
         header, data = {"weight": f"{index}.{name}", **array_header(sent)}, array_bytes(sent)
         if has_cache and len(data) >= _CACHED_BYTES:
             header["digest"] = weight_digest(data)
-            if not block.ask(header)[0]["has_weight"]:
+            if not block.ask(header)[0].get("has_weight"):
                 block.ask(header, data)
         else:
             block.send(header, data)

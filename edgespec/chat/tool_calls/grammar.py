@@ -14,6 +14,7 @@ from edgespec.backends.base import Vocabulary
 from edgespec.chat.escaping import is_control
 from edgespec.chat.tool_calls.form import CallForm, ChoicePart, JsonPart, Part, TextPart
 from edgespec.chat.tool_calls.tool_set import ToolSet
+from edgespec.enforceable_schemas import enforceable_schema
 
 __all__ = ["auto_grammar", "required_grammar", "tool_grammar"]
 
@@ -92,7 +93,7 @@ class _Grammar:
     def __init__(self, form: CallForm, control_token: ControlToken, *, lenient: bool) -> None:
         # A lenient grammar ignores parts of a schema that llguidance cannot enforce. Other grammars reject
         # them.
-        self._json_options = {**_SPACING, "lenient": lenient}
+        self._lenient = lenient
         tokens = {marker: control_token(marker) for marker in form.markers if marker}
         self._tokens = {marker: token for marker, token in tokens.items() if token is not None}
         self._rules: list[str] = []
@@ -124,7 +125,9 @@ class _Grammar:
         if isinstance(part, str):
             return self.literal(part)
         if isinstance(part, JsonPart):
-            return f"%json {json.dumps({**part.schema, 'x-guidance': self._json_options})}"
+            schema = enforceable_schema(part.schema, lenient=self._lenient)
+            options = {**_SPACING, "lenient": self._lenient}
+            return f"%json {json.dumps({**schema, 'x-guidance': options})}"
         if isinstance(part, TextPart):
             return self.rule_of(f"/{_ANY_TEXT}/", f"[suffix={_quote(part.end)}]")
         if isinstance(part, ChoicePart):

@@ -1,4 +1,4 @@
-"""Handle `POST /v1/completions`, which continues a text verbatim."""
+"""Handle `POST /v1/completions`, which continues texts verbatim."""
 
 from __future__ import annotations
 
@@ -6,28 +6,25 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import FailFast, Field
+from pydantic import Field
 from starlette.responses import Response
-from typing_extensions import TypeAliasType, TypedDict
+from typing_extensions import TypedDict
 
 from edgespec import Reply
 from edgespec.reply import TokenLogprobs
 from edgespec.server.errors import invalid_request
-from edgespec.server.generation import ReplyRequest, TextPrompt
+from edgespec.server.generation import ReplyRequest, TextPrompt, TokenPrompt
+from edgespec.server.models import LoadedModel
 from edgespec.server.openai.errors import error_event
-from edgespec.server.openai.fields import MAX_CHOICES, ChoiceFields, requests_options
+from edgespec.server.openai.fields import MAX_CHOICES, ChoiceFields, Texts, requests_options, texts_in
 from edgespec.server.openai.logprobs import TextLogprobs, text_logprobs
 from edgespec.server.openai.report import Report, Timings, Usage, report, timings, usage
 from edgespec.server.protocol import Call
 from edgespec.server.responses import json_response, open_stream, server_sent_event
 
 __all__ = ["Completion", "CompletionRequest", "create_completion"]
-
-
-# Defined as an alias, because a union cannot contain an annotated type directly.
-_Prompts = TypeAliasType("_Prompts", Annotated[list[str], FailFast()])
 
 
 class CompletionRequest(ChoiceFields):
@@ -41,7 +38,9 @@ class CompletionRequest(ChoiceFields):
         }
     )
 
-    prompt: str | _Prompts = Field(description="The text to continue, or several texts.")
+    prompt: Texts = Field(
+        description="The text to continue, or several texts. Each can also be a list of token ids."
+    )
     echo: bool | None = Field(default=None, description="Repeat the prompt before the text.")
     best_of: int | None = Field(default=None, description="Must equal n.")
 
@@ -75,6 +74,7 @@ async def create_completion(call: Call[CompletionRequest]) -> Response:
         return await open_stream(_stream(call, requests), error_event)
     async with call.service.generate(body.model, requests) as generation:
         replies = await generation.replies()
+        echoes = [_echoed(body, request, generation.model) for request in requests]
         completion: Completion = {
             "id": _new_id(),
             "object": "text_completion",
@@ -83,9 +83,9 @@ async def create_completion(call: Call[CompletionRequest]) -> Response:
             "choices": [
                 {
                     "index": index,
-                    "text": _echoed(body, requests[index]) + reply.text,
+                    "text": echoes[index] + reply.text,
                     "finish_reason": reply.finish_reason,
-                    "logprobs": _logprobs(reply.logprobs, _echoed(body, requests[index])),
+                    "logprobs": _logprobs(reply.logprobs),
                     "edgespec": report(reply, body.ignored_fields()),
                 }
                 for index, reply in enumerate(replies)
@@ -97,7 +97,7 @@ async def create_completion(call: Call[CompletionRequest]) -> Response:
 
 
 def _requests(body: CompletionRequest) -> list[ReplyRequest]:
-    prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    prompts = texts_in(body.prompt)
     choices = body.n or 1
     if not prompts or len(prompts) * choices > MAX_CHOICES:
         raise invalid_request(
@@ -106,21 +106,38 @@ def _requests(body: CompletionRequest) -> list[ReplyRequest]:
         )
     if body.best_of not in (None, choices):
         raise invalid_request(f"best_of must equal n, which is {choices}; leave best_of out", param="best_of")
-    return [
-        ReplyRequest(TextPrompt(prompt), options) for prompt in prompts for options in requests_options(body)
-    ]
+    options = requests_options(body)
+    if body.echo and any(each.get("logprobs") is not None for each in options):
+        raise invalid_request(
+            "echo and logprobs together ask for the log-probabilities of the prompt, which edgespec does not"
+            " compute; leave one of them out",
+            param="echo",
+        )
+    return [ReplyRequest(_prompt(text), each) for text in prompts for each in options]
+
+
+def _prompt(text: str | list[int]) -> TextPrompt | TokenPrompt:
+    return TextPrompt(text) if isinstance(text, str) else TokenPrompt(text)
 
 
 def _new_id() -> str:
     return f"cmpl-{secrets.token_hex(12)}"
 
 
-def _echoed(body: CompletionRequest, request: ReplyRequest) -> str:
-    return request.prompt.text if body.echo and isinstance(request.prompt, TextPrompt) else ""
+def _echoed(body: CompletionRequest, request: ReplyRequest, model: LoadedModel) -> str:
+    """Return the text of the prompt if the request asks for it, or an empty string."""
+    prompt = request.prompt
+    if not body.echo:
+        return ""
+    if isinstance(prompt, TokenPrompt):
+        vocabulary = model.runtime.vocabulary
+        return b"".join(map(vocabulary.piece, prompt.tokens)).decode("utf-8", "replace")
+    assert isinstance(prompt, TextPrompt)
+    return prompt.text
 
 
-def _logprobs(tokens: Sequence[TokenLogprobs], before: str) -> TextLogprobs | None:
-    return text_logprobs(tokens, len(before)) if tokens else None
+def _logprobs(tokens: Sequence[TokenLogprobs], offset: int = 0) -> TextLogprobs | None:
+    return text_logprobs(tokens, offset) if tokens else None
 
 
 async def _stream(call: Call[CompletionRequest], requests: list[ReplyRequest]) -> AsyncGenerator[bytes, None]:
@@ -134,19 +151,20 @@ async def _stream(call: Call[CompletionRequest], requests: list[ReplyRequest]) -
             "created": int(time.time()),
             "model": body.model or generation.model.name,
         }
-        written = [_echoed(body, request) for request in requests]
-        started: set[int] = set()
+        # Number of characters sent for each reply, by its index.
+        written: dict[int, int] = {}
         replies: dict[int, Reply] = {}
         async for index, event in generation.events():
-            if index not in started:
-                started.add(index)
-                if written[index]:
-                    yield _chunk(head, index, written[index])
+            if index not in written:
+                echo = _echoed(body, requests[index], generation.model)
+                written[index] = len(echo)
+                if echo:
+                    yield _chunk(head, index, echo)
             if not isinstance(event, Reply):
                 if event.raw_text or event.logprobs:
                     logprobs = _logprobs(event.logprobs, written[index])
                     yield _chunk(head, index, event.raw_text, logprobs=logprobs)
-                written[index] += event.raw_text
+                written[index] += len(event.raw_text)
                 continue
             replies[index] = event
             is_last = len(replies) == len(requests)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import FailFast, Field
+from pydantic import Field
 from starlette.responses import Response
-from typing_extensions import TypeAliasType, TypedDict
+from typing_extensions import TypedDict
 
 from edgespec import Embedding
 from edgespec.server.errors import invalid_request
 from edgespec.server.fields import Ignored, RequestFields
+from edgespec.server.openai.fields import Texts, texts_in
 from edgespec.server.protocol import Call
 from edgespec.server.responses import json_response
 
@@ -22,11 +23,6 @@ __all__ = ["EmbeddingList", "EmbeddingRequest", "create_embeddings"]
 # Maximum number of texts in a request, as in OpenAI's API.
 MAX_TEXTS = 2048
 
-# Defined as aliases, because a union cannot contain an annotated type directly.
-_Tokens = TypeAliasType("_Tokens", Annotated[list[int], FailFast()])
-_Texts = TypeAliasType("_Texts", Annotated[list[str], FailFast()])
-_TokenLists = TypeAliasType("_TokenLists", Annotated[list[_Tokens], FailFast()])
-
 
 class EmbeddingRequest(RequestFields):
     """The body of a request for embeddings."""
@@ -34,9 +30,7 @@ class EmbeddingRequest(RequestFields):
     prompt_field = "input"
 
     model: str | None = Field(default=None, description="The model. Defaults to the server's own model.")
-    input: str | _Texts | _Tokens | _TokenLists = Field(
-        description="A text, or several texts. Each can also be a list of token ids."
-    )
+    input: Texts = Field(description="A text, or several texts. Each can also be a list of token ids.")
     encoding_format: Literal["float", "base64"] | None = Field(
         default=None, description="base64 returns the bytes of float32 values."
     )
@@ -79,9 +73,8 @@ async def create_embeddings(call: Call[EmbeddingRequest]) -> Response:
     return await asyncio.to_thread(_response, call.body, model, embeddings)
 
 
-def _texts(body: EmbeddingRequest) -> list[Any]:
-    given: Any = body.input
-    texts = [given] if isinstance(given, str) or isinstance(next(iter(given), None), int) else given
+def _texts(body: EmbeddingRequest) -> list[str | list[int]]:
+    texts = texts_in(body.input)
     if not 0 < len(texts) <= MAX_TEXTS:
         raise invalid_request(f"input has {len(texts)} texts; send 1 to {MAX_TEXTS}", param="input")
     return texts

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
-from pydantic import Field
+from pydantic import FailFast, Field
+from typing_extensions import TypeAliasType
 
 from edgespec.server.errors import invalid_request
 from edgespec.server.fields import (
@@ -22,12 +23,28 @@ __all__ = [
     "ChoiceFields",
     "OpenAIFields",
     "StreamOptions",
+    "Texts",
     "openai_options",
     "requests_options",
+    "texts_in",
 ]
 
 # Maximum number of replies to one request. They wait in the queue like separate requests.
 MAX_CHOICES = 16
+
+# Defined as aliases, because a union cannot contain an annotated type directly.
+_Tokens = TypeAliasType("_Tokens", Annotated[list[int], FailFast()])
+_Texts = TypeAliasType("_Texts", Annotated[list[str], FailFast()])
+_TokenLists = TypeAliasType("_TokenLists", Annotated[list[_Tokens], FailFast()])
+
+Texts: TypeAlias = str | _Texts | _Tokens | _TokenLists
+"""A text, or several texts. Each can also be a list of token ids."""
+
+
+def texts_in(given: Texts) -> list[str | list[int]]:
+    """Return the texts of a request."""
+    items: Any = given
+    return [items] if isinstance(items, str) or isinstance(next(iter(items), None), int) else items
 
 
 class StreamOptions(RequestFields):

@@ -11,6 +11,8 @@ from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Vertical
 from textual.content import Content
+from textual.geometry import Region
+from textual.strip import Strip
 from textual.widget import Widget
 from textual.widgets import Static
 
@@ -171,6 +173,12 @@ class ReplyMessage(MessageWidget):
     def on_mount(self) -> None:
         self._refresh_views()
 
+    def render_lines(self, crop: Region) -> list[Strip]:
+        """Draw the border of a selected reply. The other widgets draw the rest."""
+        if self.has_focus:
+            return super().render_lines(crop)
+        return [Strip.blank(crop.width, self.visual_style.rich_style)] * crop.height
+
     @property
     def coloured(self) -> bool:
         """True if draft tokens and the target's own tokens have different colours."""
@@ -181,10 +189,14 @@ class ReplyMessage(MessageWidget):
         self.writing = True
         self._show_end(Content("…"))
 
-    def show_reading(self, fraction: float) -> None:
-        """Show what fraction of the prompt has been processed. Does nothing once text has appeared."""
-        if not (self.text or self.reasoning) and 0 < fraction < 1:
-            self._show_end(Content(f"reading the prompt, {percent(fraction)}"))
+    def show_preparing(self, description: str, fraction: float) -> None:
+        """Show what happens before the first text, such as reading the prompt, and the completed fraction.
+
+        Does nothing once text has appeared.
+        """
+        if description and not (self.text or self.reasoning) and fraction < 1:
+            done = f", {percent(fraction)}" if fraction > 0 else ""
+            self._show_end(Content(f"{description}{done}"))
 
     async def write(self, chunks: Sequence[TextChunk]) -> None:
         """Append chunks to the reply."""

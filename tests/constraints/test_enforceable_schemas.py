@@ -1,0 +1,107 @@
+"""Replies satisfy a schema even where llguidance alone would violate it, or the schema is refused."""
+
+from __future__ import annotations
+
+import json
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgespec.constraints import Constraint, ConstraintCompiler
+from edgespec.enforceable_schemas import enforceable_schema
+from edgespec.errors import OptionError
+from tests.constraints.vocabularies import END, ByteVocabulary
+
+VOCABULARY = ByteVocabulary()
+COMPILER = ConstraintCompiler(VOCABULARY, VOCABULARY.size)
+BIG = 9007199254740993  # 2**53 + 1, the first integer that float64 cannot represent
+BOUNDS = [str(value / 4) for value in range(-12, 13)] + ["-0.001", "0.001", "9", "9.99", "-1e-7", "99", "100"]
+
+
+def accepts(schema: Any, text: str) -> bool:
+    """Return whether a reply can be `text`."""
+    constrained = COMPILER.processor(Constraint("schema", json.dumps(schema)), [END])
+    for token in [*VOCABULARY.tokenize(text, special=False, start=False), END]:
+        if constrained.apply((np.array([token]), np.zeros(1)))[0].tolist() != [token]:
+            return False
+        constrained.push(token)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("schema", "allowed", "forbidden"),
+    [
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, "0.25", "0"),
+        ({"type": "number", "exclusiveMaximum": -2, "minimum": -2.5}, "-2.25", "-2"),
+        ({"type": ["number", "null"], "exclusiveMinimum": 9, "exclusiveMaximum": 9.99}, "9.5", "9"),
+        ({"allOf": [{"exclusiveMinimum": 1}, {"maximum": 1.5}], "type": "number"}, "1.25", "1"),
+        ({"type": "number", "minimum": 0, "exclusiveMinimum": True, "maximum": 0.5}, "0.25", "0"),
+        ({"type": "integer", "exclusiveMinimum": 0, "maximum": 5}, "1", "0"),
+        ({"type": "integer", "minimum": BIG}, str(BIG + 1), str(BIG - 1)),
+        ({"type": "integer", "minimum": 1 - 2**63, "maximum": 2**63 - 1}, "-5", str(2**63)),
+        ({"type": "array", "items": {"type": "null"}, "uniqueItems": False}, "[null, null]", "[1]"),
+        ({"type": "object", "propertyNames": {"type": "string"}}, '{"a": 1}', "[]"),
+        ({"type": "string", "format": "path", "maxLength": 3}, '"a/b"', '"a/bc"'),
+        ({"properties": {"format": {"const": "path"}}, "type": "object"}, '{"format": "path"}', "1"),
+        ({"type": "object", "minProperties": 2, "required": ["a"]}, '{"a": 1, "b": 1}', '{"a": 1}'),
+    ],
+)
+def test_allowed_and_forbidden_replies(schema: Any, allowed: str, forbidden: str) -> None:
+    assert accepts(schema, allowed)
+    assert not accepts(schema, forbidden)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from(["minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"]),
+        st.sampled_from(BOUNDS),
+        min_size=1,
+    )
+)
+def test_bounds(bounds: dict[str, str]) -> None:
+    schema = {"type": "number", **{keyword: json.loads(bound) for keyword, bound in bounds.items()}}
+    try:
+        COMPILER.check(Constraint("schema", json.dumps(schema)))
+    except OptionError as error:
+        assert "Unsatisfiable" in error.what  # noqa: PT017
+        return
+    for text in ("0", "-0", *bounds.values(), *(f"{bound}.0" for bound in bounds.values())):
+        if text.count(".") < 2 and "e" not in text and accepts(schema, text):
+            number = Decimal(text)
+            assert number >= Decimal(bounds.get("minimum", "-inf"))
+            assert number > Decimal(bounds.get("exclusiveMinimum", "-inf"))
+            assert number <= Decimal(bounds.get("maximum", "inf"))
+            assert number < Decimal(bounds.get("exclusiveMaximum", "inf"))
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"properties": {"a/b": {"const": BIG}}}, rf"number {BIG} in const .* \(in #/properties/a~1b\)"),
+        ({"enum": ["a", {"b": [0.1234567890123456789]}]}, "too many digits"),
+        ({"type": "object", "minProperties": 2}, r"minProperties 2 .* \(in #\)"),
+        ({"items": {"not": {"type": "null"}}}, r"not is not supported \(in #/items\)"),
+        ({"$defs": {"d": {"if": {}, "then": {}}}, "$ref": "#/$defs/d"}, r"if, then are .* \(in #/\$defs/d\)"),
+        ({"prefixItems": [{"type": "string", "format": "regex"}]}, r"format regex .* \(in #/prefixItems/0\)"),
+        ({"anyOf": [{"oneOf": [{"type": "integer"}, {"type": "number"}]}]}, r"oneOf .* \(in #/anyOf/0\)"),
+    ],
+)
+def test_refused_parts_have_a_place(schema: Any, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        COMPILER.check(Constraint("schema", json.dumps(schema)))
+
+
+def test_data_is_unchanged() -> None:
+    data = {"uniqueItems": False, "format": "path", "exclusiveMinimum": 0, "items": {"uniqueItems": False}}
+    for keyword, value in (("const", data), ("enum", [data]), ("default", data), ("examples", [data])):
+        assert enforceable_schema({keyword: value}) == {keyword: value}
+
+
+def test_lenient_schemas_keep_what_cannot_be_enforced() -> None:
+    schema = {"minProperties": 2, "uniqueItems": False, "exclusiveMinimum": 0}
+    assert enforceable_schema(schema, lenient=True) == {"minProperties": 2, "minimum": 1e-9}
