@@ -65,8 +65,9 @@ class ChatStore:
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder if folder is not None else data_folder() / "chats"
-        # The entries read so far. Each has the file's modification time and size, to notice changes.
-        self._entries: dict[Path, tuple[tuple[int, int], StoredChat]] = {}
+        # The entries read so far, by file name. Each has the file's modification time and size, to notice
+        # changes.
+        self._entries: dict[str, tuple[tuple[int, int], StoredChat]] = {}
 
     def new_id(self) -> str:
         """Return an unused chat ID made of the current time and random digits."""
@@ -214,7 +215,8 @@ class ChatStore:
     def list(self) -> list[StoredChat]:
         """Return all chats, newest first, including unreadable files and why they cannot be read."""
         try:
-            paths = [p for p in self.folder.iterdir() if p.suffix == ".json" and not p.name.startswith(".")]
+            with os.scandir(self.folder) as files:
+                found = [e for e in files if e.name.endswith(".json") and not e.name.startswith(".")]
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -222,17 +224,20 @@ class ChatStore:
                 f"cannot list the chats in {self.folder}: {error_reason(error)}",
                 "set EDGESPEC_DATA_DIR to a folder you can read",
             ) from error
-        self._entries = {path: self._read_entry(path) for path in paths}
+        self._entries = dict(map(self._read_entry, found))
         entries = [entry for _, entry in self._entries.values()]
         return sorted(entries, key=lambda chat: (chat.updated, chat.id), reverse=True)
 
-    def _read_entry(self, path: Path) -> tuple[tuple[int, int], StoredChat]:
-        """Return the entry of a file, and the file's modification time and size. Read only changed files."""
+    def _read_entry(self, file: os.DirEntry[str]) -> tuple[str, tuple[tuple[int, int], StoredChat]]:
+        """Return the item of `_entries` for a file. Read the file only if it has changed."""
         state = (0, 0)
         with suppress(OSError):
-            state = (path.stat().st_mtime_ns, path.stat().st_size)
-        known = self._entries.get(path)
-        return known if known is not None and known[0] == state else (state, _entry(path))
+            status = file.stat()
+            state = (status.st_mtime_ns, status.st_size)
+        known = self._entries.get(file.name)
+        if known is None or known[0] != state:
+            known = state, _entry(self.folder / file.name)
+        return file.name, known
 
     def _path(self, chat_id: str) -> Path:
         # The ID becomes a file name, so an invalid one could point to another folder.

@@ -47,9 +47,19 @@ __all__ = ["ChatView"]
 _MEMORY_SECONDS = 3.0
 
 
+class _Row(Horizontal):
+    """Widgets side by side."""
+
+    # Draw only the background. Without this, Textual also draws the borders and the padding row by row, which
+    # takes longer and which the child widgets cover.
+    BLANK = True
+
+
 class ChatView(Screen[None]):
     """The widgets of the chat screen. Subclasses generate replies and handle keys."""
 
+    # See `_Row`.
+    BLANK = True
     # By default, Textual redraws the whole screen whenever another widget gets the focus.
     focused: Reactive[Widget | None] = Reactive(None, repaint=False)
 
@@ -90,6 +100,7 @@ class ChatView(Screen[None]):
         self.downloads = Downloads()
         self.editing: int | None = None
         self.calling_tools = False
+        self._notices = notices(runtime)
         self.transcript = Transcript(self.current_chat, self._welcome(), id="transcript")
         files = CallThread()
         self.paths = PathList(files, id="paths", compact=True)
@@ -112,10 +123,10 @@ class ChatView(Screen[None]):
         self._width_class = ""
 
     def compose(self) -> ComposeResult:
-        with Horizontal(id="header"):
+        with _Row(id="header"):
             yield self._models
             yield self._title
-        with Horizontal(id="middle"):
+        with _Row(id="middle"):
             yield self.sidebar
             yield self.transcript
             yield self._details
@@ -133,7 +144,7 @@ class ChatView(Screen[None]):
         self.prompt.focus()
 
     def _welcome(self) -> Welcome:
-        return Welcome(welcome_rows(self.runtime), notices(self.runtime))
+        return Welcome(welcome_rows(self.runtime), self._notices)
 
     async def refresh_sidebar(self) -> None:
         """Refresh the list of chats if it is visible."""

@@ -13,7 +13,7 @@ from edgespec.errors import ChatFileError, OptionError
 from edgespec.tui.chat_view import ChatView
 from edgespec.tui.open_chat import OpenChat, RunningTurn, version_label
 from edgespec.tui.speed_history import SpeedHistory
-from edgespec.tui.texts import sentences, was_cpu_busy
+from edgespec.tui.texts import notices, sentences, was_cpu_busy
 from edgespec.tui.tool_use import ToolUse
 from edgespec.tui.widgets.messages import ReplyMessage, UserMessage
 from edgespec.tui.worker import Ask, ChatState
@@ -63,6 +63,7 @@ class TurnScreen(ChatView):
     async def use_runtime(self, runtime: Runtime) -> None:
         """Continue the current chat with another model. Remove settings that the model does not support."""
         self.runtime = runtime
+        self._notices = notices(runtime)
         self.chips.use_runtime(runtime)
         problem = ""
         try:
@@ -196,6 +197,8 @@ class TurnScreen(ChatView):
         self._start(self._thread.ask(Ask(chat.system, turn.prompt, options, turn.written)))
         if self._stopped:
             self._thread.cancel()
+        if self.tool_use.is_starting:
+            self.say("Some tools are still starting. The model cannot call them in this reply.")
         self.archive.save_while_written(chat, self.runtime.target.name)
         self.refresh_facts()
 

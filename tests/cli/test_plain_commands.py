@@ -3,57 +3,29 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import edgespec
+from edgespec.catalog import Progress
+from edgespec.chat.store import ChatStore
+from edgespec.chat.template import ChatTemplate
+from edgespec.errors import ModelFileError
 from edgespec.settings_file import quoted
 from edgespec.tools.server_config import servers_path
 from edgespec.tui import commands, plain_commands
-from tests.cases import first
-from tests.cli.conftest import ROOT, Start
-
-# A chat with scripted replies. Its arguments are the folder of saved chats and the replies.
-SCRIPTED = """
-import sys
-from pathlib import Path
-from edgespec.chat.store import ChatStore
-from edgespec.tui.plain_run import run_plain_chat
-from tests.tui.scripted import Script, ScriptedRuntime, loading
-runtime = ScriptedRuntime([Script(text) for text in sys.argv[2:]])
-other = ScriptedRuntime([Script("From the other model.")])
-other.target = other.draft
-end = run_plain_chat(
-    loading(runtime), model_name="demo", store=ChatStore(Path(sys.argv[1])),
-    load_other=lambda reference: loading(other),
-)
-print("switched to", end.switched_to, file=sys.stderr)
-"""
-# A chat with the demo model, which must call the tools named in the arguments, one per reply.
-WITH_TOOLS = """
-import sys
-from pathlib import Path
-import edgespec
-from edgespec.chat.store import ChatStore
 from edgespec.tui.plain_run import run_plain_chat
 from edgespec.tui.tool_access import ToolAccess
-names = sys.argv[2:]
-offered = vars(ToolAccess)["options"].fget
-def options(self):
-    given = offered(self)
-    if not names:
-        return {**given, "tool_choice": "none", "max_tokens": 4} if given else {}
-    return {**given, "tool_choice": {"type": "function", "function": {"name": names.pop(0)}}}
-ToolAccess.options = property(options)
-run_plain_chat(
-    lambda progress: edgespec.load("demo", threads=1, measure_costs=False, progress=progress),
-    model_name="demo",
-    store=ChatStore(Path(sys.argv[1])), settings={"temperature": 0.0, "max_tokens": 60}, tools=True,
-)
-"""
+from edgespec.tui.worker import Load
+from tests.cases import first
+from tests.cli.conftest import ROOT
+from tests.tui.scripted import Script, ScriptedRuntime, facts, loading
+
+WITH_TOOLS: dict[str, Any] = {"settings": {"temperature": 0.0, "max_tokens": 60}, "tools": True}
 CODE = "Use this:\n\n```sh\nls -S\n```\n\nor\n\n```sh\ndu\n```"
 
 
@@ -65,13 +37,54 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "config"
 
 
-def typed(start: Start, folder: Path, lines: list[str], *words: str, code: str = SCRIPTED) -> tuple[str, str]:
-    """Type the lines into a chat. Return what it printed to stdout and stderr."""
-    process = start(str(folder / "chats"), *words, code=code, stdin=subprocess.PIPE, cwd=folder)
-    out, err = process.communicate("\n".join([*lines, ""]).encode(), timeout=300)
-    assert process.returncode == 0, err.decode()
-    assert "Traceback" not in err.decode()
-    return out.decode(), err.decode()
+class Chat:
+    """The plain chat in this process. `test_plain_chat.py` runs the command."""
+
+    def __init__(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        self._folder, self._monkeypatch, self._capsys = folder, monkeypatch, capsys
+        self.scripts: list[Script] = []
+        self.runtime = ScriptedRuntime(self.scripts)
+        self.load: Load = loading(self.runtime)
+        self.load_other: Load = loading(
+            ScriptedRuntime([Script("From the other model.")], facts("demo-draft"))
+        )
+        self.switched_to = ""
+
+    def typed(self, lines: list[str], *replies: str, **options: Any) -> tuple[str, str]:
+        """Type the lines. Return what the chat printed to stdout and stderr."""
+        self.scripts[:] = map(Script, replies)
+        script = self._folder / "typed"
+        script.write_text("\n".join([*lines, ""]), "utf-8")
+        before = signal.getsignal(signal.SIGINT)
+        with script.open(encoding="utf-8") as stdin:
+            self._monkeypatch.setattr(sys, "stdin", stdin)
+            try:
+                end = run_plain_chat(
+                    self.load,
+                    model_name="demo",
+                    store=ChatStore(self._folder / "chats"),
+                    load_other=lambda _: self.load_other,
+                    **options,
+                )
+            finally:
+                signal.signal(signal.SIGINT, before)
+        self.switched_to = end.switched_to
+        out, err = self._capsys.readouterr()
+        assert "Traceback" not in err
+        return out, err
+
+
+@pytest.fixture
+def chat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Chat:
+    """A chat with scripted replies."""
+    monkeypatch.chdir(tmp_path)
+    return Chat(tmp_path, monkeypatch, capsys)
+
+
+def load_demo(progress: Progress) -> edgespec.Runtime:
+    return edgespec.load("demo", threads=1, measure_costs=False, progress=progress)
 
 
 def saved(folder: Path) -> list[dict[str, Any]]:
@@ -84,27 +97,27 @@ def test_every_command_works_or_says_what_to_use_instead() -> None:
     assert not plain_commands._COMMANDS.keys() & plain_commands._INSTEAD.keys()
 
 
-def test_help_lists_exactly_the_commands_that_work(start: Start, tmp_path: Path) -> None:
-    out, err = typed(start, tmp_path, ["/help", *(f"/{name}" for name in plain_commands._INSTEAD)])
+def test_help_lists_exactly_the_commands_that_work(chat: Chat, tmp_path: Path) -> None:
+    out, err = chat.typed(["/help", *(f"/{name}" for name in plain_commands._INSTEAD)])
     listed = [line.split()[0].strip("/:") for line in out.splitlines() if line.startswith("/")]
     assert listed == [*plain_commands._COMMANDS]
     for name, instead in plain_commands._INSTEAD.items():
         assert f"/{name} does not exist in the plain chat. {instead}" in err
 
 
-def test_copy_prints(start: Start, tmp_path: Path) -> None:
+def test_copy_prints(chat: Chat, tmp_path: Path) -> None:
     lines = ["/copy", "sizes", "/copy", "/copy code", "/copy code 1", "/copy code 3", "/copy chat", "/copy x"]
-    out, err = typed(start, tmp_path, lines, CODE)
+    out, err = chat.typed(lines, CODE)
     assert out == f"{CODE}\n{CODE}\ndu\nls -S\n**You:**\n\nsizes\n\n**Model:**\n\n{CODE}\n"
     assert "There is nothing to copy yet." in err
     assert "There is no code block 3. The last reply has 2 code blocks." in err
     assert "Unknown argument 'x' for /copy." in err
 
 
-def test_chats_are_exported_imported_and_found(start: Start, tmp_path: Path) -> None:
+def test_chats_are_exported_imported_and_found(chat: Chat, tmp_path: Path) -> None:
     lines = ["/export", "sizes", "/export one.json", "/export one.json", "/import one.json", "/import"]
     lines += ["/search OAKS", "/search pines", "/pin", "/load", "/load sizes"]
-    out, err = typed(start, tmp_path, lines, "Pines are tall.")
+    out, err = chat.typed(lines, "Pines are tall.")
     assert f"Exported this chat to {tmp_path / 'one.json'}.\n" in out
     assert "Imported 1 chat. Type /load for the list of chats.\n" in out
     assert out.count("sizes (now, 2 messages): Pines are tall.\n") == 2
@@ -120,21 +133,21 @@ def test_chats_are_exported_imported_and_found(start: Start, tmp_path: Path) -> 
     assert len(saved(tmp_path)) == 2
 
 
-def test_messages_are_deleted_restored_and_forked(start: Start, tmp_path: Path) -> None:
+def test_messages_are_deleted_restored_and_forked(chat: Chat, tmp_path: Path) -> None:
     lines = ["/fork", "/delete", "/undo", "/pin", "one", "two", "/delete", "/undo", "/delete", "/fork"]
-    out, err = typed(start, tmp_path, lines, "First.", "Second.")
+    out, err = chat.typed(lines, "First.", "Second.")
     assert "Deleted 2 messages. Type /undo to restore them.\nRestored. The chat has 4 messages." in out
     assert "This is a new chat with 2 messages from “one”, which is unchanged." in out
     for text in ("nothing to fork", "no message to delete", "nothing to undo", "nothing to pin"):
         assert text in err
-    assert [len(chat["messages"]) for chat in saved(tmp_path)] == [2, 2]
-    assert sorted(chat["title"] for chat in saved(tmp_path)) == ["one", "one (fork)"]
+    assert [len(each["messages"]) for each in saved(tmp_path)] == [2, 2]
+    assert sorted(each["title"] for each in saved(tmp_path)) == ["one", "one (fork)"]
 
 
-def test_presets_are_saved_and_used(start: Start, tmp_path: Path, config: Path) -> None:
+def test_presets_are_saved_and_used(chat: Chat, tmp_path: Path, config: Path) -> None:
     lines = ["/preset", "/preset nope", "/system Be brief.", "/set temperature 0", "/preset save short"]
     lines += ["/preset save short", "perhaps", "no", "/new", "/show", "/preset", "/preset short", "/system"]
-    out, err = typed(start, tmp_path, lines)
+    out, err = chat.typed(lines)
     assert "There are no presets yet. Type /preset save NAME" in out
     assert f"Saved the preset short in {config / 'presets' / 'short.toml'}." in out
     assert "The preset was not saved." in out
@@ -146,45 +159,37 @@ def test_presets_are_saved_and_used(start: Start, tmp_path: Path, config: Path) 
     assert "Replace the existing preset short? Type yes or no.\nType yes or no." in err
 
 
-def test_reasoning_is_turned_off_only_if_the_model_can(start: Start, tmp_path: Path) -> None:
-    out, err = typed(start, tmp_path, ["/think", "/think off"])
+def test_reasoning_is_turned_off_only_if_the_model_can(chat: Chat) -> None:
+    out, err = chat.typed(["/think", "/think off"])
     assert "Reasoning: auto, the model's default." in out
     assert "Reasoning cannot be turned on or off for the model demo." in err
     source = "{% if enable_thinking is defined and not enable_thinking %}no{% endif %}"
-    code = SCRIPTED.replace(
-        "other = ",
-        "from edgespec.chat.template import ChatTemplate\n"
-        f"runtime.template = ChatTemplate({source!r}, '', '')\n"
-        "other = ",
-        1,
-    )
-    out, _ = typed(start, tmp_path, ["/think off", "/think"], code=code + "\nruntime.template.close()")
+    chat.runtime.template = ChatTemplate(source, "", "")
+    out, _ = chat.typed(["/think off", "/think"])
+    chat.runtime.template.close()
     assert "From your next message on, the model will be asked not to reason.\nReasoning: off." in out
 
 
-def test_files_are_attached(start: Start, tmp_path: Path) -> None:
+def test_files_are_attached(chat: Chat, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("Pines are tall.")
     (tmp_path / "data.bin").write_bytes(bytes(range(256)))
-    code = SCRIPTED.replace("ScriptedRuntime(", "edgespec.load('demo', threads=1) or (", 1)
-    code = code.replace("import sys", "import sys, edgespec", 1).replace(
-        "loading(runtime)", "lambda progress: edgespec.load('demo', threads=1)"
-    )
+    chat.load = load_demo
     lines = ["/set max_tokens 4", "What is in @notes.txt?", "And in @data.bin?", "And in @missing.txt?"]
-    _, err = typed(start, tmp_path, lines, code=code)
+    _, err = chat.typed(lines)
     assert "Attached notes.txt (" in err
     assert "The message was not sent: data.bin" in err
     assert "No file matches @missing.txt, so this is sent as text." in err
-    (chat,) = saved(tmp_path)
-    assert [message["role"] for message in chat["messages"]] == ["user", "assistant"] * 2
-    assert chat["messages"][0]["files"][0]["text"] == "Pines are tall."
+    (found,) = saved(tmp_path)
+    assert [message["role"] for message in found["messages"]] == ["user", "assistant"] * 2
+    assert found["messages"][0]["files"][0]["text"] == "Pines are tall."
 
 
-def test_the_model_is_switched(start: Start, tmp_path: Path) -> None:
+def test_the_model_is_switched(chat: Chat, tmp_path: Path) -> None:
     path = ROOT / "models" / "demo-draft-q8_0.gguf"
-    out, err = typed(start, tmp_path, ["one", f"/model {path}", "two", "/model nope", "/model"], "First.")
+    out, err = chat.typed(["one", f"/model {path}", "two", "/model nope", "/model"], "First.")
     assert out.startswith("First.\nThis chat now uses demo-draft.\nFrom the other model.\n")
     assert "There is no model named nope." in err
-    assert f"switched to {path}" in err
+    assert chat.switched_to == str(path)
     listed = out.partition("On this machine:\n")[2]
     assert listed.startswith("demo: 12.0 MiB, draft model demo-draft\n")
     assert "to download fit in memory. `edgespec models list` shows them." in listed
@@ -192,21 +197,32 @@ def test_the_model_is_switched(start: Start, tmp_path: Path) -> None:
     assert len(saved(tmp_path)[0]["messages"]) == 4
 
 
-def test_a_model_that_cannot_be_loaded_leaves_the_old_one(start: Start, tmp_path: Path) -> None:
-    code = SCRIPTED.replace("lambda reference: loading(other)", "refuse").replace(
-        "end = ",
-        "from edgespec.errors import ModelFileError\n"
-        "def refuse(reference):\n"
-        "    def load(progress):\n"
-        "        raise ModelFileError('the file is damaged', 'download it again')\n"
-        "    return load\n"
-        "end = ",
-        1,
-    )
+def test_a_model_that_cannot_be_loaded_leaves_the_old_one(chat: Chat) -> None:
+    def refuse(progress: Progress) -> edgespec.Runtime:
+        raise ModelFileError("the file is damaged", "download it again")
+
+    chat.load_other = refuse
     path = ROOT / "models" / "demo-draft-q8_0.gguf"
-    out, err = typed(start, tmp_path, [f"/model {path}", "one"], "First.", code=code)
+    out, err = chat.typed([f"/model {path}", "one"], "First.")
     assert out == "This chat still uses demo.\nFirst.\n"
     assert "The file is damaged. Download it again." in err
+
+
+@pytest.fixture
+def forced(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the tools that the demo model must call, one per reply. Later replies must not call any."""
+    names: list[str] = []
+    offered = vars(ToolAccess)["options"].fget
+
+    def options(self: ToolAccess) -> dict[str, Any]:
+        given = offered(self)
+        if not names:
+            return {**given, "tool_choice": "none", "max_tokens": 4} if given else {}
+        return {**given, "tool_choice": {"type": "function", "function": {"name": names.pop(0)}}}
+
+    monkeypatch.setattr(ToolAccess, "options", property(options))
+    chat.load = load_demo
+    return names
 
 
 def configure(config: Path) -> None:
@@ -224,7 +240,8 @@ def configure(config: Path) -> None:
     ],
 )
 def test_a_tool_is_called_after_a_typed_answer(
-    start: Start,
+    chat: Chat,
+    forced: list[str],
     tmp_path: Path,
     config: Path,
     answers: list[str],
@@ -233,9 +250,8 @@ def test_a_tool_is_called_after_a_typed_answer(
     results: list[str],
 ) -> None:
     configure(config)
-    out, err = typed(
-        start, tmp_path, ["/tools", "Is red warm?", *answers], *["good_colour"] * calls, code=WITH_TOOLS
-    )
+    forced += ["good_colour"] * calls
+    out, err = chat.typed(["/tools", "Is red warm?", *answers], **WITH_TOOLS)
     assert "The model can now call" in out
     assert "Server good: on, " in out
     assert "  colour: " in out
@@ -245,8 +261,8 @@ def test_a_tool_is_called_after_a_typed_answer(
     for result in results:
         assert f"Tool good_colour {result}" in err
     assert ("Type yes, chat, always, no or stop." in err) == ("maybe" in answers)
-    (chat,) = saved(tmp_path)
-    roles = [message["role"] for message in chat["messages"]]
+    (found,) = saved(tmp_path)
+    roles = [message["role"] for message in found["messages"]]
     assert roles == ["user", *["assistant", "tool"] * calls, "assistant"]
     assert ("allow = " in servers_path().read_text()) == (answers == ["always"])
 
@@ -255,11 +271,14 @@ def test_a_tool_is_called_after_a_typed_answer(
     "answers",
     first([["stop", "/continue", "yes"], ["stop", "Never mind."], []]),
 )
-def test_a_stopped_call_is_not_made(start: Start, tmp_path: Path, config: Path, answers: list[str]) -> None:
+def test_a_stopped_call_is_not_made(
+    chat: Chat, forced: list[str], tmp_path: Path, config: Path, answers: list[str]
+) -> None:
     configure(config)
-    _, err = typed(start, tmp_path, ["Is red warm?", *answers], "good_colour", code=WITH_TOOLS)
+    forced.append("good_colour")
+    _, err = chat.typed(["Is red warm?", *answers], **WITH_TOOLS)
     assert "Tool good_colour failed. The user stopped the reply before this call was made." in err
-    (chat,) = saved(tmp_path)
-    roles = [message["role"] for message in chat["messages"]]
+    (found,) = saved(tmp_path)
+    roles = [message["role"] for message in found["messages"]]
     assert roles[:3] == ["user", "assistant", "tool"]
     assert len(roles) == (3 if not answers else 6 if "/continue" in answers else 5)

@@ -7,36 +7,61 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import aiohttp
 import psutil
 import pytest
 
-from tests.cli.conftest import Run, Start, one_line_error
+from tests.cli.conftest import ROOT, Run, Start, one_line_error
+
+
+class Server(NamedTuple):
+    """A running server: its process, its address with the key, and the data folder of its chats."""
+
+    process: subprocess.Popen[bytes]
+    address: str
+    folder: Path
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[Server]:
+    """Run a server, and end it with Ctrl-C unless it has ended."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "edgespec", "serve", "--chat", "--port", "0", "--json", "--threads", "1"],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "HOME": str(folder), "EDGESPEC_DATA_DIR": str(folder)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        # A shell that runs the tests in the background makes its programs ignore Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
+    ) as process:
+        try:
+            assert process.stdout is not None
+            yield Server(process, json.loads(process.stdout.readline())["chat_url"], folder)
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+                assert process.wait(30) == 0
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A running server, which no test ends."""
+    with serving(tmp_path_factory.mktemp("server")) as server:
+        yield server
 
 
 @pytest.fixture
-def server(start: Start, tmp_path: Path) -> subprocess.Popen[bytes]:
-    """A running server whose chats use the data folder in `tmp_path`."""
-    return start(
-        *("serve", "--chat", "--port", "0", "--json", "--threads", "1"),
-        env={"EDGESPEC_DATA_DIR": str(tmp_path / "data")},
-    )
-
-
-@pytest.fixture
-async def address(server: subprocess.Popen[bytes]) -> AsyncIterator[str]:
+def address(server: Server) -> str:
     """The address of the running server, including its key."""
-    assert server.stdout is not None
-    line = await asyncio.to_thread(server.stdout.readline)
-    yield json.loads(line)["chat_url"]
-    if server.poll() is None:
-        server.send_signal(signal.SIGINT)
-        assert await asyncio.to_thread(server.wait, 30) == 0
+    return server.address
 
 
 async def status(address: str, **headers: str) -> int:
@@ -156,21 +181,21 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason=
 
 
 @needs_proc
-async def test_each_tab_has_a_chat_that_ends_with_it(address: str, tmp_path: Path) -> None:
+async def test_each_tab_has_a_chat_that_ends_with_it(address: str, server: Server) -> None:
     async with opened(address) as tab:
         await tab.shows("Enter sends")
-        assert len(processes(tmp_path)) == 1
+        assert len(processes(server.folder)) == 1
         await tab.socket.send_json(["stdin", "/memory\r"])
         await tab.shows("model files")
-    assert await ended(tmp_path)
+    assert await ended(server.folder)
 
 
 @pytest.mark.long
 @needs_proc
-async def test_a_huge_screen_is_limited(address: str, tmp_path: Path) -> None:
+async def test_a_huge_screen_is_limited(address: str, server: Server) -> None:
     async with opened(address, "width=2000000&height=900000") as tab:
         await tab.shows("Enter sends")
-        (chat,) = map(psutil.Process, processes(tmp_path))
+        (chat,) = map(psutil.Process, processes(server.folder))
         assert (chat.environ()["COLUMNS"], chat.environ()["ROWS"]) == ("1000", "500")
         for width, height in ((10**9, 10**9), (0, -5), (10**30, 2), (100, 30)):
             await tab.socket.send_json(["resize", {"width": width, "height": height}])
@@ -194,46 +219,46 @@ async def test_a_huge_screen_is_limited(address: str, tmp_path: Path) -> None:
     ],
     ids=range(10),
 )
-async def test_a_message_that_is_invalid_ends_the_chat(address: str, tmp_path: Path, message: str) -> None:
+async def test_a_message_that_is_invalid_ends_the_chat(address: str, server: Server, message: str) -> None:
     async with opened(address) as tab:
         await tab.socket.send_str(message)
         assert await tab.end() == aiohttp.WSCloseCode.PROTOCOL_ERROR
-    assert await ended(tmp_path)
+    assert await ended(server.folder)
 
 
 @pytest.mark.long
 @needs_proc
-async def test_a_chat_that_hangs_ends_with_its_tab(address: str, tmp_path: Path) -> None:
+async def test_a_chat_that_hangs_ends_with_its_tab(address: str, server: Server) -> None:
     async with opened(address) as tab:
         await tab.shows("Enter sends")
-        (chat,) = processes(tmp_path)
+        (chat,) = processes(server.folder)
         os.kill(chat, signal.SIGSTOP)
         for _ in range(4):
             await tab.socket.send_json(["stdin", "x" * 100_000])
-    assert await ended(tmp_path)
+    assert await ended(server.folder)
 
 
 @pytest.mark.long
 @needs_proc
-async def test_a_chat_that_ends_closes_its_connection(address: str, tmp_path: Path) -> None:
+async def test_a_chat_that_ends_closes_its_connection(address: str, server: Server) -> None:
     async with opened(address) as tab:
         await tab.shows("Enter sends")
-        os.kill(processes(tmp_path)[0], signal.SIGKILL)
+        os.kill(processes(server.folder)[0], signal.SIGKILL)
         assert await tab.end() == aiohttp.WSCloseCode.OK
 
 
 @needs_proc
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-async def test_chats_end_with_the_server(
-    address: str, server: subprocess.Popen[bytes], tmp_path: Path, number: signal.Signals
-) -> None:
-    async with opened(address) as tab, opened(address):
-        await tab.shows("Enter sends")
-        if number == signal.SIGTERM:
-            os.kill(processes(tmp_path)[0], signal.SIGSTOP)
-        server.send_signal(number)
-        assert await asyncio.to_thread(server.wait, 30) == (0 if number == signal.SIGTERM else -number)
-        assert await ended(tmp_path)
+async def test_chats_end_with_the_server(tmp_path: Path, number: signal.Signals) -> None:
+    with serving(tmp_path / "data") as server:
+        async with opened(server.address) as tab, opened(server.address):
+            await tab.shows("Enter sends")
+            if number == signal.SIGTERM:
+                os.kill(processes(server.folder)[0], signal.SIGSTOP)
+            server.process.send_signal(number)
+            ending = await asyncio.to_thread(server.process.wait, 30)
+            assert ending == (0 if number == signal.SIGTERM else -number)
+            assert await ended(server.folder)
 
 
 @pytest.mark.parametrize(

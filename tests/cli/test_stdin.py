@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import time
@@ -80,15 +81,13 @@ def test_a_text_that_cannot_fit_is_refused_by_its_size(run: Run, option: str) ->
     assert time.process_time() - began < 10
 
 
-def test_a_file(start: Start, tmp_path: Path) -> None:
+def test_a_file(start: Start, run: Run, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("tar")
+    options = ("generate", "What does it do?", "-n", "1", "--json")
     with (tmp_path / "file").open("rb") as file:
-        output, _ = start("generate", "What does it do?", "-n", "1", "--json", stdin=file).communicate(
-            timeout=120
-        )
-    without, _ = start("generate", "What does it do?", "-n", "1", "--json").communicate(timeout=120)
-    assert b'"prompt_tokens": ' in output
-    assert output.partition(b'"prompt_tokens"')[2][:6] != without.partition(b'"prompt_tokens"')[2][:6]
+        output, _ = start(*options, stdin=file).communicate(timeout=120)
+    tokens = json.loads(output)["stats"]["prompt_tokens"]
+    assert tokens > json_of(run(*options, input=""))["stats"]["prompt_tokens"]
 
 
 @pytest.mark.parametrize("kind", first(["pipe", "socket"]))

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from scripts.gpu_checking.__main__ import main
 from scripts.gpu_checking.gpu import CheckError, find_nvcc, parse_memory, parse_names
 from scripts.gpu_checking.report import read_report, to_markdown, write_report
 from scripts.gpu_checking.steps import Result, Step, create_steps, run_step, summarise_plan
@@ -99,10 +100,17 @@ def test_nvcc_must_run_and_must_not_be_newer_than_the_driver(
         (("--fast",), "unrecognized arguments: --fast"),
     ],
 )
-def test_wrong_options_are_rejected(options: tuple[str, ...], message: str) -> None:
-    completed = check_gpu("--cpu", *options)
-    assert completed.returncode == 2
-    assert message in completed.stderr
+def test_wrong_options_are_rejected(
+    options: tuple[str, ...],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["check_gpu", "--cpu", *options])
+    with pytest.raises(SystemExit) as ending:
+        main()
+    assert ending.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_step_passes_or_fails_with_the_end_of_its_output(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Vertical
 from textual.content import Content
+from textual.geometry import Region
+from textual.strip import Strip
 from textual.widget import Widget
 from textual.widgets import Static
 
@@ -170,6 +172,12 @@ class ReplyMessage(MessageWidget):
 
     def on_mount(self) -> None:
         self._refresh_views()
+
+    def render_lines(self, crop: Region) -> list[Strip]:
+        """Draw the border of a selected reply. The other widgets draw the rest."""
+        if self.has_focus:
+            return super().render_lines(crop)
+        return [Strip.blank(crop.width, self.visual_style.rich_style)] * crop.height
 
     @property
     def coloured(self) -> bool:

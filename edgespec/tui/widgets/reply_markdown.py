@@ -102,9 +102,16 @@ class ReplyMarkdown(Widget):
 
     def notify_style_update(self) -> None:
         """Draw the text in the colours of the new theme."""
+        self._forget_rows()
+        super().notify_style_update()
+
+    def on_unmount(self) -> None:
+        # Only the garbage collector frees a removed widget. It takes longer the more objects there are.
+        self._forget_rows()
+
+    def _forget_rows(self) -> None:
         for block in self._blocks:
             block.forget_rows()
-        super().notify_style_update()
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:  # noqa: ARG002
         bottoms = self._bottoms_at(width)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, ClassVar
 
+from rich.segment import Segment
 from textual import events
 from textual.binding import Binding, BindingType
 from textual.content import Content
@@ -15,7 +16,6 @@ from textual.message import Message as Event
 from textual.reactive import reactive
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
-from textual.visual import Visual
 
 from edgespec.chat.search import FoundChat, search
 from edgespec.chat.store import StoredChat
@@ -112,7 +112,9 @@ class Sidebar(ScrollView, can_focus=True):
         style = self.visual_style
         if self.found and number == self.highlighted:
             style = self.get_visual_style("sidebar--highlighted")
-        return Visual.to_strips(self, line, self.size.width, 1, style, pad=True)[0]
+        parts = line.render(style, end="", parse_style=self._get_style)
+        segments = [Segment(text, part_style.rich_style) for text, part_style in parts]
+        return Strip(segments).adjust_cell_length(self.size.width, style.rich_style)
 
     def _title(self, found: FoundChat, width: int) -> Content:
         title = found.chat.title

@@ -44,6 +44,8 @@ _COLLECTION_SECONDS = 2.0
 class _Column(Vertical):
     """The messages, notes and panels."""
 
+    # See `Transcript.BLANK`.
+    BLANK = True
     # See `Transcript.virtual_size`.
     virtual_size: Reactive[Size] = Reactive(Size(0, 0), repaint=False)
 
@@ -51,6 +53,8 @@ class _Column(Vertical):
 class Transcript(VerticalScroll):
     """Scrolling list of messages, notes and panels, with the newest at the bottom."""
 
+    # Draw only the background. Without this, Textual draws borders and padding row by row below the messages.
+    BLANK = True
     # Textual would lay out and draw all messages a second time after each new line. Its first layout has
     # already moved the scrollbar and the messages.
     virtual_size: Reactive[Size] = Reactive(Size(0, 0), repaint=False)
