@@ -45,11 +45,9 @@ _TICK_SECONDS = 1 / 25
 _QUIT_SECONDS = 5.0
 # Python's thread switch interval during the chat, in seconds. The default of 5 ms can slow down small models.
 _SWITCH_SECONDS = 5e-5
-# Thresholds of Python's garbage collector, see `gc.set_threshold`. With the default of 700 new objects, it
-# runs for several milliseconds in each key press. The last threshold makes it examine all objects only after
-# about 6 million new objects, which takes about 100 ms. `Transcript` usually collects garbage before that,
-# while the user presses no key.
-_COLLECTION_THRESHOLDS = (20_000, 10, 30)
+# Number of partial collections after which Python's garbage collector examines all objects, which takes about
+# 100 ms. `Transcript` usually collects garbage before that, while the user presses no key.
+_FULL_COLLECTION_THRESHOLD = 1000
 _NO_CONTROLS = NoControls()
 
 
@@ -290,7 +288,7 @@ def quick_screen() -> Iterator[None]:
     """Return a context manager that reduces the delays caused by Python's threads and garbage collector."""
     interval, thresholds = sys.getswitchinterval(), gc.get_threshold()
     sys.setswitchinterval(_SWITCH_SECONDS)
-    gc.set_threshold(*_COLLECTION_THRESHOLDS)
+    gc.set_threshold(*thresholds[:2], _FULL_COLLECTION_THRESHOLD)
     # Exclude all existing objects, such as modules, from garbage collection. The model is loaded later, so
     # its memory can be freed.
     gc.freeze()
