@@ -33,8 +33,7 @@ from edgespec.tui.preferences import Preferences
 from edgespec.tui.saved_chats import offer_unfinished, resume
 from edgespec.tui.screens.loading import LoadingScreen
 from edgespec.tui.texts import sentences
-from edgespec.tui.themes import DARK
-from edgespec.tui.user_themes import find_theme
+from edgespec.tui.themes import DARK, find_theme
 from edgespec.tui.widgets.markdown_reader import load_parsers
 from edgespec.tui.worker import Load, LoadOther, ModelThread, PlanModel, load_named, plan_named
 
