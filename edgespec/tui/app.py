@@ -187,6 +187,7 @@ class ChatApp(App[None]):
             chat.call_later(offer_unfinished, chat)
         else:
             chat.call_later(resume, chat, self._resume)
+        chat.call_later(chat.send_text, self._loading.message)
         if self._tools:
             chat.run_worker(chat.tool_use.start_servers())
 
@@ -221,8 +222,12 @@ class ChatApp(App[None]):
         self._leaving = False
         await self.pop_screen()
         await chat.use_runtime(switched.runtime)
-        if self._loading.typed:
-            chat.prompt.insert(self._loading.typed.rstrip("\n"))
+        waiting = self._loading
+        if waiting.message and (switched.failure is not None or chat.prompt.text.strip()):
+            chat.prompt.insert(waiting.message + "\n")
+        else:
+            chat.call_later(chat.send_text, waiting.message)
+        chat.prompt.insert(waiting.typed.rstrip("\n"))
         name = switched.runtime.target.name
         if switched.failure is None:
             self.switched_to = chat.model_name = reference

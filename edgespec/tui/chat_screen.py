@@ -74,7 +74,10 @@ class ChatScreen(TurnScreen):
 
     @on(PromptInput.Sent)
     async def _prompt_sent(self, event: PromptInput.Sent) -> None:
-        text = event.text
+        await self.send_text(event.text)
+
+    async def send_text(self, text: str) -> None:
+        """Send a text as a message, or run it as a slash command. Does nothing if it is blank."""
         if not text.strip():
             return
         typed = commands.read(text)

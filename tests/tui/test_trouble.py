@@ -43,14 +43,38 @@ async def test_loading_shows_progress(tmp_path: Path) -> None:
         await d.sees("loading 70b-q4")
         await d.sees("42%")
         await d.write("typed aheadd")
-        await d.press("backspace", "enter")
+        await d.press("backspace", "ctrl+j")
         await d.write("two lines")
         d.app.post_message(events.Paste(" [pasted]"))
         await d.press("enter")
         await d.sees("two lines [pasted]")
+        await d.sees("This is sent as soon as the model is loaded.")
         gate.set()
         await d.settled()
-        assert d.chat.prompt.text == "typed ahead\ntwo lines [pasted]"
+        await until(d.pilot, lambda: len(d.chat.current_chat.entries) == 2, "the reply")
+        assert d.chat.prompt.text == ""
+        sent, _reply = d.chat.current_chat.entries
+        assert sent.message.text == "typed ahead\ntwo lines [pasted]"
+
+
+async def test_enter_while_loading_can_be_taken_back(tmp_path: Path) -> None:
+    gate = threading.Event()
+
+    def load(_progress: Progress) -> Runtime:
+        gate.wait(60)
+        return as_runtime(ScriptedRuntime())
+
+    async with driving(load, tmp_path, wait=False) as d:
+        await d.write("question")
+        await d.press("enter")
+        await d.sees("This is sent as soon as the model is loaded.")
+        await d.write("x")
+        await d.press("backspace", "backspace")
+        await d.write("s")
+        gate.set()
+        await d.settled()
+        assert d.chat.prompt.text == "questions"
+        assert not d.chat.current_chat.entries
 
 
 @pytest.mark.parametrize("key", first(["ctrl+c", "escape", "ctrl+q"]))

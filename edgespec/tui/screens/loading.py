@@ -20,7 +20,12 @@ _SHOWN_CHARACTERS = 200
 
 
 class LoadingScreen(Screen[None]):
-    """Screen that shows the model name and the loading progress."""
+    """Screen that shows the model name and the loading progress, and keeps what the user types meanwhile.
+
+    Attributes:
+        message: The text that the user ended with Enter, to be sent once the model is loaded. May be empty.
+        typed: The text that the user has typed and not sent.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,ctrl+c,ctrl+q", "app.cancel_load", "Cancel", show=False, priority=True),
@@ -28,6 +33,7 @@ class LoadingScreen(Screen[None]):
 
     def __init__(self, name: str) -> None:
         super().__init__()
+        self.message = ""
         self.typed = ""
         self._model = name
         self._bar = ProgressBar(total=1.0, show_eta=False, id="loading-bar")
@@ -46,12 +52,16 @@ class LoadingScreen(Screen[None]):
         self._what.update(Content(description))
 
     def on_key(self, event: events.Key) -> None:
-        """Collect text that the user types while the model loads, to put it into the chat's input later."""
+        """Collect what the user types while the model loads. Enter ends the message."""
         if event.is_printable and event.character is not None:
             self.typed += event.character
+        elif event.key == "enter" and not self.message and self.typed.strip():
+            self.message, self.typed = self.typed, ""
         elif event.key in ("enter", "ctrl+j"):
             self.typed += "\n"
         elif event.key == "backspace":
+            if not self.typed:
+                self.typed, self.message = self.message + " ", ""
             self.typed = self.typed[:-1]
         self._show_typed()
 
@@ -62,9 +72,14 @@ class LoadingScreen(Screen[None]):
 
     def _show_typed(self) -> None:
         """Show the end of the collected text, so that the user sees that it is not lost."""
-        lines = self.typed.rstrip("\n").split("\n")[-_SHOWN_LINES:]
-        self._shown_text.update(Content("\n".join(lines)[-_SHOWN_CHARACTERS:]))
-        self._shown_text.display = bool(self.typed)
+        shown = (self.message or self.typed).rstrip("\n").split("\n")[-_SHOWN_LINES:]
+        content = Content("\n".join(shown)[-_SHOWN_CHARACTERS:])
+        if self.message:
+            content += Content.styled("\nThis is sent as soon as the model is loaded.", "$muted")
+            if self.typed.strip():
+                content += Content("\n" + self.typed.rstrip("\n").split("\n")[-1][-_SHOWN_CHARACTERS:])
+        self._shown_text.update(content)
+        self._shown_text.display = bool(self.message or self.typed)
 
     def take_typed(self) -> str:
         """Return the text typed so far and clear it."""
