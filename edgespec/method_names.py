@@ -41,8 +41,9 @@ def parse_method(method: str) -> tuple[str, ...]:
             raise OptionError(
                 f"method {method!r} is unknown", f"{hint}choose auto, none, or {known} joined by +"
             )
-    if len(set(names)) < len(names):
-        raise OptionError(f"method {method!r} contains a drafter twice", "list each drafter once")
+    for at, name in enumerate(names):
+        if name in names[:at]:
+            raise OptionError(f"method {method!r} contains {name} twice", "list each drafter once")
     self_drafts = [name for name in names if name in SELF_DRAFTS]
     if len(self_drafts) > 1:
         raise OptionError(

@@ -16,7 +16,7 @@ from edgespec.backends.model_facts import Capabilities
 from edgespec.costs.curve import CostFunction, assumed_cost
 from edgespec.costs.pass_limits import PassLimits
 from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
-from edgespec.drafters.base import BudgetedDrafter, Drafter
+from edgespec.drafters.base import Drafter
 from edgespec.drafters.grammar import GrammarDrafter
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.drafters.tree_growth import TreeGrowth
@@ -244,7 +244,7 @@ class DrafterSet:
         return text_kind("".join(piece.decode("utf-8", "replace") for piece in pieces))
 
     def _with_adaptive_length(self, drafter: Drafter, config: AutoConfig) -> Drafter:
-        if not (config.adapts_length and isinstance(drafter, BudgetedDrafter)):
+        if not config.adapts_length:
             return drafter
         pass_cost = drafter.pass_seconds / config.costs.target_step_seconds
 

@@ -7,7 +7,6 @@ import os
 from collections.abc import Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import hypothesis
 import platformdirs
@@ -17,10 +16,8 @@ from edgespec.backends import trial_load
 from edgespec.backends.llamacpp.quantise import quantise
 from edgespec.catalog.catalogue import models_folder
 from edgespec.costs.target_costs import TargetCosts
+from edgespec.files import file_state
 from edgespec.prepare.layerskip import prepare_layerskip
-
-if TYPE_CHECKING:
-    from edgespec.backends.mlx.model import MlxModel
 
 _FOLDER = Path(__file__).parent
 # The files that need the most processor time start first, so that no process runs alone at the end.
@@ -118,20 +115,23 @@ def costs_are_measured_briefly() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def demo_models_are_probed_once() -> Iterator[None]:
-    """Test the capabilities of each MLX demo model once per process, because a test takes half a second."""
+def models_are_probed_once() -> Iterator[None]:
+    """Test the capabilities of each MLX model once per process, which takes most of the loading time."""
     if find_spec("mlx") is None:
         yield
         return
     from edgespec.backends.mlx import probe
+    from edgespec.backends.mlx.model import MlxModel
 
-    results: dict[tuple[str, object], probe.ProbeResult] = {}
+    results: dict[tuple[object, ...], probe.ProbeResult] = {}
     test = probe.probe
 
     def probe_once(model: MlxModel) -> probe.ProbeResult:
-        if Path(model.facts.path).parent != models_folder():
+        if type(model) is not MlxModel:  # its layers may be on other machines
             return test(model)
-        key = model._fingerprint, model.facts.adapters
+        files = tuple(file_state(file) for file in sorted(Path(model.facts.path).iterdir()))
+        options = model.facts.adapters, model.facts.context_tokens, model.partial_models.low_bits is None
+        key = files, type(model._net), model._fingerprint, *options
         if key not in results:
             results[key] = test(model)
         return results[key]

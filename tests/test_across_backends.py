@@ -99,9 +99,15 @@ def tokens_of(runtime: Runtime, prompt: Prompt) -> list[int]:
     return PromptBuilder(runtime.template, runtime.vocabulary).build(prompt.messages).tokens
 
 
-def reply_to(runtime: Runtime, tokens: list[int], params: SamplingParams, seed: int = SEED) -> Reply:
+def reply_to(
+    runtime: Runtime,
+    tokens: list[int],
+    params: SamplingParams,
+    seed: int = SEED,
+    max_tokens: int = MAX_TOKENS,
+) -> Reply:
     stream = runtime.stream_tokens(
-        tokens, method="none", max_tokens=MAX_TOKENS, seed=seed, **dataclasses.asdict(params)
+        tokens, method="none", max_tokens=max_tokens, seed=seed, **dataclasses.asdict(params)
     )
     for _ in stream:
         pass
@@ -183,7 +189,7 @@ def test_both_backends_use_the_same_noise(pair: Pair) -> None:
 @pytest.mark.parametrize("params", SETTINGS, ids=lambda params: str(params.temperature))
 def test_a_wrong_token_is_not_counted_as_a_near_tie(pair: Pair, params: SamplingParams) -> None:
     tokens = tokens_of(pair.llama, PROMPTS[0])
-    right = list(reply_to(pair.llama, tokens, params).tokens)
+    right = list(reply_to(pair.llama, tokens, params, max_tokens=2).tokens)
     order = np.argsort(row_after(pair.llama, tokens))
     second = int(order[-2] if order[-1] == right[0] else order[-1])
     assert not judged(pair, tokens, params, right, [second, *right[1:]]).is_near_tie

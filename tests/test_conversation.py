@@ -34,13 +34,13 @@ def small() -> Iterator[Runtime]:
 
 
 def fresh_answer(messages: Sequence[Message], text: str, system: str | None = None, **options: Any) -> str:
-    """Return the next reply of a fresh runtime in this conversation."""
+    """Return the next reply of a fresh runtime without a draft model in this conversation."""
     return _fresh_answer(tuple(messages), text, system, **options)
 
 
 @cache
 def _fresh_answer(messages: tuple[Message, ...], text: str, system: str | None, **options: Any) -> str:
-    with edgespec.load("demo") as newborn:
+    with edgespec.load("demo", "none") as newborn:
         return newborn.chat(system, messages).ask(text, **OPTIONS | options).text
 
 

@@ -89,7 +89,8 @@ def test_the_load_of_this_machine_is_measured() -> None:
     load = CpuLoad(lambda: now, own_seconds=lambda: own)
     program = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
-        time.sleep(1.0)
+        while psutil.Process(program.pid).cpu_times().user < 0.3:
+            time.sleep(0.01)
     finally:
         program.kill()
         program.wait()

@@ -2,9 +2,9 @@
 
 docs/compatibility.md holds the resulting tables. A cell is not what a model claims: behind every `yes` are
 replies that were generated and compared. A feature that a model does not claim is a `no` with the model's own
-reason. A wrong token is a failure. Each test run tests one model of each kind, and variants of a method only
-on models that remember everything. The long tests test all, and `WRITE_DOCS=1 pytest -m long
-tests/test_parity.py` rewrites the tables.
+reason. A wrong token is a failure. Each test run tests one model of each kind with a few replies, and
+variants of a method only on models that remember everything. The long tests test all, and
+`WRITE_DOCS=1 pytest -m long tests/test_parity.py` rewrites the tables.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.parity.tables import Proved, in_markdown
 
 @pytest.fixture(scope="module", params=["first", pytest.param("all", marks=pytest.mark.long)])
 def proved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proved]:
-    """Make each proof once, with the first model of each kind or with all."""
+    """Make each proof once: with the first model of each kind and few replies, or with all."""
     zoo = Zoo(tmp_path_factory.mktemp("zoo"))
 
     def chosen(row: Row, column: Column) -> list[Tiny]:
@@ -33,7 +33,8 @@ def proved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     @cache
     def group(tiny: Tiny, column: Column, loaded: Row) -> dict[Row, Cell]:
         together = [row for row in ROWS if loaded_for(tiny, row) == loaded]
-        return prove(tiny, [row for row in together if tiny in chosen(row, column)])
+        rows = [row for row in together if tiny in chosen(row, column)]
+        return prove(tiny, rows, briefly=request.param == "first")
 
     def cells(row: Row, column: Column) -> dict[str, Cell]:
         return {tiny.name: group(tiny, column, loaded_for(tiny, row))[row] for tiny in chosen(row, column)}

@@ -18,7 +18,7 @@ from edgespec.auto.merging import merge_trees, prune_optional
 from edgespec.auto.model_selection import ModelSelector
 from edgespec.costs.curve import CostFunction, assumed_cost
 from edgespec.costs.pass_limits import PassLimits
-from edgespec.drafters.base import Drafter, ForcedDraft, MemoryUse
+from edgespec.drafters.base import Drafter, DrafterMemory, ForcedDraft
 from edgespec.drafters.running_stats import RunningMean
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
@@ -119,8 +119,8 @@ class CombinedDrafter(Drafter):
         )
 
     @property
-    def memory_use(self) -> MemoryUse:
-        return sum((drafter.memory_use for drafter in self.parts), MemoryUse())
+    def memory_use(self) -> DrafterMemory:
+        return sum((drafter.memory_use for drafter in self.parts), DrafterMemory())
 
     @property
     def parts(self) -> tuple[Drafter, ...]:
@@ -141,12 +141,12 @@ class CombinedDrafter(Drafter):
         return self._selector.planned_prefill_seconds
 
     @property
-    def pass_seconds(self) -> dict[str, float]:
+    def model_pass_seconds(self) -> dict[str, float]:
         """Duration of a single-token pass of each drafter that runs a model, by name.
 
         The duration is measured before the first draft. It is 0 if it was not measured.
         """
-        return {name: stats.pass_seconds for name, stats in self._models.items()}
+        return {name: stats.drafter.pass_seconds for name, stats in self._models.items()}
 
     def select_text_kind(self, kind: str) -> None:
         for stats in self._stats:
@@ -209,7 +209,12 @@ class CombinedDrafter(Drafter):
 
     def _ask(self, stats: DrafterStats, sampler: Sampler, acceptance: Acceptance, length: int) -> None:
         started = self._clock()
-        draft = stats.propose(sampler, acceptance, length, with_forced=self._has_grammar)
+        drafter = stats.drafter
+        draft = (
+            drafter.propose_with_forced(sampler, acceptance, length)
+            if self._has_grammar
+            else ForcedDraft(drafter.propose(sampler, acceptance, length))
+        )
         chosen = ChosenTokens(draft)
         stats.record_draft(chosen.tree, length, self._clock() - started)
         node_probs = [1.0] * draft.tree.width

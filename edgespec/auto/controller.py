@@ -13,7 +13,7 @@ from edgespec.auto.explanation import ControllerReport, DraftingStatus
 from edgespec.auto.live_costs import Conditions, LiveCosts
 from edgespec.auto.loss_limit import LossLimit, LossLimits
 from edgespec.auto.worst_case import WorstCaseCosts
-from edgespec.drafters.base import Drafter, MemoryUse
+from edgespec.drafters.base import Drafter, DrafterMemory
 from edgespec.drafters.running_stats import RunningMean
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
@@ -135,7 +135,7 @@ class AutoController(Drafter):
         self._overhead_seconds = RunningMean()
         # Worst-case costs of the drafters that run a model, keyed by name. If there are none, a single entry
         # holds the costs of verify passes.
-        passes = drafter.pass_seconds or {"": 0.0}
+        passes = drafter.model_pass_seconds or {"": 0.0}
         self._worst_cases = {name: WorstCaseCosts(costs, seconds) for name, seconds in passes.items()}
         self._backoff = Backoff()
         self._backoffs = {costs.conditions: self._backoff}
@@ -163,7 +163,7 @@ class AutoController(Drafter):
         self.loss_limit.limits = limits if rate is None else limits._replace(rate=rate)
 
     @property
-    def memory_use(self) -> MemoryUse:
+    def memory_use(self) -> DrafterMemory:
         return self._drafter.memory_use
 
     @property

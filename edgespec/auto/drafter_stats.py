@@ -9,10 +9,8 @@ from numpy.typing import NDArray
 
 from edgespec.auto.acceptance_stats import AcceptanceStats
 from edgespec.auto.retry_schedule import RetrySchedule
-from edgespec.drafters.base import BudgetedDrafter, Drafter, ForcedDraft
+from edgespec.drafters.base import Drafter
 from edgespec.drafters.running_stats import RunningMean
-from edgespec.engine.acceptance import Acceptance
-from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
 
 __all__ = ["MEASURED_ROUNDS", "DrafterStats"]
@@ -29,8 +27,6 @@ _PREFILL_ROUNDS = 48
 class DrafterStats:
     """A drafter with its acceptance statistics, costs and retry schedule.
 
-    `prefill` and `force_draft` have no effect on drafters that run no model.
-
     Attributes:
         acceptance: Acceptance statistics for the current kind of text, such as code.
         retries: Retry schedule for the current kind of text.
@@ -41,7 +37,6 @@ class DrafterStats:
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.is_lookup = drafter.is_lookup
-        self._budgeted = drafter if isinstance(drafter, BudgetedDrafter) else None
         self.acceptance = AcceptanceStats(drafter.is_lookup)
         self.retries = RetrySchedule()
         self.empty_draft_levels = 0
@@ -49,8 +44,8 @@ class DrafterStats:
         self._acceptance_by_kind: dict[str, AcceptanceStats] = {}
         self._retries_by_kind: dict[str, RetrySchedule] = {}
         self._prefill_token_seconds = RunningMean()
-        if self._budgeted and self._budgeted.prefill_token_seconds:
-            self._prefill_token_seconds.add(self._budgeted.prefill_token_seconds)
+        if drafter.prefill_token_seconds:
+            self._prefill_token_seconds.add(drafter.prefill_token_seconds)
 
     def begin(self, tokens: Sequence[int]) -> None:
         self.has_prefilled = False
@@ -59,38 +54,6 @@ class DrafterStats:
     @property
     def is_measured(self) -> bool:
         return self.acceptance.draft_seconds.count >= MEASURED_ROUNDS
-
-    @property
-    def pass_seconds(self) -> float:
-        return self._budgeted.pass_seconds if self._budgeted else 0.0
-
-    @property
-    def drafts_forced(self) -> bool:
-        return self._budgeted is not None and self._budgeted.drafts_forced
-
-    def propose(
-        self, sampler: Sampler, acceptance: Acceptance, draft_length: int, *, with_forced: bool
-    ) -> ForcedDraft:
-        """Return a draft. If `with_forced` is set, it can include tokens that a constraint determines."""
-        if with_forced and self._budgeted:
-            return self._budgeted.propose_with_forced(sampler, acceptance, draft_length)
-        return ForcedDraft(self.drafter.propose(sampler, acceptance, draft_length))
-
-    @property
-    def pending_tokens(self) -> int:
-        return self._budgeted.pending_tokens if self._budgeted else 0
-
-    @property
-    def full_pending_tokens(self) -> int:
-        return self._budgeted.full_pending_tokens if self._budgeted else 0
-
-    def prefill(self, max_tokens: int) -> None:
-        if self._budgeted:
-            self._budgeted.prefill(max_tokens)
-
-    def force_draft(self) -> None:
-        if self._budgeted:
-            self._budgeted.force_draft()
 
     def record_draft(self, tree: TokenTree, draft_length: int, seconds: float) -> None:
         self.acceptance.record_draft(tree, seconds)
@@ -123,8 +86,8 @@ class DrafterStats:
         """
         acceptance = self.acceptance
         seconds = acceptance.draft_seconds.value if levels is None else levels * acceptance.level_seconds
-        prefill = self.pending_tokens * self.prefill_token_seconds(target_step_seconds) / _PREFILL_ROUNDS
-        return (seconds + prefill) / target_step_seconds
+        prefill_seconds = self.drafter.pending_tokens * self.prefill_token_seconds(target_step_seconds)
+        return (seconds + prefill_seconds / _PREFILL_ROUNDS) / target_step_seconds
 
     def prefill_token_seconds(self, target_step_seconds: float) -> float:
         if self._prefill_token_seconds.count:
@@ -135,7 +98,7 @@ class DrafterStats:
         parts: dict[str, Mapping[str, NDArray[Any]]] = {
             f"record.{kind}": stats.saved_statistics() for kind, stats in self._acceptance_by_kind.items()
         }
-        parts["own"] = self._budgeted.saved_statistics() if self._budgeted else {}
+        parts["own"] = self.drafter.saved_statistics()
         parts["asking"] = {"reading": self._prefill_token_seconds.saved()}
         parts["wait"] = {kind: retries.saved() for kind, retries in self._retries_by_kind.items()}
         name = self.drafter.name
@@ -143,8 +106,7 @@ class DrafterStats:
 
     def restore_statistics(self, saved: Mapping[str, NDArray[Any]]) -> None:
         own = _with_prefix(saved, f"{self.drafter.name}.")
-        if self._budgeted:
-            self._budgeted.restore_statistics(_with_prefix(own, "own."))
+        self.drafter.restore_statistics(_with_prefix(own, "own."))
         self._prefill_token_seconds.restore(own["asking.reading"])
         for kind, interval in _with_prefix(own, "wait.").items():
             self._retries_by_kind[kind] = RetrySchedule()

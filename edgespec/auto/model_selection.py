@@ -125,7 +125,7 @@ class ModelSelector:
                     self._challenger, self._challenge_rounds = stats, _CHALLENGE_ROUNDS
                     break
         if self._challenger in gains:
-            self._challenger.force_draft()
+            self._challenger.drafter.force_draft()
             ranked.sort(key=lambda stats: stats is not self._challenger)
         return ranked
 
@@ -134,12 +134,12 @@ class ModelSelector:
             if levels > stats.empty_draft_levels:
                 stats.retries.shorten()
             elif stats.retries.is_due(self.draft_cost(stats, 1) + self._v(2) - 1.0):
-                stats.force_draft()
+                stats.drafter.force_draft()
             return self._prefill(stats)
         if not self._should_retry(stats, gain):
             return False
         stats.acceptance.limit_weight()
-        stats.force_draft()
+        stats.drafter.force_draft()
         return self._prefill(stats)
 
     def _should_challenge(self, stats: DrafterStats, relative_gain: float) -> bool:
@@ -176,16 +176,16 @@ class ModelSelector:
     def _prefill(self, stats: DrafterStats) -> bool:
         tokens = self._prefill_tokens(stats)
         if not tokens:
-            return not stats.pending_tokens
+            return not stats.drafter.pending_tokens
         started = self._clock()
-        stats.prefill(tokens)
+        stats.drafter.prefill(tokens)
         seconds = self._clock() - started
         self.prefill_seconds += seconds
         stats.record_prefill(tokens, seconds)
         return True
 
     def _prefill_tokens(self, stats: DrafterStats) -> int:
-        pending, all_pending = stats.pending_tokens, stats.full_pending_tokens
+        pending, all_pending = stats.drafter.pending_tokens, stats.drafter.full_pending_tokens
         allowance = self._allowance_seconds()
         token_seconds = stats.prefill_token_seconds(self._target_step_seconds.value)
         if allowance == inf or not all_pending:
@@ -230,7 +230,7 @@ class ModelSelector:
         if not self._is_measured(stats):
             can_draft_more = 0 < stats.empty_draft_levels < draft_length
             return inf if can_draft_more or not acceptance.was_empty else 0.0
-        estimate = self._other_estimate if stats.drafts_forced else self._estimate
+        estimate = self._other_estimate if stats.drafter.drafts_forced else self._estimate
         reach_probs = acceptance.reach_probs(draft_length, long_term=long_term)
         usual = max(1, min(draft_length, round(acceptance.levels.value)))
         speed = max(

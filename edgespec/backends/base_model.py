@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import LanguageModel, Progress, Vocabulary
-from edgespec.backends.hidden_state_log import OpenLogs
+from edgespec.backends.hidden_state_log import HiddenStateLog, OpenLogs
 from edgespec.backends.memory_check import check_tokens_fit
 from edgespec.backends.model_facts import ModelFacts
 from edgespec.backends.self_draft_methods import SelfDraft
@@ -138,6 +138,16 @@ class BaseModel(ABC):
     def logs(self) -> OpenLogs:
         """Logs of hidden states, for models that are a `HiddenStateSource`."""
         return OpenLogs()
+
+    def log_hidden_states(self, states: Sequence[int]) -> HiddenStateLog:  # noqa: ARG002
+        """See `HiddenStateSource`."""
+        raise CapabilityError(
+            f"the hidden states of {self.facts.name} cannot be read", "choose a method that needs no head"
+        )
+
+    def stop_logging(self, log: HiddenStateLog) -> None:
+        """See `HiddenStateSource`."""
+        self.logs.close(log)
 
     def _span(self, start: int, end: int | None) -> tuple[int, int]:
         """Return the range of cached tokens to copy for a snapshot."""

@@ -21,7 +21,7 @@ __all__ = [
     "TOKENIZERS",
     "WEIGHTS",
     "WEIGHTS_INDEX",
-    "StoredTensor",
+    "TensorHeader",
     "check_mlx_adapters",
     "head_weights",
     "is_complete_without_config",
@@ -158,7 +158,7 @@ def _listed_weights(index: Path) -> set[str]:
         ) from error
 
 
-class StoredTensor(NamedTuple):
+class TensorHeader(NamedTuple):
     """The shape, safetensors data type (such as `BF16`) and size of a tensor in a file."""
 
     shape: tuple[int, ...]
@@ -181,7 +181,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def read_tensors(file: Path) -> dict[str, StoredTensor]:
+def read_tensors(file: Path) -> dict[str, TensorHeader]:
     """Return the tensors in a safetensors file, keyed by name.
 
     Only the header is read. The file starts with the length of the header (8 bytes), followed by the header
@@ -209,7 +209,7 @@ def read_tensors(file: Path) -> dict[str, StoredTensor]:
                 begin_offset, end_offset = entry["data_offsets"]
                 needed_bytes = max(needed_bytes, 8 + length + end_offset)
                 shape = tuple(int(size) for size in entry["shape"])
-                tensors[name] = StoredTensor(shape, str(entry["dtype"]), end_offset - begin_offset)
+                tensors[name] = TensorHeader(shape, str(entry["dtype"]), end_offset - begin_offset)
     except OSError as error:
         raise ModelFileError(f"{file} cannot be read: {error.strerror}", "download it again") from error
     except (ValueError, ArithmeticError, RecursionError, KeyError, TypeError, AttributeError) as error:

@@ -12,7 +12,7 @@ from typing import Any
 from edgespec.backends.mlx_files import (
     MAX_JSON_BYTES,
     WEIGHTS,
-    StoredTensor,
+    TensorHeader,
     head_weights,
     is_complete_without_config,
     read_json_object,
@@ -66,7 +66,7 @@ def read_mlx_info(folder: Path) -> ModelInfo:
     whole = read_json_object(folder / "config.json")
     config = language_config(whole)
     files = sorted(folder.glob(WEIGHTS))
-    tensors: dict[str, StoredTensor] = {}
+    tensors: dict[str, TensorHeader] = {}
     for file in files:
         tensors |= read_tensors(file)
     if not tensors:
@@ -175,7 +175,7 @@ def _architectures(config: Mapping[str, Any]) -> list[str]:
 
 
 def _heads(
-    whole: Mapping[str, Any], config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
+    whole: Mapping[str, Any], config: Mapping[str, Any], tensors: Mapping[str, TensorHeader]
 ) -> list[str]:
     for name in _architectures(whole):
         for head, label in _HEAD_NAMES.items():
@@ -187,7 +187,7 @@ def _heads(
     return []
 
 
-def _extra_layers(folder: Path) -> dict[str, StoredTensor]:
+def _extra_layers(folder: Path) -> dict[str, TensorHeader]:
     """Return the tensors of layers for multi-token prediction that are in a file of their own."""
     return {name: one for file in mtp_files(folder) for name, one in read_tensors(file).items()}
 
@@ -199,7 +199,7 @@ def _read_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
     return ()
 
 
-def _parameters(tensors: Mapping[str, StoredTensor], settings: Mapping[str, Any]) -> int:
+def _parameters(tensors: Mapping[str, TensorHeader], settings: Mapping[str, Any]) -> int:
     """Return the number of weights. Each element of a packed tensor holds several quantised weights."""
     total = 0
     for name, tensor in tensors.items():
@@ -217,7 +217,7 @@ def _parameters(tensors: Mapping[str, StoredTensor], settings: Mapping[str, Any]
     return total
 
 
-def _quantisation(whole: Mapping[str, Any], settings: Any, tensors: Mapping[str, StoredTensor]) -> str:
+def _quantisation(whole: Mapping[str, Any], settings: Any, tensors: Mapping[str, TensorHeader]) -> str:
     if isinstance(settings, dict) and isinstance(settings.get("bits"), int):
         mode = settings.get("mode")
         return f"{settings['bits']}-bit" if mode in (None, "affine") else str(mode)
@@ -230,7 +230,7 @@ def _quantisation(whole: Mapping[str, Any], settings: Any, tensors: Mapping[str,
     return max(by_dtype, key=by_dtype.__getitem__)
 
 
-def _pass_bytes(tensors: Mapping[str, StoredTensor], used_fraction: float) -> int:
+def _pass_bytes(tensors: Mapping[str, TensorHeader], used_fraction: float) -> int:
     has_head = any("lm_head." in name for name in tensors)
     return round(
         sum(

@@ -221,7 +221,10 @@ class ReplayModel(BaseModel):
         self._inner.logs.truncate(length)
 
     def remove_range(self, start: int, end: int) -> None:
-        raise CapabilityError(f"{self.facts.name} is recurrent and cannot remove tokens {start} to {end}")
+        raise CapabilityError(
+            f"{self.facts.name} is recurrent and cannot remove tokens {start} to {end}",
+            "truncate the cache, and process the rest again",
+        )
 
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:  # noqa: ARG002
         self._check(0)

@@ -7,23 +7,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from edgespec.backends.base import Progress, Snapshot
-from edgespec.backends.base_model import BaseModel, in_batches
+from edgespec.backends.base import Snapshot
+from edgespec.backends.base_model import BaseModel
+from edgespec.backends.head_view import AttentionHeadView, HeadView
 from edgespec.backends.hidden_state_log import HiddenStateLog
 from edgespec.backends.memory_check import check_tokens_fit
 from edgespec.backends.model_facts import ModelFacts
-from edgespec.backends.state_head_view import CachedStateHeadView, StateHeadView
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import CapabilityError
 from edgespec.heads.prefix_layer import PrefixLayer
 from edgespec.heads.products import Array
 from edgespec.heads.residual_network import ResidualNetwork
 
 __all__ = ["PrefixHeadView", "ResidualHeadView"]
-
-# Maximum number of tokens that the attention layer of Hydra++ heads processes at once during prefill.
-_BATCH_TOKENS = 256
 
 
 class _Node(NamedTuple):
@@ -38,7 +34,7 @@ class _Node(NamedTuple):
     inputs: Array
 
 
-class ResidualHeadView(StateHeadView):
+class ResidualHeadView(HeadView[BaseModel]):
     """Medusa or Hydra heads as a draft model, which predicts from the target's last known hidden state.
 
     The draft model has no KV cache. The first head predicts the token after the root of a draft tree, and
@@ -46,9 +42,7 @@ class ResidualHeadView(StateHeadView):
     on the path from the root to the node.
 
     Args:
-        target: See `StateHeadView`.
-        log: See `StateHeadView`.
-        stop_logging: See `StateHeadView`.
+        target: See `HeadView`, also for `log` and `release`.
         facts: Properties of the heads.
         network: The heads.
         embed: Returns the embeddings of token ids. None if the heads do not read tokens.
@@ -58,12 +52,13 @@ class ResidualHeadView(StateHeadView):
         self,
         target: BaseModel,
         log: HiddenStateLog,
-        stop_logging: Callable[[], None],
+        release: Callable[[], None],
         facts: ModelFacts,
         network: ResidualNetwork,
         embed: Callable[[Sequence[int]], Array] | None,
     ) -> None:
-        super().__init__(target, log, stop_logging, facts)
+        super().__init__(target, log, release)
+        self.facts = facts
         self._network, self._embed = network, embed
         self._nodes: list[_Node] = []
 
@@ -72,6 +67,10 @@ class ResidualHeadView(StateHeadView):
         # A recurrent target may have been rewound, which makes it shorter than the text until its next pass.
         # The log still covers the whole text.
         return max(self._target.length, self.log.end)
+
+    def _states_before(self, count: int) -> Array:
+        """Return the head input for each of the next `count` tokens: the hidden state before the token."""
+        return self._logged_states(self.length, count)
 
     def start_at(self, position: int) -> None:  # noqa: ARG002
         """Do nothing, because there is no KV cache."""
@@ -109,17 +108,10 @@ class ResidualHeadView(StateHeadView):
                 head, inputs = 0, states[i]
             else:
                 head, inputs = self._nodes[parent].head + 1, self._nodes[parent].inputs
-            self._check_draft_length(head + 1)
+            self._check_draft_length(head + 1, self.facts.capabilities.max_draft_length)
             if embeddings is not None:
                 inputs = np.concatenate([inputs, embeddings[i]])
             self._nodes.append(_Node(head, inputs))
-
-    def _check_draft_length(self, length: int) -> None:
-        limit = self.facts.capabilities.max_draft_length
-        if length > limit:
-            raise CapabilityError(
-                f"{self.facts.name} predicts only {limit} tokens", f"use --draft-length {limit} or less"
-            )
 
     def _known_states(self, tree: TokenTree) -> Array:
         """Return the head inputs for the tree's nodes whose preceding hidden state is known.
@@ -139,42 +131,38 @@ class ResidualHeadView(StateHeadView):
             rows[i] = logits[id(nodes[i].inputs)]
 
 
-class PrefixHeadView(CachedStateHeadView, ResidualHeadView):
+class PrefixHeadView(AttentionHeadView, ResidualHeadView):
     """Hydra++ heads, which read the output of an attention layer instead of the target's hidden states.
 
     The attention layer has a KV cache. The entry for position p is computed from the target's hidden state at
     position p - 1, so there are no entries for drafted tokens, whose hidden states are not known yet.
     """
 
+    _batch_tokens = 256
+
     def __init__(
         self,
         target: BaseModel,
         log: HiddenStateLog,
-        stop_logging: Callable[[], None],
+        release: Callable[[], None],
         facts: ModelFacts,
         network: ResidualNetwork,
         embed: Callable[[Sequence[int]], Array] | None,
         prefix: PrefixLayer,
     ) -> None:
-        super().__init__(target, log, stop_logging, facts, network, embed)
+        super().__init__(target, log, release, facts, network, embed)
         self._prefix, self._attention = prefix, prefix.attention
         self._length = 0
 
-    def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
-        self._check()
-        check_tokens_fit(self, len(tokens))
-        self._end_round()
-        for batch in in_batches(tokens, _BATCH_TOKENS, progress):
-            self._check_not_interrupted()
-            self._prefix.append(super()._states_before(len(batch)))
-            self._length += len(batch)
+    def _append(self, tokens: Sequence[int]) -> None:
+        self._prefix.append(super()._states_before(len(tokens)))
 
     def _states_before(self, count: int) -> Array:
         """Return the attention layer's output for each of the next `count` tokens."""
-        self._end_round()
+        self._keep(self.length)
         return self._prefix.run(super()._states_before(count))
 
     def commit(self, path: tuple[int, ...]) -> None:
         """Keep the KV cache entries of the last pass, all of which come from the target's hidden states."""
+        self._known_nodes = self._attention.end - self._length
         super().commit(path)
-        self._length = self._attention.end

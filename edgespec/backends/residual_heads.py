@@ -13,7 +13,6 @@ from edgespec.backends.hidden_state_log import MAX_LOGGED_TOKENS, POST_NORM
 from edgespec.backends.memory_check import check_weights_fit
 from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
 from edgespec.backends.model_facts import Capabilities, ModelFacts
-from edgespec.backends.optional_features import HiddenStateSource
 from edgespec.backends.residual_head_view import PrefixHeadView, ResidualHeadView
 from edgespec.errors import CapabilityError
 from edgespec.heads.prefix_layer import AttentionShape, PrefixLayer
@@ -43,7 +42,6 @@ class ResidualHeadTarget:
 
     Attributes:
         model: The target.
-        states: The target as a source of hidden states. The same object as `model`.
         memory_bytes: Memory limit of the target, its KV cache and its heads. None if there is no limit.
         layers: Number of layers in the target.
         attention: Settings of the target's attention layers, which Hydra++ heads use too.
@@ -54,7 +52,6 @@ class ResidualHeadTarget:
     """
 
     model: BaseModel
-    states: HiddenStateSource
     memory_bytes: int | None
     layers: int
     attention: AttentionShape
@@ -93,13 +90,13 @@ def load_residual_heads(target: ResidualHeadTarget, path: Path) -> LoadedResidua
         left = target.memory_bytes - model.weight_bytes - model.max_kv_bytes
         check_weights_fit(facts.name, facts.weight_bytes, LoadOptions(memory_bytes=max(0, left)))
     state = target.layers - heads.layers_before_last if heads.layers_before_last else POST_NORM
-    log = target.states.log_hidden_states([state])
+    log = target.model.log_hidden_states([state])
     try:
         if heads.state_size != log.row_size:
             raise target.made_for_another(path, "hidden states", heads.state_size, log.row_size)
         return LoadedResidualHeads(target, heads, path, state, facts)
     finally:
-        target.states.stop_logging(log)
+        target.model.stop_logging(log)
 
 
 class LoadedResidualHeads:
@@ -131,26 +128,21 @@ class LoadedResidualHeads:
             _check_attention(target, heads, heads.prefix, path)
             self._prefix = PrefixLayer(heads.prefix, target.attention, loader)
 
-    def view(
-        self, model: BaseModel, states: HiddenStateSource, release: Callable[[], None] = lambda: None
-    ) -> ResidualHeadView:
+    def view(self, target: BaseModel, release: Callable[[], None] = lambda: None) -> ResidualHeadView:
         """Return a view of the heads, with a KV cache of its own if they have one.
 
         Args:
-            model: The target, or one of the replies that share it.
-            states: The same object as `model`.
+            target: The target, or one of the replies that share it.
             release: Called when the view is closed.
         """
-        log = states.log_hidden_states([self._state])
-
-        def stop() -> None:
-            states.stop_logging(log)
-            release()
-
-        parts = model, log, stop, self._facts, self._network, self._embed
+        log = target.log_hidden_states([self._state])
+        parts = target, log, release, self._facts, self._network, self._embed
         if self._prefix is None:
             return ResidualHeadView(*parts)
         return PrefixHeadView(*parts, self._prefix.with_own_cache())
+
+    def close(self) -> None:
+        """See `LoadedHead` of the llama.cpp backend. Python frees the weights together with the last view."""
 
 
 def _check_attention(

@@ -16,10 +16,9 @@ from edgespec.backends.model_facts import ModelFacts
 from edgespec.backends.self_draft_methods import SelfDraft
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import CapabilityError, ClosedError
+from edgespec.errors import CancelledError, CapabilityError, ClosedError
 
-__all__ = ["SelfDraftView"]
-
+__all__ = ["M", "SelfDraftView"]
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -27,12 +26,13 @@ M = TypeVar("M", bound=BaseModel)
 class SelfDraftView(ABC, Generic[M]):
     """A draft model without a KV cache of its own, as returned by `LanguageModel.self_draft`.
 
-    The target's cache holds all tokens, so most calls do nothing. Subclasses implement `verify` and
-    `interrupt`, and extend `close` if they own memory.
+    The target's cache holds all tokens, so most calls do nothing. Subclasses implement `verify`, and extend
+    `interrupt` and `close` if they own a context.
     """
 
     facts: ModelFacts
     vocabulary: Vocabulary
+    _interrupted = False
 
     def __init__(self, target: M) -> None:
         self._target = target
@@ -132,9 +132,12 @@ class SelfDraftView(ABC, Generic[M]):
             "call `self_draft` on the target model",
         )
 
-    @abstractmethod
     def interrupt(self, enabled: bool) -> None:
-        """See `LanguageModel.interrupt`."""
+        self._interrupted = enabled
+
+    def _check_not_interrupted(self) -> None:
+        if self._interrupted:
+            raise CancelledError("the model's computation was cancelled")
 
     def close(self) -> None:
         self._closed = True

@@ -91,11 +91,12 @@ class BenchPlan:
             )
         for kind, entries in (
             ("prompts", [prompt.name for prompt in self.prompts]),
-            ("methods", self.configs),
+            ("methods", [config.name for config in self.configs]),
             ("temperatures", self.temperatures),
         ):
             if len(set(entries)) < len(entries):
-                raise OptionError(f"the list of {kind} contains a duplicate", "list each entry once")
+                twice = next(entry for at, entry in enumerate(entries) if entry in entries[:at])
+                raise OptionError(f"the list of {kind} contains {twice} twice", "list each entry once")
 
     @property
     def replies(self) -> int:

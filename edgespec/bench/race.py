@@ -150,7 +150,12 @@ class Race:
             )
         if self.is_faster:
             return f"{name} was {self.speed_up:.2f}x as fast as plain decoding: {speeds}."
-        if self.speed_up > 1 + _EQUAL_SPEEDS and self.other.reply.stats.drafted_tokens:
+        if not self.other.reply.stats.drafted_tokens:
+            return (
+                f"{name} drafted nothing here, so only the machine explains a difference: {speeds}. It did"
+                f" not draft for this reason: {self.other.reply.method.reason}."
+            )
+        if self.speed_up > 1 + _EQUAL_SPEEDS:
             return (
                 f"No drafted tokens of {name} were accepted, so its higher speed comes from the machine:"
                 f" {speeds}."
@@ -165,11 +170,6 @@ class Race:
         """Return sentences that say why the other method was not faster than plain decoding."""
         reply = self.other.reply
         stats, limits = reply.stats, reply.method.loss_limits
-        if not stats.drafted_tokens:
-            return (
-                "It drafted nothing, so the difference comes from the machine. It did not draft for this"
-                f" reason: {reply.method.reason}."
-            )
         text = (
             f"The model accepted {stats.accepted_tokens:,} of {stats.drafted_tokens:,} drafted tokens, which"
             " was not enough to save time."

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import click
@@ -127,7 +129,6 @@ def _serve(stop: Stop, as_json: bool, options: dict[str, Any]) -> None:
         server.stop()
 
     stop.on_request(stop_server)
-    _log_to_stderr()
 
     def on_ready() -> None:
         if as_json:
@@ -147,11 +148,9 @@ def _serve(stop: Stop, as_json: bool, options: dict[str, Any]) -> None:
             click.echo("Press Ctrl-C to stop.")
         sys.stdout.flush()
 
-    try:
+    # Stopping the server is not a failure, even before it is ready.
+    with _log_on_stderr(), suppress(CancelledError):
         server.run(on_ready)
-    except CancelledError:
-        # Stopping the server is not a failure, even before it is ready.
-        return
 
 
 class _Printable(logging.Formatter):
@@ -161,10 +160,18 @@ class _Printable(logging.Formatter):
         return printable(super().format(record))
 
 
-def _log_to_stderr() -> None:
+@contextmanager
+def _log_on_stderr() -> Iterator[None]:
+    """Write the server's log to stderr only, until the `with` block ends."""
     handler = logging.StreamHandler()
     handler.setFormatter(_Printable("%(asctime)s %(message)s", "%H:%M:%S"))
     log = logging.getLogger("edgespec.server")
+    before = log.level, log.propagate
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.level, log.propagate = before

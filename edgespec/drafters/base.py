@@ -18,11 +18,11 @@ from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError
 
-__all__ = ["BudgetedDrafter", "Drafter", "ForcedDraft", "MemoryUse", "check_rollback"]
+__all__ = ["Drafter", "DrafterMemory", "ForcedDraft", "check_rollback"]
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryUse:
+class DrafterMemory:
     """Memory used by a drafter: draft model weights and KV cache, and other data such as lookup indexes."""
 
     weight_bytes: int = 0
@@ -30,12 +30,12 @@ class MemoryUse:
     other_bytes: int = 0
 
     @classmethod
-    def of(cls, model: ModelFacts) -> MemoryUse:
+    def of(cls, model: ModelFacts) -> DrafterMemory:
         """Return the memory used by a draft model."""
         return cls(model.weight_bytes, model.kv_bytes)
 
-    def __add__(self, other: MemoryUse) -> MemoryUse:
-        return MemoryUse(
+    def __add__(self, other: DrafterMemory) -> DrafterMemory:
+        return DrafterMemory(
             self.weight_bytes + other.weight_bytes,
             self.cache_bytes + other.cache_bytes,
             self.other_bytes + other.other_bytes,
@@ -49,6 +49,9 @@ class Drafter(ABC):
     `commit`, and finally the drafter's `commit`. `propose` may be skipped. Before a draft is verified, the
     caller may shorten it or merge it with other drafts.
 
+    The `auto` controller limits how many tokens a drafter's model prefills, and occasionally forces a short
+    draft to measure whether drafting saves time.
+
     Attributes:
         name: Name of the method in options and reports.
         is_lookup: Whether drafts are looked up without running a model. Any part of such a draft can be
@@ -56,12 +59,20 @@ class Drafter(ABC):
         chooses_length: Whether the drafter chooses the draft length itself, up to the limit passed to
             `propose`.
         has_idle_work: Whether the drafter implements `run_idle_work`.
+        pass_seconds: Duration of a single-token pass of the drafter's model, measured by `warm_up`. 0 if
+            unknown.
+        prefill_token_seconds: Time to prefill one token, measured by `warm_up`. 0 if unknown.
+        drafts_forced: Whether the drafts of `propose_with_forced` include the tokens that a constraint
+            determines.
     """
 
     name: str
     is_lookup: bool = False
     chooses_length: bool = False
     has_idle_work: bool = False
+    pass_seconds = 0.0
+    prefill_token_seconds = 0.0
+    drafts_forced = False
 
     @abstractmethod
     def begin(self, tokens: Sequence[int]) -> None:
@@ -78,6 +89,15 @@ class Drafter(ABC):
             draft_length: Maximum depth of the tree. Leading tokens that a constraint determines do not count.
         """
 
+    def propose_with_forced(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> ForcedDraft:
+        """Draft like `propose`, and add all tokens that a constraint determines.
+
+        Instead of drafting these tokens one by one, the model runs them in one pass with the token before
+        them. Such tokens at the start of the draft do not count towards `draft_length`. Drafters without
+        `drafts_forced` add no such tokens.
+        """
+        return ForcedDraft(self.propose(sampler, acceptance, draft_length))
+
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:  # noqa: B027
         """Read the target's logits for the verified draft tree, which are valid only during this call.
 
@@ -89,9 +109,51 @@ class Drafter(ABC):
         """Append the tokens emitted after verification to the drafter's copy of the sequence."""
 
     @property
-    def memory_use(self) -> MemoryUse:
+    def pending_tokens(self) -> int:
+        """Number of tokens that the drafter's model must prefill before its next draft."""
+        return 0
+
+    @property
+    def full_pending_tokens(self) -> int:
+        """Number of tokens that the drafter's model must prefill to see the whole sequence.
+
+        This is larger than `pending_tokens` if the last `prefill` skipped earlier parts of the sequence.
+        """
+        return self.pending_tokens
+
+    def prefill(self, max_tokens: int) -> None:  # noqa: B027
+        """Prefill the drafter's model with the tokens it lacks, or with the most recent of them.
+
+        Args:
+            max_tokens: Maximum number of tokens to prefill.
+        """
+
+    def force_draft(self) -> None:  # noqa: B027
+        """Make the next call to `propose` return a short draft, even if it is not expected to save time."""
+
+    def saved_statistics(self) -> dict[str, NDArray[Any]]:
+        """Return the drafter's acceptance and timing statistics as named arrays, to save for a later run."""
+        return {}
+
+    def restore_statistics(self, saved: Mapping[str, NDArray[Any]]) -> None:  # noqa: B027
+        """Restore the statistics returned by `saved_statistics`.
+
+        Raises:
+            KeyError: An array is missing.
+            ValueError: An array contains invalid values.
+        """
+
+    def with_growth(self, make_growth: Callable[[Capabilities], TreeGrowth]) -> Drafter:
+        """Return a drafter with another `TreeGrowth`, but with the same model and KV cache.
+
+        Do not use both drafters within one reply. Drafters without draft trees return themselves.
+        """
+        return self
+
+    @property
+    def memory_use(self) -> DrafterMemory:
         """Memory currently used by this drafter."""
-        return MemoryUse()
+        return DrafterMemory()
 
     @property
     def parts(self) -> tuple[Drafter, ...]:
@@ -136,76 +198,6 @@ class ForcedDraft(NamedTuple):
 
     tree: TokenTree
     forced: frozenset[int] = frozenset()
-
-
-class BudgetedDrafter(Drafter):
-    """A drafter that runs a model, and lets the caller limit how much work the model does.
-
-    The `auto` controller limits how many tokens the model prefills, and occasionally forces a short draft to
-    measure whether drafting saves time.
-
-    Attributes:
-        pass_seconds: Duration of a single-token pass of the model, measured by `warm_up`. 0 if unknown.
-        prefill_token_seconds: Time to prefill one token, measured by `warm_up`. 0 if unknown.
-        drafts_forced: Whether the drafts of `propose_with_forced` include the tokens that a constraint
-            determines.
-    """
-
-    pass_seconds = 0.0
-    prefill_token_seconds = 0.0
-    drafts_forced = False
-
-    def propose_with_forced(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> ForcedDraft:
-        """Draft like `propose`, and add all tokens that a constraint determines.
-
-        Instead of drafting these tokens one by one, the model runs them in one pass with the token before
-        them. Such tokens at the start of the draft do not count towards `draft_length`. Drafters without
-        `drafts_forced` add no such tokens.
-        """
-        return ForcedDraft(self.propose(sampler, acceptance, draft_length))
-
-    @property
-    @abstractmethod
-    def pending_tokens(self) -> int:
-        """Number of tokens that the model must prefill before its next draft."""
-
-    @property
-    def full_pending_tokens(self) -> int:
-        """Number of tokens that the model must prefill to see the whole sequence.
-
-        This is larger than `pending_tokens` if the last `prefill` skipped earlier parts of the sequence.
-        """
-        return self.pending_tokens
-
-    @abstractmethod
-    def prefill(self, max_tokens: int) -> None:
-        """Prefill the draft model with the tokens it lacks, or with the most recent of them.
-
-        Args:
-            max_tokens: Maximum number of tokens to prefill.
-        """
-
-    def force_draft(self) -> None:
-        """Make the next call to `propose` return a short draft, even if it is not expected to save time."""
-
-    def saved_statistics(self) -> dict[str, NDArray[Any]]:
-        """Return the drafter's acceptance and timing statistics as named arrays, to save for a later run."""
-        return {}
-
-    def restore_statistics(self, saved: Mapping[str, NDArray[Any]]) -> None:
-        """Restore the statistics returned by `saved_statistics`.
-
-        Raises:
-            KeyError: An array is missing.
-            ValueError: An array contains invalid values.
-        """
-
-    def with_growth(self, make_growth: Callable[[Capabilities], TreeGrowth]) -> BudgetedDrafter:
-        """Return a drafter with another `TreeGrowth`, but with the same model and KV cache.
-
-        Do not use both drafters within one reply. Drafters without draft trees return themselves.
-        """
-        return self
 
 
 def check_rollback(model: LanguageModel) -> None:

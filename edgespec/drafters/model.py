@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from edgespec.backends.base import LanguageModel
 from edgespec.backends.model_facts import Capabilities
 from edgespec.backends.self_draft_view import SelfDraftView
-from edgespec.drafters.base import BudgetedDrafter, ForcedDraft, MemoryUse, check_rollback
+from edgespec.drafters.base import Drafter, DrafterMemory, ForcedDraft, check_rollback
 from edgespec.drafters.draft_cache import DraftCache, is_confident, replace_unknown_ids, top_probs
 from edgespec.drafters.grammar import MAX_FORCED_TOKENS
 from edgespec.drafters.tree_growth import FixedShape, TreeGrowth
@@ -31,7 +31,7 @@ _WARM_UP_TOKENS = 16
 _NO_PROBS: NDArray[np.float64] = np.zeros(0)
 
 
-class ModelDrafter(BudgetedDrafter):
+class ModelDrafter(Drafter):
     """Drafts with a language model, as in Leviathan et al. 2023 (arXiv 2211.17192).
 
     The model is either a separate draft model, or a view of the target that runs only part of it
@@ -85,8 +85,8 @@ class ModelDrafter(BudgetedDrafter):
         return other
 
     @property
-    def memory_use(self) -> MemoryUse:
-        return MemoryUse.of(self._model.facts)
+    def memory_use(self) -> DrafterMemory:
+        return DrafterMemory.of(self._model.facts)
 
     def begin(self, tokens: Sequence[int]) -> None:
         """See `Drafter.begin`. New tokens are prefilled only when the next draft is requested."""

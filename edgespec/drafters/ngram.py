@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from edgespec.drafters.base import Drafter, MemoryUse
+from edgespec.drafters.base import Drafter, DrafterMemory
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
@@ -34,8 +34,8 @@ class NgramDrafter(Drafter):
         self._tokens = array("i")
 
     @property
-    def memory_use(self) -> MemoryUse:
-        return MemoryUse(other_bytes=self._tokens.itemsize * len(self._tokens))
+    def memory_use(self) -> DrafterMemory:
+        return DrafterMemory(other_bytes=self._tokens.itemsize * len(self._tokens))
 
     def begin(self, tokens: Sequence[int]) -> None:
         self._tokens = array("i", tokens)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from edgespec.backends.base import LanguageModel
 from edgespec.backends.optional_features import Trainer, TrainingExample
-from edgespec.drafters.base import ForcedDraft, MemoryUse
+from edgespec.drafters.base import DrafterMemory, ForcedDraft
 from edgespec.drafters.draft_cache import DraftCache, replace_unknown_ids
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.tree_growth import TreeGrowth
@@ -67,8 +67,8 @@ class OnlineDrafter(ModelDrafter):
         self._verified: tuple[TokenTree, Logits] | None = None
 
     @property
-    def memory_use(self) -> MemoryUse:
-        return super().memory_use + MemoryUse(other_bytes=self.trainer.size_bytes)
+    def memory_use(self) -> DrafterMemory:
+        return super().memory_use + DrafterMemory(other_bytes=self.trainer.size_bytes)
 
     def begin(self, tokens: Sequence[int]) -> None:
         self.trainer.begin(tokens)

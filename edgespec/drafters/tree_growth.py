@@ -85,7 +85,7 @@ class TreeGrowth(ABC):
         return {}
 
     def restore_statistics(self, saved: Mapping[str, NDArray[Any]]) -> None:  # noqa: B027
-        """Restore the statistics returned by `saved_statistics`. See `BudgetedDrafter.restore_statistics`."""
+        """Restore the statistics returned by `saved_statistics`. See `Drafter.restore_statistics`."""
 
 
 class FixedShape(TreeGrowth):

@@ -11,8 +11,7 @@ from typing import Any
 
 from edgespec.errors import ModelFileError, shorten
 from edgespec.files import error_reason, read_regular_file
-from edgespec.heads.config_values import positive
-from edgespec.heads.rope_settings import RopeSettings, parse_rope
+from edgespec.heads.rope_settings import RopeSettings, parse_rope, positive
 
 __all__ = ["LayerConfig", "invalid_settings", "layer_settings", "read_config"]
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from edgespec.heads.config_values import positive
-
-__all__ = ["RopeSettings", "parse_rope"]
+__all__ = ["RopeSettings", "parse_rope", "positive"]
 
 # Settings that must be positive, because frequencies are divided by them or their logarithm is computed.
 _POSITIVE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -47,3 +46,15 @@ def parse_rope(config: Mapping[str, Any]) -> RopeSettings:
     if kind == "llama3" and numbers.get("low_freq_factor") == numbers.get("high_freq_factor"):
         raise ValueError("low_freq_factor and high_freq_factor must both be set, and must differ")
     return RopeSettings(positive("rope_theta", theta), kind, scaling)
+
+
+def positive(name: str, value: object) -> float:
+    """Return the value of a setting as a number.
+
+    Raises:
+        ValueError: The value is not a positive, finite number.
+        OverflowError: The value is too large.
+    """
+    if not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{name} is {value!r}, but must be a positive number")
+    return float(value)

@@ -1,13 +1,19 @@
-"""The report that `verify` returns."""
+"""The report that `verify` returns, and how the results of a method are collected."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
-__all__ = ["Divergence", "MethodResult", "Report", "Verdict"]
+from edgespec.losslessness.statistics import holm
+from edgespec.reply import Reply
+
+__all__ = ["Divergence", "MethodFindings", "MethodResult", "Report", "Verdict"]
 
 Verdict = Literal["near_tie", "violation"]
+
+# A statistical test fails if its p-value after Holm's correction is below this value.
+_SIGNIFICANCE = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +85,34 @@ class MethodResult:
     divergences: list[Divergence] = field(default_factory=list)
     smallest_corrected_p_value: float | None = None
     note: str = ""
+
+
+class MethodFindings:
+    """The results of one method so far, and the prompt and p-value of each statistical test."""
+
+    def __init__(self, prompts: int) -> None:
+        self.result = MethodResult(prompts)
+        self.tests: list[tuple[str, float]] = []
+
+    def count(self, reply: Reply) -> None:
+        result, method = self.result, reply.method
+        result.replies += 1
+        result.tokens += len(reply.tokens)
+        result.target_passes += reply.stats.target_passes
+        result.drafted_tokens += reply.stats.drafted_tokens
+        result.accepted_tokens += reply.stats.accepted_tokens
+        result.shared_passes += reply.stats.shared_passes
+        result.note = method.note or (method.reason if method.effective == "none" else "")
+
+    def finished_result(self) -> MethodResult:
+        result, corrected = self.result, holm([p for _, p in self.tests])
+        wrong = {name for (name, _), p in zip(self.tests, corrected, strict=True) if p < _SIGNIFICANCE}
+        wrong |= {d.prompt for d in result.divergences if d.verdict == "violation"}
+        near_ties = {d.prompt for d in result.divergences} - wrong
+        result.violations, result.near_tie = len(wrong), len(near_ties)
+        result.identical = result.prompts - len(wrong) - len(near_ties)
+        result.smallest_corrected_p_value = min(corrected, default=None)
+        return result
 
 
 @dataclass(frozen=True, slots=True)

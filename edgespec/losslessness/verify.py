@@ -21,9 +21,8 @@ from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, OptionError, shorten
 from edgespec.losslessness.cases import DEFAULT_SAMPLES, Case, all_cases, check_at_once, count_case_replies
-from edgespec.losslessness.findings import MethodFindings
 from edgespec.losslessness.prompts import Prompt, prompt_tokens
-from edgespec.losslessness.report import Divergence, Report, Verdict
+from edgespec.losslessness.report import Divergence, MethodFindings, Report, Verdict
 from edgespec.losslessness.rescore import Rescored, is_near_tie, rescore, score_gap
 from edgespec.losslessness.sharing import measure_sharing
 from edgespec.losslessness.statistics import Sample, p_value

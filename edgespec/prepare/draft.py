@@ -8,7 +8,7 @@ from pathlib import Path
 from edgespec.backends.gguf_files import gguf_files
 from edgespec.backends.registry import format_at
 from edgespec.errors import OptionError
-from edgespec.prepare.gguf_parts import GgufModel
+from edgespec.prepare.gguf_parts import GgufParts
 from edgespec.prepare.output_file import require_folder, write_conversion
 
 __all__ = ["prepare_draft"]
@@ -45,7 +45,7 @@ def prepare_draft(folder: Path, target: Path, output: Path) -> int:
             f"the draft model {folder} and {target} have different vocabularies",
             "pass the GGUF model that the draft model was trained for",
         )
-    model = GgufModel(gguf_files(target))
+    model = GgufParts(gguf_files(target))
     metadata = model.metadata(0, model.layer_count)
     tokenizer = {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
     convert = partial(convert_draft_model, folder, tokenizer)

@@ -16,7 +16,7 @@ from edgespec.costs.curve import measure_costs
 from edgespec.errors import BackendError, CapabilityError
 from edgespec.prepare.calibration import calibration_prompt, greedy_reply
 from edgespec.prepare.exit_table import EXIT_WIDTHS, ExitTable, exit_table
-from edgespec.prepare.gguf_parts import GgufModel
+from edgespec.prepare.gguf_parts import GgufParts
 
 __all__ = ["measure_exits"]
 
@@ -29,7 +29,7 @@ _MIN_LAST_LAYER_AGREEMENT = 0.9
 
 
 def measure_exits(
-    path: Path, source: GgufModel, exit_layer: int | None = None, progress: Progress | None = None
+    path: Path, source: GgufParts, exit_layer: int | None = None, progress: Progress | None = None
 ) -> ExitTable:
     """Measure how often each exit layer predicts the next token of the model's own reply to a prompt.
 
@@ -80,13 +80,13 @@ def _candidates(layer_count: int) -> list[int]:
     return list(range(step, layer_count, step))
 
 
-def _layer_bytes(source: GgufModel) -> tuple[list[int], int]:
+def _layer_bytes(source: GgufParts) -> tuple[list[int], int]:
     layers = [source.layers(at, at + 1).values() for at in range(source.layer_count)]
     head = source.output_head()
     return [sum(tensor.n_bytes for tensor in layer) for layer in layers], head.n_bytes if head else 0
 
 
-def _agreement(source: GgufModel, hidden: NDArray[np.float32], expected: NDArray[np.int64]) -> list[float]:
+def _agreement(source: GgufParts, hidden: NDArray[np.float32], expected: NDArray[np.int64]) -> list[float]:
     """Return the fraction of positions at which each layer's most likely token is the expected one.
 
     The shape of `hidden` is (layers, tokens, embedding).
@@ -113,7 +113,7 @@ def _agreement(source: GgufModel, hidden: NDArray[np.float32], expected: NDArray
     return list(map(float, agrees.mean(axis=1)))
 
 
-def _normed(source: GgufModel, hidden: NDArray[np.float32], weight: Any, bias: Any) -> NDArray[np.float32]:
+def _normed(source: GgufParts, hidden: NDArray[np.float32], weight: Any, bias: Any) -> NDArray[np.float32]:
     epsilon = source.value("attention.layer_norm_rms_epsilon", None)
     if epsilon is None:
         epsilon = source.value("attention.layer_norm_epsilon", 1e-5)

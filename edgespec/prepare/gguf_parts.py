@@ -16,7 +16,7 @@ from edgespec.backends.llamacpp import layerskip_files
 from edgespec.disk_checks import explain_write_errors
 from edgespec.errors import CancelledError, ModelFileError
 
-__all__ = ["GgufModel", "Metadata", "Tensors", "merged_file", "split_metadata", "write_gguf"]
+__all__ = ["GgufParts", "Metadata", "Tensors", "merged_file", "split_metadata", "write_gguf"]
 
 Metadata: TypeAlias = dict[str, tuple[Any, Any, Any]]
 """Maps keys to (value, type, type of its elements)."""
@@ -32,7 +32,7 @@ _LAYER_COUNTS = ("block_count", "leading_dense_block_count")
 _OMITTED = ("GGUF.", "split.", "general.architecture", "general.alignment", "edgespec.")
 
 
-class GgufModel:
+class GgufParts:
     """A memory-mapped GGUF model.
 
     Args:
@@ -96,7 +96,7 @@ class GgufModel:
             metadata[key] = (value, kind, field.types[-1] if len(field.types) > 1 else None)
         return metadata
 
-    def metadata_with(self, upper: GgufModel) -> Metadata:
+    def metadata_with(self, upper: GgufParts) -> Metadata:
         """Return the metadata of a model with this model's layers, followed by the layers of `upper`."""
         merged = self.metadata(0, self.layer_count)
         for key, (above, kind, element) in upper.metadata(0, upper.layer_count).items():
@@ -140,7 +140,7 @@ def write_gguf(
     Args:
         path: File to write.
         architecture: Architecture of the model.
-        metadata: Metadata of the model, as returned by `GgufModel.metadata`.
+        metadata: Metadata of the model, as returned by `GgufParts.metadata`.
         tensors: Tensors to write, by their names in the new file.
         progress: Reports the fraction of bytes written so far.
         header_only: Write a sparse file with a hole of the same size in place of the tensor data.
@@ -194,8 +194,8 @@ def merged_file(
         CancelledError: `progress` returned False.
     """
     shared = folder / layerskip_files.SHARED
-    lower = GgufModel([folder / layerskip_files.LOWER_FIRST, shared, folder / layerskip_files.LOWER])
-    upper = GgufModel([folder / layerskip_files.UPPER_FIRST, shared, folder / layerskip_files.UPPER])
+    lower = GgufParts([folder / layerskip_files.LOWER_FIRST, shared, folder / layerskip_files.LOWER])
+    upper = GgufParts([folder / layerskip_files.UPPER_FIRST, shared, folder / layerskip_files.UPPER])
     tensors = lower.tensors | upper.layers(0, upper.layer_count, first=lower.layer_count)
     metadata = lower.metadata_with(upper)
     try:

@@ -23,7 +23,7 @@ from edgespec.errors import CapabilityError, ModelFileError, OptionError
 from edgespec.prepare.builder import BuildFolder, build, interrupted_settings
 from edgespec.prepare.exit_measurement import measure_exits
 from edgespec.prepare.exit_table import Exit
-from edgespec.prepare.gguf_parts import GgufModel, Metadata, Tensors, split_metadata, write_gguf
+from edgespec.prepare.gguf_parts import GgufParts, Metadata, Tensors, split_metadata, write_gguf
 from edgespec.prepare.store import PreparedModel, check_prepared, find_prepared
 
 __all__ = ["measured_exit", "prepare_layerskip"]
@@ -64,7 +64,7 @@ def prepare_layerskip(
         ModelFileError: The file is damaged or not a model, or there is not enough disk space.
         CancelledError: `progress` returned False.
     """
-    source = GgufModel(gguf_files(path))
+    source = GgufParts(gguf_files(path))
     _check_source(source, path)
     check_loadable([TrialModel(path.name, path, format_at(path), runs=True)], progress)
     exits: tuple[Exit, ...] | None = None
@@ -108,7 +108,7 @@ def _find_valid(path: Path) -> PreparedModel | None:
 
 
 def _choose_exit(
-    source: GgufModel, path: Path, progress: Progress | None
+    source: GgufParts, path: Path, progress: Progress | None
 ) -> tuple[int, tuple[Exit, ...] | None]:
     settings = interrupted_settings("layerskip", path)
     if settings is not None:
@@ -122,7 +122,7 @@ def _choose_exit(
     return table.best.exit_layer, table.exits
 
 
-def _check_source(source: GgufModel, path: Path) -> None:
+def _check_source(source: GgufParts, path: Path) -> None:
     """Raise CapabilityError if the model cannot be split into two parts."""
     reason = ""
     if source.layer_count < 2:
@@ -136,7 +136,7 @@ def _check_source(source: GgufModel, path: Path) -> None:
 
 
 def _write_parts(
-    build_folder: BuildFolder, source: GgufModel, path: Path, exit_layer: int, progress: Progress | None
+    build_folder: BuildFolder, source: GgufParts, path: Path, exit_layer: int, progress: Progress | None
 ) -> None:
     expected, description = _original_logits(path, progress)
     shared, count = source.shared(), source.layer_count

@@ -19,11 +19,13 @@ from edgespec.errors import CancelledError, EdgespecError
 from edgespec.files import error_reason, write_advice
 from edgespec.prepare.head import needs_conversion, prepare_head
 from edgespec.train.conversations import (
+    BATCH_TOKENS,
     Conversation,
     batch_of,
     read_conversations,
     save_conversations,
     token_counts,
+    training_steps,
 )
 from edgespec.train.evaluation import DrafterFigures, measure_drafter
 from edgespec.train.loading import TrainingTarget
@@ -31,7 +33,6 @@ from edgespec.train.lock import lock_training
 from edgespec.train.plots import plot_training
 from edgespec.train.sources import TrainingPrompt
 from edgespec.train.state import CurvePoint, TrainingFolder, TrainingProgress, TrainingSettings
-from edgespec.train.steps import BATCH_TOKENS, training_steps
 from edgespec.train.timing import measure_speed
 from edgespec.train.writing import ConversationWriter
 

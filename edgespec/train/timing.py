@@ -11,8 +11,7 @@ import numpy as np
 from edgespec.backends.base import Progress
 from edgespec.backends.drafter_training import Student, Teacher
 from edgespec.errors import CancelledError
-from edgespec.train.conversations import Conversation, batch_of, token_counts
-from edgespec.train.steps import PASSES
+from edgespec.train.conversations import PASSES, Conversation, batch_of, token_counts
 from edgespec.train.writing import BATCH_CONVERSATIONS
 
 __all__ = ["TrainingSpeed", "measure_speed"]

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import Any, TypeVar
 
 from textual import events, work
@@ -32,8 +33,8 @@ from edgespec.tui.preferences import Preferences
 from edgespec.tui.saved_chats import offer_unfinished, resume
 from edgespec.tui.screens.loading import LoadingScreen
 from edgespec.tui.texts import sentences
-from edgespec.tui.themes import DARK
-from edgespec.tui.user_themes import find_theme
+from edgespec.tui.themes import DARK, find_theme
+from edgespec.tui.widgets.markdown_reader import load_parsers
 from edgespec.tui.worker import Load, LoadOther, ModelThread, PlanModel, load_named, plan_named
 
 __all__ = ["ChatApp", "ChatEnd", "quick_screen", "run_chat"]
@@ -43,11 +44,9 @@ _TICK_SECONDS = 1 / 25
 _QUIT_SECONDS = 5.0
 # Python's thread switch interval during the chat, in seconds. The default of 5 ms can slow down small models.
 _SWITCH_SECONDS = 5e-5
-# Thresholds of Python's garbage collector, see `gc.set_threshold`. With the default of 700 new objects, it
-# runs for several milliseconds in each key press. The last threshold makes it examine all objects only after
-# about 6 million new objects, which takes about 100 ms. `Transcript` usually collects garbage before that,
-# while the user presses no key.
-_COLLECTION_THRESHOLDS = (20_000, 10, 30)
+# Number of partial collections after which Python's garbage collector examines all objects, which takes about
+# 100 ms. `Transcript` usually collects garbage before that, while the user presses no key.
+_FULL_COLLECTION_THRESHOLD = 1000
 _NO_CONTROLS = NoControls()
 
 
@@ -166,6 +165,7 @@ class ChatApp(App[None]):
 
     async def _load_model(self) -> None:
         await self.push_screen(self._loading)
+        Thread(target=load_parsers, daemon=True).start()
         runtime = await self._loaded(self.model_thread.start())
         if runtime is None:
             return
@@ -287,7 +287,7 @@ def quick_screen() -> Iterator[None]:
     """Return a context manager that reduces the delays caused by Python's threads and garbage collector."""
     interval, thresholds = sys.getswitchinterval(), gc.get_threshold()
     sys.setswitchinterval(_SWITCH_SECONDS)
-    gc.set_threshold(*_COLLECTION_THRESHOLDS)
+    gc.set_threshold(*thresholds[:2], _FULL_COLLECTION_THRESHOLD)
     # Exclude all existing objects, such as modules, from garbage collection. The model is loaded later, so
     # its memory can be freed.
     gc.freeze()

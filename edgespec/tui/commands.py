@@ -20,7 +20,7 @@ from edgespec.tui.presets import preset
 from edgespec.tui.saved_chats import continue_reply, open_by_title, save_as
 from edgespec.tui.setting_commands import SettingsChange, changed_schema, changed_settings, unquoted
 from edgespec.tui.texts import memory_rows, show_rows
-from edgespec.tui.theme_command import choose_theme
+from edgespec.tui.themes import choose_theme
 from edgespec.tui.thinking import think
 from edgespec.tui.transfer import export_chat, import_chats
 from edgespec.tui.why import show_why

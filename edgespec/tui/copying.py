@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from edgespec.errors import OptionError
-from edgespec.tui.clipboard import copy_with_desktop_tool
 from edgespec.tui.numbers import count
 from edgespec.tui.open_chat import ChatEntry, code_blocks
 
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["CodeCopier", "copy_text", "numbered_place", "unknown_copy_argument"]
 
+# Run the first one that works.
+_TOOLS = (("wl-copy",), ("xclip", "-selection", "clipboard"), ("xsel", "--clipboard", "--input"))
+
 
 async def copy_text(screen: ChatScreen, text: str, name: str) -> None:
     """Copy `text` to the clipboard and show a confirmation that refers to the text as `name`."""
@@ -23,7 +28,7 @@ async def copy_text(screen: ChatScreen, text: str, name: str) -> None:
         screen.say(f"There is no {name} to copy yet.")
         return
     screen.app.copy_to_clipboard(text)
-    await asyncio.to_thread(copy_with_desktop_tool, text)
+    await asyncio.to_thread(_copy_with_desktop_tool, text)
     screen.say(f"Copied the {name}.")
 
 
@@ -77,3 +82,18 @@ def unknown_copy_argument(argument: str) -> OptionError:
 async def _copy(screen: ChatScreen, blocks: list[str], place: int) -> None:
     which = f"code block ({place + 1} of {len(blocks)})" if len(blocks) > 1 else "code block"
     await copy_text(screen, blocks[place].rstrip("\n"), which)
+
+
+def _copy_with_desktop_tool(text: str) -> None:
+    """Copy `text` with pbcopy, wl-copy, xclip or xsel, because not every terminal supports copying."""
+    for command in (("pbcopy",),) if sys.platform == "darwin" else _TOOLS:
+        with suppress(OSError, subprocess.SubprocessError):
+            subprocess.run(
+                command,
+                input=text.encode("utf-8", "replace"),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=2,
+                check=True,
+            )
+            return

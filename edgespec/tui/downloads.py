@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from threading import Event, Thread
+from time import monotonic
+from typing import TYPE_CHECKING
 
 import edgespec
-from edgespec.tui.numbers import percent
+from edgespec.tui.numbers import percent, time_left
+
+if TYPE_CHECKING:
+    from edgespec import AvailableModel
 
 __all__ = ["Download", "Downloads"]
+
+# Seconds of downloading after which the remaining time is estimated from the speed so far.
+_ESTIMATE_AFTER_SECONDS = 3.0
 
 
 @dataclass(slots=True)
@@ -19,6 +27,7 @@ class Download:
         reference: A reference to the model.
         draft: A reference to the draft model. Empty if there is none.
         draft_share: The draft model's share of the bytes to download.
+        model: The model in the list of models, or None if it was not chosen there.
         fraction: Downloaded fraction of the total bytes of both models.
         cancelled: Set when the user has cancelled the download.
         ended: Set when the download has finished, failed or stopped.
@@ -28,10 +37,13 @@ class Download:
     reference: str
     draft: str = ""
     draft_share: float = 0.0
+    model: AvailableModel | None = None
     fraction: float = 0.0
     cancelled: Event = field(default_factory=Event)
     ended: Event = field(default_factory=Event)
     error: Exception | None = None
+    # Time and fraction of the first progress report. An earlier download may have downloaded that fraction.
+    _start: tuple[float, float] | None = None
 
     def run(self) -> None:
         """Download the model, then its draft model."""
@@ -48,16 +60,28 @@ class Download:
     def _download(self, reference: str, start: float, share: float) -> None:
         def progress(_description: str, fraction: float) -> bool:
             self.fraction = start + share * fraction
+            self._start = self._start or (monotonic(), self.fraction)
             return not self.cancelled.is_set()
 
         edgespec.download_model(reference, progress)
 
     @property
     def state(self) -> str:
-        """The download's state and progress in a few words, such as `downloading 40 %`."""
+        """The download's state and progress in a few words, such as `downloading 40%`."""
         if self.ended.is_set():
             return f"stopped at {percent(self.fraction)}" if self.error else "downloaded"
         return "stopping" if self.cancelled.is_set() else f"downloading {percent(self.fraction)}"
+
+    @property
+    def time_left(self) -> str:
+        """The estimated remaining time, such as `, 2 min left`. Empty if it is unknown."""
+        if self._start is None or self.cancelled.is_set() or self.ended.is_set():
+            return ""
+        start_seconds, start_fraction = self._start
+        seconds, done = monotonic() - start_seconds, self.fraction - start_fraction
+        if seconds < _ESTIMATE_AFTER_SECONDS or done <= 0:
+            return ""
+        return f", {time_left((1 - self.fraction) * seconds / done)} left"
 
 
 class Downloads:
@@ -87,7 +111,12 @@ class Downloads:
             download.cancelled.set()
 
     @property
+    def unfinished(self) -> list[Download]:
+        """The downloads that are running, or that have stopped and can be resumed."""
+        return [each for each in self._downloads.values() if each.error or not each.ended.is_set()]
+
+    @property
     def status(self) -> str:
         """The running downloads, for the status line. Empty if there are none."""
         running = [each for each in self._downloads.values() if not each.ended.is_set()]
-        return ", ".join(f"{each.state} of {each.reference}" for each in running)
+        return ", ".join(f"{each.state} of {each.reference}{each.time_left}" for each in running)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["show_message", "write_prompt"]
 
+# Tried in this order if neither VISUAL nor EDITOR is set. nano shows its keys on the screen.
+_COMMON_EDITORS = ("nano", "vi")
 _ADVICE = "Set the environment variable EDITOR to your editor, such as nano or vim"
 
 
@@ -76,6 +79,7 @@ def _edited(app: App[None], text: str) -> str:
 
 
 def _editor() -> list[str]:
+    """Return the command of the user's editor, or of a common editor if none is set."""
     for variable in ("VISUAL", "EDITOR"):
         try:
             if command := shlex.split(os.environ.get(variable, "")):
@@ -84,6 +88,9 @@ def _editor() -> list[str]:
             raise OptionError(
                 f"{variable} is not a valid command: it has an unmatched quote", _ADVICE
             ) from None
+    for editor in _COMMON_EDITORS:
+        if shutil.which(editor):
+            return [editor]
     raise OptionError("No text editor is set", _ADVICE)
 
 

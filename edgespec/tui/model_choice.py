@@ -9,9 +9,9 @@ from edgespec.errors import EdgespecError, NotDownloadedError, OptionError
 from edgespec.files import format_bytes
 from edgespec.tui.downloads import Download
 from edgespec.tui.screens.models import ModelsScreen
+from edgespec.tui.texts import sentences
 
 if TYPE_CHECKING:
-    from edgespec import AvailableModel
     from edgespec.tui.chat_screen import ChatScreen
 
 __all__ = ["choose_model", "pick_model"]
@@ -50,7 +50,8 @@ async def pick_model(screen: ChatScreen) -> None:
     if not model.is_installed:
         draft_bytes = max(0, model.download_bytes - model.size_bytes) if model.draft else 0
         share = draft_bytes / max(model.download_bytes, 1)
-        await _download(screen, Download(model.reference, model.draft if draft_bytes else "", share), model)
+        draft = model.draft if draft_bytes else ""
+        await _download(screen, Download(model.reference, draft, share, model))
         return
     try:
         await choose_model(screen, model.reference)
@@ -58,9 +59,9 @@ async def pick_model(screen: ChatScreen) -> None:
         await screen.show_error(error)
 
 
-async def _download(screen: ChatScreen, download: Download, model: AvailableModel | None = None) -> None:
+async def _download(screen: ChatScreen, download: Download) -> None:
     """Start a download, and show its result when it ends."""
-    name = download.reference
+    name, model = download.reference, download.model
     if screen.downloads.is_running(name):
         await screen.transcript.note(f"{name} is being downloaded already. Press F9 to see the progress.")
         return
@@ -83,7 +84,7 @@ async def _watch(screen: ChatScreen, download: Download) -> None:
     elif download.cancelled.is_set():
         text = f"The download of {name} was stopped. To resume it, type /model {name}"
     elif isinstance(error, EdgespecError):
-        text = f"{name} was not downloaded: {error}."
+        text = sentences(f"{name} was not downloaded: {error.what}", error.next_step)
     else:
         text = f"{name} was not downloaded: {type(error).__name__}: {error}."
     await screen.transcript.note(" ".join(text.split()))

@@ -38,7 +38,7 @@ def row_text(model: AvailableModel, width: int, *, is_used: bool, download: Down
     columns = [(name, size) for name, (size, least) in _COLUMNS.items() if width >= least]
     right = "".join(_cell(values[name], size) for name, size in columns)
     if download is not None and not model.is_installed:
-        right = f"  {download.state}".ljust(len(right))
+        right = f"  {download.state}{download.time_left}".ljust(len(right))
     name_width = width - len(right) - 2
     name = model.reference if len(model.reference) <= name_width else f"…{model.reference[1 - name_width :]}"
     return Content.assemble(

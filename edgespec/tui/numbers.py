@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
-__all__ = ["ago", "bar", "count", "parameters_text", "percent", "rate", "seconds_text"]
+__all__ = ["ago", "bar", "count", "parameters_text", "percent", "rate", "seconds_text", "time_left"]
 
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
@@ -41,6 +41,13 @@ def seconds_text(seconds: float | None) -> str:
     if seconds >= 0.1:
         return f"{seconds:.2f} s"
     return f"{seconds * 1000:.1f} ms"
+
+
+def time_left(seconds: float) -> str:
+    """Format 40 as '40 s', 400 as '7 min' and 40000 as '11 h'."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 2 * 3600 else f"{seconds / 3600:.0f} h"
 
 
 def parameters_text(parameters: int) -> str:

@@ -80,7 +80,8 @@ class PlainTools(ToolAccess):
             self._chat.answer(f"Server {name}: {server_state(server)}")
             for tool in server.tools:
                 description = " ".join(visible(tool.description).split())
-                self._chat.answer(f"  {visible(tool.name)}: {description}")
+                allowed = " (called without asking)" if self.is_always_allowed(tool) else ""
+                self._chat.answer(f"  {visible(tool.name)}: {description}{allowed}")
         self._chat.note("To start all servers, type /tools on. To stop them, type /tools off.")
 
     def make_calls(self, calls: Sequence[ToolCall]) -> bool:
@@ -137,7 +138,8 @@ class PlainTools(ToolAccess):
         answer = self._chat.ask(question, tuple(_ANSWERS))
         decision = _ANSWERS.get(answer, "stop")
         try:
-            self.remember(tool, decision)
+            if note := self.remember(tool, decision):
+                self._chat.note(note)
         except (ConfigurationError, OptionError) as error:
             self._chat.note(sentences(error.what, error.next_step))
         return decision

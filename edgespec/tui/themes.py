@@ -1,12 +1,41 @@
-"""The built-in colour themes."""
+"""Colour themes: the built-in ones, the user's TOML files, and the command `/theme`."""
 
 from __future__ import annotations
 
+import re
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from textual.color import Color, ColorParseError
 from textual.theme import Theme
 
-__all__ = ["DARK", "HIGH_CONTRAST", "LIGHT", "THEMES"]
+from edgespec.errors import ConfigurationError, OptionError
+from edgespec.files import config_folder
+from edgespec.settings_file import error_at, read_text
+from edgespec.spelling import nearest
 
-DARK = Theme(
+if TYPE_CHECKING:
+    from edgespec.tui.chat_screen import ChatScreen
+
+__all__ = ["DARK", "HIGH_CONTRAST", "LIGHT", "THEMES", "choose_theme", "find_theme", "theme_names"]
+
+_NAME = re.compile(r"[A-Za-z0-9][\w-]{0,39}", re.ASCII)
+_COLOURS = (
+    *("primary", "secondary", "warning", "error", "success", "accent"),
+    *("foreground", "background", "surface", "panel", "boost"),
+)
+
+
+def _built_in(*, background: str, muted: str, faint: str, code: str, border: str, **colours: Any) -> Theme:
+    scrollbar_parts = ("", "-hover", "-active")
+    variables = {"muted": muted, "faint": faint, "code": code, "border-blurred": border, "scrollbar": border}
+    variables |= {f"scrollbar-background{part}": background for part in scrollbar_parts}
+    return Theme(background=background, variables={**variables, "block-cursor-text-style": "none"}, **colours)
+
+
+DARK = _built_in(
     name="edgespec-dark",
     dark=True,
     primary="#7aa2c8",
@@ -17,20 +46,12 @@ DARK = Theme(
     background="#15171c",
     surface="#1b1e25",
     panel="#20242c",
-    variables={
-        "muted": "#868d9a",
-        "faint": "#3a404c",
-        "code": "#1d2129",
-        "border-blurred": "#3a404c",
-        "scrollbar": "#3a404c",
-        "scrollbar-background": "#15171c",
-        "scrollbar-background-hover": "#15171c",
-        "scrollbar-background-active": "#15171c",
-        "block-cursor-text-style": "none",
-    },
+    muted="#868d9a",
+    faint="#3a404c",
+    code="#1d2129",
+    border="#3a404c",
 )
-
-LIGHT = Theme(
+LIGHT = _built_in(
     name="edgespec-light",
     dark=False,
     primary="#2c6392",
@@ -41,21 +62,13 @@ LIGHT = Theme(
     background="#fbfaf7",
     surface="#f3f1eb",
     panel="#eceae2",
-    variables={
-        "muted": "#6a6f78",
-        "faint": "#cfccc2",
-        "code": "#f1efe8",
-        "border-blurred": "#cfccc2",
-        "scrollbar": "#cfccc2",
-        "scrollbar-background": "#fbfaf7",
-        "scrollbar-background-hover": "#fbfaf7",
-        "scrollbar-background-active": "#fbfaf7",
-        "block-cursor-text-style": "none",
-    },
+    muted="#6a6f78",
+    faint="#cfccc2",
+    code="#f1efe8",
+    border="#cfccc2",
 )
-
 # Black, white, and colours with a contrast of at least 7:1 against the background.
-HIGH_CONTRAST = Theme(
+HIGH_CONTRAST = _built_in(
     name="edgespec-high-contrast",
     dark=True,
     primary="#6cf0ff",
@@ -66,17 +79,107 @@ HIGH_CONTRAST = Theme(
     background="#000000",
     surface="#000000",
     panel="#1a1a1a",
-    variables={
-        "muted": "#d8d8d8",
-        "faint": "#8a8a8a",
-        "code": "#1a1a1a",
-        "border-blurred": "#d8d8d8",
-        "scrollbar": "#d8d8d8",
-        "scrollbar-background": "#000000",
-        "scrollbar-background-hover": "#000000",
-        "scrollbar-background-active": "#000000",
-        "block-cursor-text-style": "none",
-    },
+    muted="#d8d8d8",
+    faint="#8a8a8a",
+    code="#1a1a1a",
+    border="#d8d8d8",
 )
 
 THEMES = {"dark": DARK, "light": LIGHT, "high-contrast": HIGH_CONTRAST}
+
+
+def theme_names() -> list[str]:
+    """Return the names of the built-in themes, then those of the user's themes, including invalid ones."""
+    try:
+        stems = sorted(path.stem for path in _themes_folder().iterdir() if path.suffix == ".toml")
+    except OSError:
+        stems = []
+    return [*THEMES, *(stem for stem in stems if _NAME.fullmatch(stem) and stem not in THEMES)]
+
+
+def find_theme(name: str) -> Theme:
+    """Return the theme with this name.
+
+    Raises:
+        ConfigurationError: The theme's file is invalid. The message names the file and the line.
+        OptionError: There is no such theme.
+    """
+    if name in THEMES:
+        return THEMES[name]
+    path = _themes_folder() / f"{name}.toml"
+    text = read_text(path) if _NAME.fullmatch(name) else None
+    if text is None:
+        near = nearest(name, theme_names())
+        meant = f"did you mean {' or '.join(near)}? " if near else ""
+        raise OptionError(
+            f"there is no theme {name[:60]!r}",
+            f"{meant}Themes: {', '.join(theme_names())}. Your own are TOML files in {_themes_folder()}",
+        )
+    return _theme(name, path, text)
+
+
+def _themes_folder() -> Path:
+    """Return the folder of the user's themes. It may not exist."""
+    return config_folder() / "themes"
+
+
+def _theme(name: str, path: Path, text: str) -> Theme:
+    given = tomllib.loads(text)
+    dark = given.pop("dark", True)
+    if not isinstance(dark, bool):
+        raise error_at(
+            path, text, ("dark",), f"'dark' must be true or false, not {dark!r}", "change this line"
+        )
+    base = DARK if dark else LIGHT
+    variables = given.pop("variables", {})
+    if not isinstance(variables, dict):
+        raise error_at(path, text, ("variables",), "'variables' must be a table", "write it as [variables]")
+    for key, value in given.items():
+        if key not in _COLOURS:
+            near = nearest(key, (*_COLOURS, "dark", "variables"))
+            advice = f"did you mean {' or '.join(near)}?" if near else f"use {', '.join(_COLOURS)}"
+            raise error_at(path, text, (key,), f"themes have no colour named {key[:60]!r}", advice)
+        _check_colour(path, text, (key,), value)
+    for key, value in variables.items():
+        if key not in base.variables:
+            near = nearest(key, base.variables)
+            advice = f"did you mean {' or '.join(near)}?" if near else f"use {', '.join(base.variables)}"
+            raise error_at(
+                path, text, ("variables", key), f"themes have no variable named {key[:60]!r}", advice
+            )
+        if key != "block-cursor-text-style":
+            _check_colour(path, text, ("variables", key), value)
+    return replace(base, name=f"user-{name}", dark=dark, variables={**base.variables, **variables}, **given)
+
+
+def _check_colour(path: Path, text: str, keys: tuple[str, ...], value: Any) -> None:
+    try:
+        if not isinstance(value, str):
+            raise ColorParseError("not a string")
+        Color.parse(value)
+    except ColorParseError:
+        raise error_at(
+            path, text, keys, f"'{keys[-1]}' is {value!r}, which is not a colour", 'write it as "#7aa2c8"'
+        ) from None
+
+
+async def choose_theme(screen: ChatScreen, argument: str) -> None:
+    """Use the theme named `argument`, or list the themes if it is empty.
+
+    Raises:
+        OptionError: There is no such theme, or its file is invalid.
+    """
+    if not argument:
+        used = screen.preferences.theme
+        names = ", ".join(f"{name} (in use)" if name == used else name for name in theme_names())
+        await screen.transcript.note(
+            f"Themes: {names}. Type /theme NAME to choose one. Your own themes are TOML files in"
+            f" {_themes_folder()}."
+        )
+        return
+    try:
+        find_theme(argument)
+    except ConfigurationError as error:
+        raise OptionError(error.what, error.next_step) from error
+    screen.preferences.theme = argument
+    screen.post_message(screen.PreferencesChanged())

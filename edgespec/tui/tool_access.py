@@ -13,7 +13,7 @@ from edgespec.errors import ConfigurationError, OptionError
 from edgespec.tools.connection import ServerConnection
 from edgespec.tools.result import ToolResult, limited
 from edgespec.tools.server_config import allow_always, read_servers, servers_path
-from edgespec.tools.tool import Tool
+from edgespec.tools.tool import Tool, visible
 from edgespec.tools.toolbox import Toolbox
 from edgespec.tui.numbers import count
 from edgespec.tui.open_chat import ChatEntry, OpenChat
@@ -84,6 +84,11 @@ class ToolAccess:
         return [tool for tool in self.toolbox.tools if tool.call_name not in self.disabled]
 
     @property
+    def is_starting(self) -> bool:
+        """Whether a server is being started, so that its tools cannot be called yet."""
+        return any(server.starting for server in self.toolbox.servers.values())
+
+    @property
     def options(self) -> dict[str, Any]:
         """The reply options that make the tools available to the model."""
         tools = self.tools
@@ -98,6 +103,7 @@ class ToolAccess:
         if not self.toolbox.servers:
             try:
                 self.toolbox = Toolbox(read_servers())
+                self._always.clear()
             except ConfigurationError as error:
                 raise OptionError(error.what, error.next_step) from error
         return bool(self.toolbox.servers)
@@ -114,9 +120,11 @@ class ToolAccess:
         """Return how many tools the model can call now, and what to do next. Empty if there are no tools."""
         if not self.tools:
             return ""
+        allowed = sum(map(self.is_always_allowed, self.tools))
+        exception = f", except for {count(allowed, 'tool')} that you always allow" if allowed else ""
         return (
-            f"The model can now call {count(len(self.tools), 'tool')}. You will be asked before each call."
-            f" {next_step}"
+            f"The model can now call {count(len(self.tools), 'tool')}. You will be asked before each"
+            f" call{exception}. {next_step}"
         )
 
     def close(self) -> None:
@@ -139,25 +147,36 @@ class ToolAccess:
             return ToolResult.failure("The arguments are not a JSON object.")
         return AllowedCall(tool, arguments)
 
+    def is_always_allowed(self, tool: Tool) -> bool:
+        """Return whether the user has allowed calls of this tool in all chats."""
+        return tool.call_name in self._always or tool.name in self.toolbox.servers[tool.server].config.allow
+
     def is_allowed(self, tool: Tool, chat: OpenChat) -> bool:
         """Return whether the user has already allowed calls of this tool in this chat."""
         if self._approved_in is not chat:
             self._approved, self._approved_in = set(), chat
-        config = self.toolbox.servers[tool.server].config
-        return tool.name in config.allow or tool.call_name in self._approved | self._always
+        return tool.call_name in self._approved or self.is_always_allowed(tool)
 
-    def remember(self, tool: Tool, decision: Decision) -> None:
+    def remember(self, tool: Tool, decision: Decision) -> str:
         """Remember the user's decision about a tool if it also applies to later calls.
+
+        Returns:
+            A note about how to take back a decision that is saved. Empty if nothing is saved.
 
         Raises:
             ConfigurationError, OptionError: The decision `always` could not be saved, so it applies only
-                until the chat is closed.
+                until the chat is closed or tools are turned off.
         """
         if decision == "chat":
             self._approved.add(tool.call_name)
         elif decision == "always":
             self._always.add(tool.call_name)
             allow_always(tool.server, tool.name)
+            return (
+                f"{visible(tool.call_name)} is now called without asking. To be asked again, remove it from"
+                f" {servers_path().name}."
+            )
+        return ""
 
 
 def unanswered_calls(chat: OpenChat) -> list[ToolCall]:

@@ -60,7 +60,7 @@ class ToolUse(ToolAccess):
             if word == "on":
                 self._screen.run_worker(self.start_servers())
             else:
-                self._screen.app.push_screen(ToolsScreen(self.toolbox, self.disabled))
+                self._screen.app.push_screen(ToolsScreen(self))
 
     async def _has_servers(self) -> bool:
         """Read the user's servers. If there are none, explain how to add one."""
@@ -171,7 +171,8 @@ class ToolUse(ToolAccess):
         decision = await self._screen.app.push_screen_wait(self._dialog)
         self._dialog = None
         try:
-            await asyncio.to_thread(self.remember, tool, decision)
+            if note := await asyncio.to_thread(self.remember, tool, decision):
+                self._screen.say(note)
         except (ConfigurationError, OptionError) as error:
             await self._screen.show_error(error)
         return decision

@@ -64,5 +64,7 @@ def imported_text(chats: ExportedChats, hint: str) -> str:
     """Return a note that says how many chats were imported, and what was left out."""
     text = f"Imported {count(chats.read_count, 'chat')}. {hint}"
     if left_out := +chats.left_out:
-        text += " Not imported: " + "; ".join(f"{number} × {what}" for what, number in left_out.items()) + "."
+        text += (
+            " Not imported: " + "; ".join(f"{what} ({number:,})" for what, number in left_out.items()) + "."
+        )
     return text

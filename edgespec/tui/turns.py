@@ -197,6 +197,8 @@ class TurnScreen(ChatView):
         self._start(self._thread.ask(Ask(chat.system, turn.prompt, options, turn.written)))
         if self._stopped:
             self._thread.cancel()
+        if self.tool_use.is_starting:
+            self.say("Some tools are still starting. The model cannot call them in this reply.")
         self.archive.save_while_written(chat, self.runtime.target.name)
         self.refresh_facts()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.drafters.base import BudgetedDrafter, Drafter
+from edgespec.drafters.base import Drafter
 from edgespec.drafters.tree_growth import TreeGrowth
 from edgespec.engine.acceptance import Acceptance, Invariant
 from edgespec.engine.logits import HostLogits, Logits
@@ -102,7 +102,7 @@ class World:
     def commit(self, path: tuple[int, ...]) -> None:
         self._length += 1 + len(path)
 
-    def model(self, growth: TreeGrowth, simulated: SimulatedModel | None = None) -> BudgetedDrafter:
+    def model(self, growth: TreeGrowth, simulated: SimulatedModel | None = None) -> Drafter:
         """Return a draft model, which drafts chains whose length the growth rule decides.
 
         By default, it is the machine's draft model.
@@ -165,7 +165,7 @@ class World:
         return token if right else (token + wrong) % WORDS
 
 
-class _Model(BudgetedDrafter):
+class _Model(Drafter):
     def __init__(self, world: World, growth: TreeGrowth, simulated: SimulatedModel | None) -> None:
         self._world = world
         self._growth = growth

@@ -25,7 +25,8 @@ from edgespec.memory import Budget
 from edgespec.method_names import HEADS
 from edgespec.prepare.layerskip import prepare_layerskip
 from tests.backends.published_heads import write_published
-from tests.backends.tiny_models import write_eagle, write_gemma2, write_llama
+from tests.backends.tiny_heads import write_eagle
+from tests.backends.tiny_models import write_gemma2, write_llama
 from tests.catalog.conftest import own_home as own_home
 from tests.catalog.fake_stores import add_to_hub, add_to_lmstudio
 

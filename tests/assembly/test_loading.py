@@ -72,14 +72,18 @@ def test_mlx_counts_as_installed_only_with_mlx_lm(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("reference", "unwanted"), [("demo", ("mlx", "mlx_lm", "transformers")), ("demo-mlx", ("llama_cpp",))]
+    ("reference", "draft", "unwanted"),
+    [
+        ("demo", "demo-draft", ("mlx", "mlx_lm", "transformers")),
+        ("demo-mlx-draft", "demo-mlx-draft", ("llama_cpp",)),
+    ],
 )
-def test_loading_imports_one_backend_only(reference: str, unwanted: tuple[str, ...]) -> None:
-    if reference == "demo-mlx" and not mlx_files.mlx_installed():
+def test_loading_imports_one_backend_only(reference: str, draft: str, unwanted: tuple[str, ...]) -> None:
+    if reference == "demo-mlx-draft" and not mlx_files.mlx_installed():
         pytest.skip("MLX is not installed")
     script = (
         "import sys, edgespec\n"
-        f"with edgespec.load({reference!r}, context=256, measure_costs=False) as runtime:\n"
+        f"with edgespec.load({reference!r}, {draft!r}, context=256, measure_costs=False) as runtime:\n"
         "    assert runtime.draft is not None\n"
         "    runtime.generate('hi', max_tokens=2)\n"
         f"assert not sys.modules.keys() & {set(unwanted)!r}, 'the other backend was imported'\n"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from edgespec.auto.backoff import Backoff
-from edgespec.drafters.base import BudgetedDrafter
+from edgespec.drafters.base import Drafter
 from edgespec.drafters.tree_growth import TreeGrowth
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.sampling import Sampler
@@ -60,7 +60,7 @@ def test_a_measured_draft_model_writes_more_of_the_first_reply() -> None:
 class UnmeasuredWorld(World):
     """A machine on which the draft model was not measured before the first reply."""
 
-    def model(self, growth: TreeGrowth, simulated: SimulatedModel | None = None) -> BudgetedDrafter:
+    def model(self, growth: TreeGrowth, simulated: SimulatedModel | None = None) -> Drafter:
         drafter = super().model(growth, simulated)
         drafter.pass_seconds = drafter.prefill_token_seconds = 0.0
         return drafter

@@ -29,7 +29,7 @@ def allows(loss_limit: LossLimit, worst_seconds: float, plain_seconds: float = 1
     return worst_seconds - plain_seconds <= loss_limit.allowance_seconds(plain_seconds)
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(ROUNDS, LIMITS, st.floats(0.001, 2.0))
 def test_limit_holds_for_any_rounds(
     rounds: list[tuple[float, float, float, int, float, bool]], limits: LossLimits, plain_seconds: float
@@ -55,7 +55,7 @@ def test_limit_holds_for_any_rounds(
         assert loss_limit.tokens == tokens
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(ROUNDS, LIMITS)
 def test_limit_holds_while_the_step_duration_drifts(
     rounds: list[tuple[float, float, float, int, float, bool]], limits: LossLimits

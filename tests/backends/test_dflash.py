@@ -3,36 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-import edgespec
-from edgespec.assembly.loading import always_draft
 from edgespec.backends import llamacpp
-from edgespec.backends.base import LanguageModel, LoadOptions
-from edgespec.backends.hidden_state_log import MAX_LOGGED_TOKENS
-from edgespec.backends.llamacpp.dflash import DFlashHead, estimate_dflash_head
-from edgespec.backends.llamacpp.markov_head import MarkovHead
+from edgespec.backends.base import LoadOptions
+from edgespec.backends.llamacpp.dflash import DFlashHead
 from edgespec.backends.llamacpp.model import LlamaCppModel
-from edgespec.backends.llamacpp.native import captured_log
-from edgespec.backends.self_draft_methods import Head
 from edgespec.drafters.head_cache import HeadCache
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engine.acceptance import Invariant
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import CapabilityError, EdgespecError, ModelFileError
-from edgespec.heads.dflash_config import MAX_BLOCK_TOKENS
+from edgespec.errors import CapabilityError
 from tests.backends.dflash_reference import (
     block_logits,
     block_states,
@@ -41,43 +31,24 @@ from tests.backends.dflash_reference import (
     published_tensors,
     tensors_of,
 )
+from tests.backends.dflash_targets import (
+    BLOCK,
+    CANDIDATES,
+    CONTEXT,
+    KINDS,
+    LAYERS,
+    MASK,
+    VOCAB,
+    Files,
+    head_of,
+    write_head,
+)
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
-from tests.backends.tiny_models import WORDS, write_dflash, write_gemma3, write_jamba, write_lfm2, write_llama
-from tests.cases import first
+from tests.backends.tiny_models import write_gemma3, write_jamba, write_lfm2
+from tests.cases import covering, first
 
-CONTEXT = 512
-VOCAB = 259 + len(WORDS)
-LAYERS = (0, 1, 3)
-BLOCK, MASK, CANDIDATES = 6, 7, 4
 # A tree with two children of the root, one of which has two children.
 TREE = TokenTree((50, 51, 52, 53, 54), (-1, 0, 0, 1, 1), (None,) * 5)
-
-write_head: Callable[..., Path] = partial(write_dflash, layers=LAYERS, block=BLOCK, mask=MASK)
-# Heads of all kinds.
-KINDS: dict[str, dict[str, Any]] = {
-    "dflash": {},
-    "causal": {"attention__causal": True},
-    "window": {"window": 8},
-    "m-rope": {"sections": (8, 0, 0, 0)},
-    "fewer tokens": {"drafted": 100},
-    "dspark": {"rank": 8},
-    "dspark from its masks": {"rank": 8, "sample_from_anchor": False},
-    "dspark of fewer tokens": {"rank": 8, "drafted": 100},
-    "dflash 2": {"candidates": CANDIDATES},
-}
-
-
-class Files:
-    """A target with three layers and heads of all kinds."""
-
-    def __init__(self, folder: Path) -> None:
-        self.target = write_llama(folder / "target.gguf", layers=3)
-        self.heads = {kind: write_head(folder / f"{kind}.gguf", **options) for kind, options in KINDS.items()}
-
-    def load(self, context: int = CONTEXT) -> LlamaCppModel:
-        model = llamacpp.load(str(self.target), "target", LoadOptions(context_tokens=context))
-        assert isinstance(model, LlamaCppModel)
-        return model
 
 
 @pytest.fixture(scope="module")
@@ -90,12 +61,6 @@ def target(files: Files) -> Iterator[LlamaCppModel]:
     model = files.load()
     yield model
     model.close()
-
-
-def head_of(target: LanguageModel, path: Path) -> DFlashHead:
-    head = target.self_draft(Head("dflash", path))
-    assert isinstance(head, DFlashHead)
-    return head
 
 
 def rows_of(head: DFlashHead, tree: TokenTree, tokens: list[int]) -> NDArray[np.float64]:
@@ -172,7 +137,7 @@ def test_a_path_selector_scores_candidates_after_those_before_them(
     head.close()
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(ROUNDS, min_size=1, max_size=8), st.integers(0, 1 << 16), st.sampled_from(list(KINDS)))
 def test_a_draft_after_any_history_equals_that_of_a_fresh_head(
     files: Files, rounds: list[Round], seed: int, kind: str
@@ -200,35 +165,25 @@ def test_heads_follow_targets_with_recurrent_layers_and_sliding_windows(
     )
 
 
-@pytest.fixture(scope="module")
-def replies(files: Files) -> Callable[..., tuple[int, ...]]:
-    """The tokens of a reply, and how many tokens were drafted, with a head and without."""
+REPLIES: tuple[dict[str, Any], ...] = (
+    {"method": "dflash"},
+    {"method": "dflash", "draft_length": 16},
+    {"method": "dflash", "draft_branches": (3, 2)},
+    {"method": "dflash", "draft_branches": "auto"},
+    {"method": "dflash+suffix"},
+    {"method": "auto"},
+)
 
-    def reply(temperature: float, **options: Any) -> Any:
-        with always_draft(), edgespec.load(str(files.target), "none", context=256, **options) as runtime:
-            return runtime.generate("the file", max_tokens=40, temperature=temperature, seed=3)
 
-    return reply
-
-
-@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.long), 0.8])
-@pytest.mark.parametrize("kind", ["dflash", "dspark", "dflash 2"])
+@pytest.mark.parametrize("temperature", first([0.8, 0.0]))
+@pytest.mark.parametrize(("options", "kind"), covering(REPLIES, ("dflash", "dspark", "dflash 2")))
 def test_no_head_changes_a_reply(
-    files: Files, replies: Callable[..., Any], kind: str, temperature: float
+    files: Files, kind: str, options: dict[str, Any], temperature: float
 ) -> None:
-    plain = replies(temperature, method="none")
-    for options in (
-        {"method": "dflash"},
-        {"method": "dflash", "draft_length": 16},
-        {"method": "dflash", "draft_branches": (3, 2)},
-        {"method": "dflash", "draft_branches": "auto"},
-        {"method": "dflash+suffix"},
-        {"method": "auto"},
-    ):
-        reply = replies(temperature, head=files.heads[kind], **options)
-        assert reply.tokens == plain.tokens, options
-        if options["method"] == "dflash":
-            assert reply.stats.drafted_tokens, options
+    reply = files.reply(temperature, head=files.heads[kind], **options)
+    assert reply.tokens == files.plain_tokens(temperature)
+    if options["method"] == "dflash":
+        assert reply.stats.drafted_tokens
 
 
 def test_a_draft_is_no_longer_than_a_block(files: Files, target: LlamaCppModel) -> None:
@@ -290,177 +245,3 @@ def test_a_restored_prefix_has_no_hidden_states_so_the_head_starts_after_it(
     assert head.length == len(tokens) + 2
     head.close()
     other.close()
-
-
-def changed(path: Path, name: str, value: float | np.generic) -> Path:
-    """Write this value to all elements of a tensor."""
-    reader = gguf.GGUFReader(path, "r+")
-    next(tensor for tensor in reader.tensors if tensor.name == name).data[:] = value
-    reader.data.flush()
-    return path
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"size": 16}, "could not be loaded"),
-        ({"vocab": VOCAB + 1}, "a vocabulary of size"),
-        ({"layers": (0, 1, 4)}, "reads the layers"),
-        ({"layers": (0, -1)}, "reads the layers"),
-        ({"mask": None}, "mask token has the id -1"),
-        ({"mask": VOCAB}, f"mask token has the id {VOCAB}"),
-        ({"block": 1}, "block_size is 1"),
-        ({"block": MAX_BLOCK_TOKENS + 1}, "block_size is 33"),
-        ({"rank": 8, "block": 1 << 31}, "block_size is 2147483648"),
-        ({"block_size": "6"}, "could not be loaded|block_size"),
-        ({"sections": (-1, 0, 0, 0)}, "dimension_sections"),
-        ({"sections": (1 << 30, 1 << 30, 1 << 30, 1 << 30)}, "dimension_sections"),
-        ({"rope__dimension_count": 3}, "rope.dimension_count is 3"),
-        ({"rope__dimension_count": 0}, "rope.dimension_count is 0"),
-        ({"hyper_connection_count": 4}, "is a DeepSeek-V4 DSpark head, which edgespec cannot run"),
-        ({"candidates": 6}, "could not be loaded"),
-        ({"candidates": 4, "rank": 8}, "cannot have a Markov head"),
-        ({"candidates": 4, "sample_from_anchor": True}, "cannot have a Markov head or draft"),
-    ],
-)
-def test_an_unsuitable_head_is_refused(
-    target: LlamaCppModel, tmp_path: Path, options: dict[str, Any], message: str
-) -> None:
-    path = write_head(tmp_path / "head.gguf", **options)
-    with pytest.raises((CapabilityError, ModelFileError), match=message):
-        target.self_draft(Head("dflash", path))
-    # The target still works, without the overhead of hidden states.
-    target.prefill([1, 2, 3])
-    assert target.verify(TokenTree.chain(4)).at(0, np.arange(VOCAB)).any()
-
-
-@pytest.mark.parametrize(("kv_heads", "value_size"), [(1, 8), (3, 16)])
-def test_keys_and_values_that_do_not_fit_the_queries_are_refused(
-    target: LlamaCppModel, tmp_path: Path, kv_heads: int, value_size: int
-) -> None:
-    """They would make llama.cpp end the process."""
-    path = write_head(tmp_path / "head.gguf", kv_heads=kv_heads, value_size=value_size)
-    with pytest.raises(ModelFileError, match="its keys have the length|attention heads cannot share"):
-        target.self_draft(Head("dflash", path))
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_head_whose_logits_are_not_finite_is_refused(
-    target: LlamaCppModel, tmp_path: Path, value: float
-) -> None:
-    path = changed(write_head(tmp_path / "head.gguf"), "blk.0.ffn_down.weight", value)
-    with pytest.raises(ModelFileError, match="not finite"):
-        target.self_draft(Head("dflash", path))
-
-
-@pytest.mark.parametrize("token", [-1, VOCAB, 1 << 40])
-def test_a_head_that_drafts_unknown_tokens_is_refused(
-    target: LlamaCppModel, tmp_path: Path, token: int
-) -> None:
-    path = changed(write_head(tmp_path / "head.gguf", drafted=100), "d2t", np.int64(token))
-    with pytest.raises(ModelFileError, match="outside the target's vocabulary"):
-        target.self_draft(Head("dflash", path))
-
-
-def test_a_truncated_head_is_refused(target: LlamaCppModel, files: Files, tmp_path: Path) -> None:
-    path = tmp_path / "head.gguf"
-    path.write_bytes(files.heads["dspark"].read_bytes()[:-100])
-    with pytest.raises(ModelFileError, match="damaged|incomplete"):
-        target.self_draft(Head("dflash", path))
-
-
-def test_a_model_is_no_head(target: LlamaCppModel, files: Files) -> None:
-    with pytest.raises(CapabilityError, match="not a DFlash head"):
-        target.self_draft(Head("dflash", files.target))
-
-
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
-@pytest.mark.parametrize("temperature", first([0.8, 0.0]))
-def test_a_head_with_huge_weights_changes_no_reply(
-    files: Files, replies: Callable[..., Any], tmp_path: Path, kind: str, temperature: float
-) -> None:
-    head = changed(write_head(tmp_path / "head.gguf", **KINDS[kind]), "blk.0.ffn_down.weight", 1e30)
-    plain = replies(temperature, method="none")
-    assert replies(temperature, method="dflash", head=head).tokens == plain.tokens
-
-
-@settings(max_examples=10, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 255)), min_size=1, max_size=4))
-def test_random_bytes_in_a_head_give_an_error_or_the_same_reply(
-    files: Files, replies: Callable[..., Any], changes: list[tuple[int, int]]
-) -> None:
-    """A damaged head may crash llama.cpp, but only in the process that tries it first."""
-    data = bytearray(files.heads["dspark"].read_bytes())
-    for position, value in changes:
-        data[position % 3000] = value
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "head.gguf"
-        path.write_bytes(data)
-        try:
-            reply = replies(0.0, method="dflash", head=path)
-        except EdgespecError:
-            return
-        assert reply.tokens == replies(0.0, method="none").tokens
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"rank": 8}, {"rank": 8, "block": 16}, {"drafted": 20_000}, {"window": 8}, {"candidates": 4}],
-)
-def test_the_estimate_covers_what_llama_cpp_allocates(tmp_path: Path, options: dict[str, Any]) -> None:
-    # A vocabulary that is large enough to matter.
-    words = tuple(f"w{i}" for i in range(20_000))
-    path = write_llama(tmp_path / "target.gguf", layers=3, words=words)
-    head_path = write_head(tmp_path / "head.gguf", vocab=259 + len(words), **options)
-    target = llamacpp.load(str(path), "target", LoadOptions(context_tokens=CONTEXT))
-    with captured_log() as lines:
-        head = head_of(target, head_path)
-    # The last ones are those of the head. Before, the target is allocated again to read its hidden states.
-    sizes = {
-        kind: [float(line.split()[-2]) * 2**20 for line in lines if f"{kind} buffer size" in line]
-        for kind in ("KV", "compute", "output")
-    }
-    estimate = estimate_dflash_head(head_path, CONTEXT)
-    assert estimate.bytes_of("cache") == head.facts.kv_bytes
-    caches = 2 if "window" in options else 1
-    assert sum(sizes["KV"][-caches:]) == pytest.approx(estimate.bytes_of("cache"), abs=6000 * caches)
-    log_bytes = MAX_LOGGED_TOKENS * len(LAYERS) * 32 * 4
-    assert estimate.bytes_of("compute") - log_bytes == pytest.approx(sizes["compute"][-1], rel=0.1)
-    assert sizes["output"][-1] <= estimate.bytes_of("output")
-    head.close()
-    target.close()
-
-
-@pytest.mark.parametrize("options", [{"block": 2}, {"block": 2, "rank": 8}, {"block": MAX_BLOCK_TOKENS}])
-def test_heads_with_small_and_large_blocks_draft(
-    files: Files, replies: Callable[..., Any], tmp_path: Path, options: dict[str, Any]
-) -> None:
-    path = write_head(tmp_path / "head.gguf", **options)
-    reply = replies(0.0, method="dflash", head=path, draft_length=16)
-    assert reply.tokens == replies(0.0, method="none").tokens
-    assert reply.stats.drafted_tokens
-
-
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0"])
-@pytest.mark.parametrize("draft_vocab", [VOCAB, 40])
-def test_the_markov_head_reads_quantised_matrices(tmp_path: Path, kind: str, draft_vocab: int) -> None:
-    random = np.random.default_rng(1)
-    first, second = (random.normal(size=(count, 32)).astype(np.float32) for count in (VOCAB, draft_vocab))
-    quantisation = gguf.GGMLQuantizationType[kind]
-    writer = gguf.GGUFWriter(tmp_path / "head.gguf", "dflash")
-    for name, matrix in (("markov_w1", first), ("markov_w2", second)):
-        data = gguf.quants.quantize(matrix, quantisation)
-        writer.add_tensor(f"{name}.weight", data, raw_dtype=quantisation)
-    if draft_vocab < VOCAB:
-        writer.add_tensor("d2t", np.arange(draft_vocab) + 5)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    logits, expected = MarkovHead(tmp_path / "head.gguf", VOCAB).logits(9), second @ first[9]
-    if draft_vocab < VOCAB:
-        assert not logits[:5].any()
-        assert not logits[45:].any()
-        logits = logits[5:45]
-    assert np.abs(logits - expected).max() < (4 if kind == "Q4_0" else 0.3)
-    assert np.corrcoef(logits, expected)[0, 1] > 0.98

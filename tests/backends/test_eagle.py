@@ -32,14 +32,8 @@ from edgespec.errors import (
 )
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
 from tests.backends.published_heads import VOCAB, write_published
-from tests.backends.tiny_models import (
-    write_eagle,
-    write_gemma2,
-    write_jamba,
-    write_lfm2,
-    write_llama,
-    write_mamba,
-)
+from tests.backends.tiny_heads import write_eagle
+from tests.backends.tiny_models import write_gemma2, write_jamba, write_lfm2, write_llama, write_mamba
 from tests.cases import first
 
 CONTEXT = 512

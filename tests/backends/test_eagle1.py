@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,66 +18,35 @@ from safetensors.numpy import load_file, save_file
 
 import edgespec
 from edgespec.assembly.loading import always_draft
-from edgespec.backends import llamacpp, mlx
+from edgespec.backends import mlx
 from edgespec.backends.base import LanguageModel, LoadOptions
-from edgespec.backends.head_files import head_at, head_info
 from edgespec.backends.hidden_state_log import POST_NORM
-from edgespec.backends.llamacpp.eagle1 import Eagle1Head
 from edgespec.backends.llamacpp.file_matrix import FileMatrix
 from edgespec.backends.optional_features import HeadModel, HiddenStateSource
-from edgespec.backends.registry import format_at
 from edgespec.backends.self_draft_methods import Head
-from edgespec.drafters.head_cache import HeadCache
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import CancelledError, CapabilityError, MemoryBudgetError, ModelFileError
-from edgespec.prepare.head import prepare_head
-from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
-from tests.backends.mlx.tiny_checkpoints import write_checkpoint
+from tests.backends.eagle1_targets import CONTEXT, KINDS, SIZE, YARN, head_of, load, write_eagle1, write_files
+from tests.backends.head_histories import ROUNDS, Round, check_history
 from tests.backends.published_heads import VOCAB
-from tests.backends.tiny_models import write_gemma2, write_jamba, write_lfm2, write_llama, write_mamba
+from tests.backends.tiny_models import write_llama
 from tests.cases import first
 from tests.heads.published import write_head
 
-CONTEXT = 512
-SIZE = 32
 TREE = TokenTree((12, 20, 21, 30, 31, 40), (-1, 0, 0, 1, 2, 4), (None,) * 6)
-KINDS: dict[str, Callable[[Path], Path]] = {
-    "llama": partial(write_llama, layers=3),
-    "gemma2": write_gemma2,
-    "mamba": partial(write_mamba, layers=3),
-    "jamba": write_jamba,
-    "lfm2": write_lfm2,
-}
-
-
-def write_eagle1(folder: Path, **options: Any) -> Path:
-    return write_head(folder, "EAGLE-1", **{"size": SIZE, "vocab": VOCAB, **options})
-
-
-def head_of(target: LanguageModel, folder: Path) -> Eagle1Head:
-    head = target.self_draft(Head("eagle", folder))
-    assert isinstance(head, Eagle1Head)
-    return head
-
-
-def load(path: Path, **options: Any) -> LanguageModel:
-    return llamacpp.load(str(path), "target", LoadOptions(**{"context_tokens": CONTEXT, **options}))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The targets, a head, and an MLX target with the embeddings and the LM head of the first target."""
     folder = tmp_path_factory.mktemp("eagle1")
-    for name, write in KINDS.items():
-        write(folder / f"{name}.gguf")
-    write_eagle1(folder / "head")
-    config = {"hidden_size": SIZE, "vocab_size": VOCAB, "num_attention_heads": 2, "num_key_value_heads": 2}
-    write_checkpoint(folder / "mlx", "llama", config=config)
-    weights = dict(load_file(folder / "mlx" / "model.safetensors"))
-    for own, name in (("model.embed_tokens", "token_embd"), ("lm_head", "output")):
-        weights[f"{own}.weight"] = FileMatrix(folder / "llama.gguf", f"{name}.weight").rows(range(VOCAB))
-    save_file(weights, folder / "mlx" / "model.safetensors", {"format": "mlx"})
+    write_files(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def mlx_target(folder: Path) -> Iterator[LanguageModel]:
+    model = mlx.load(str(folder / "mlx"), "mlx", LoadOptions(context_tokens=CONTEXT))
+    yield model
+    model.close()
 
 
 @pytest.fixture
@@ -140,7 +108,6 @@ def check_equal(
 
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
            "original_max_position_embeddings": 64}  # fmt: skip
-_YARN = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
 _BIASES = {
     f"layer.self_attn.{name}_proj.bias": np.linspace(-2, 2, rows, dtype=np.float32)
     for name, rows in (("q", 32), ("k", 16), ("v", 16))
@@ -154,25 +121,25 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "linear": {"rope_scaling": {"type": "linear", "factor": 4.0}},
     "llama3": {"rope_scaling": _LLAMA3},
     "llama3, context not given": {"rope_scaling": {name: _LLAMA3[name] for name in list(_LLAMA3)[:-1]}},
-    "yarn": {"rope_scaling": _YARN},
-    "yarn with betas": {"rope_scaling": _YARN | {"beta_fast": 8, "beta_slow": 2, "mscale": 0.7}},
+    "yarn": {"rope_scaling": YARN},
+    "yarn with betas": {"rope_scaling": YARN | {"beta_fast": 8, "beta_slow": 2, "mscale": 0.7}},
     "pickled": {"pickled": True},
 }
 
 
 @pytest.mark.parametrize("variant", first(_VARIANTS, 4))
 def test_a_head_gives_the_same_logits_as_on_mlx(
-    folder: Path, target: LanguageModel, tmp_path: Path, variant: str
+    target: LanguageModel, mlx_target: LanguageModel, tmp_path: Path, variant: str
 ) -> None:
     path = write_eagle1(tmp_path / "head", **_VARIANTS[variant])
     if not (path / "pytorch_model.bin").exists():
         weights = load_file(path / "model.safetensors")
         save_file({name: one.astype(np.float32) for name, one in weights.items()}, path / "model.safetensors")
-    other = mlx.load(str(folder / "mlx"), "mlx", LoadOptions(context_tokens=CONTEXT))
+    other = cast(HeadModel, mlx_target.self_draft(Head("eagle", path)))
     # ggml rounds the inputs of float16 matrices to float16.
     check_equal(
         logits_in_every_state(head_of(target, path)),
-        logits_in_every_state(cast(HeadModel, other.self_draft(Head("eagle", path)))),
+        logits_in_every_state(other),
         tolerance=5e-3 if variant == "pickled" else 1e-3,
     )
     other.close()
@@ -207,7 +174,7 @@ def test_weights_keep_their_type(target: LanguageModel, tmp_path: Path, dtype: s
 
 
 @pytest.mark.parametrize("kind", first(KINDS, 3))
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(ROUNDS, min_size=1, max_size=8), st.integers(0, 1 << 16))
 def test_a_draft_after_any_history_equals_that_of_a_fresh_head(
     folder: Path, kind: str, rounds: list[Round], seed: int
@@ -225,10 +192,10 @@ def test_a_draft_after_any_history_equals_that_of_a_fresh_head(
 def test_no_head_changes_a_reply(folder: Path, kind: str) -> None:
     path, head = str(folder / f"{kind}.gguf"), folder / "head"
     asked: list[dict[str, Any]] = [
-        {"max_tokens": 24, "temperature": temperature, "seed": 3} for temperature in (0.0, 0.8, 1.2)
+        {"max_tokens": 16, "temperature": temperature, "seed": 3} for temperature in (0.0, 0.8, 1.2)
     ]
     # The last one may say only two tokens, so that random heads are right now and then.
-    asked.append({"max_tokens": 24, "temperature": 0.8, "seed": 4, "logit_bias": {70: 60.0, 80: 60.0}})
+    asked.append({"max_tokens": 16, "temperature": 0.8, "seed": 4, "logit_bias": {70: 60.0, 80: 60.0}})
     recurrent = kind in ("mamba", "jamba", "lfm2")
     with edgespec.load(path, "none", method="none", context=256) as plain:
         expected = [plain.generate("the file", **ask).tokens for ask in asked]
@@ -276,7 +243,7 @@ def fitted_head(folder: Path, target: Path, texts: list[list[int]]) -> Path:
 def replies_of(runtime: edgespec.Runtime) -> list[edgespec.Reply]:
     replies = []
     for temperature in (0.0, 0.8, 1.2):
-        stream = runtime.stream_tokens(list(range(300, 320)), max_tokens=48, temperature=temperature, seed=3)
+        stream = runtime.stream_tokens(list(range(300, 320)), max_tokens=32, temperature=temperature, seed=3)
         deque(stream, maxlen=0)
         replies.append(stream.reply)
     return replies
@@ -328,113 +295,3 @@ def test_the_hidden_states_that_a_head_reads_are_found_by_a_trial(tmp_path: Path
         assert expected in head_of(target, head).facts.description
         assert target.length == 0
         target.close()
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"size": 64}, CapabilityError, "hidden states of size 64"),
-        ({"vocab": VOCAB + 1}, CapabilityError, "a vocabulary of size"),
-        ({"target_hidden_size": 64}, CapabilityError, "hidden states of size 64"),
-        ({"rope_scaling": {"type": "linear"}}, ModelFileError, "invalid settings"),
-        ({"rope_scaling": {"type": "unknown"}}, ModelFileError, "invalid settings"),
-        ({"rope_scaling": {"type": "yarn", "factor": "x"}}, ModelFileError, "factor is"),
-        ({"rope_scaling": _YARN | {"beta_fast": 0}}, ModelFileError, "invalid settings"),
-        ({"num_attention_heads": 0}, ModelFileError, "not an EAGLE head that edgespec supports"),
-        ({"rms_norm_eps": "x"}, ModelFileError, "not an EAGLE head that edgespec supports"),
-        ({"hidden_act": "gelu"}, ModelFileError, "hidden_act is 'gelu'"),
-        ({"num_hidden_layers": 2}, ModelFileError, "the head has 2 layers"),
-        ({"draft_vocab": 9}, ModelFileError, "has a tensor d2t, but no LM head of its own"),
-        ({"changes": {"fc.weight": None}}, ModelFileError, "fc.weight is missing"),
-        ({"changes": {"fc.weight": np.zeros((SIZE, SIZE), np.float32)}}, ModelFileError, "has shape"),
-        ({"changes": {"fc.weight": np.zeros((SIZE, 2 * SIZE), np.int64)}}, ModelFileError, "type I64"),
-        ({"changes": {"more": np.zeros(3, np.float32)}}, ModelFileError, "tensor more is unknown"),
-        ({"changes": {"fc.bias": np.full(SIZE, np.nan, np.float32)}}, ModelFileError, "not finite"),
-        ({"changes": {"fc.bias": np.full(SIZE, 3e38, np.float32)}}, ModelFileError, "not finite"),
-        ({"changes": {"embed_tokens.weight": np.full((VOCAB, SIZE), np.inf, np.float32)}}, ModelFileError,
-         "not finite"),
-    ],
-)  # fmt: skip
-def test_damaged_heads_and_heads_for_other_targets_are_refused(
-    folder: Path, target: LanguageModel, tmp_path: Path, options: dict[str, Any], error: type, message: str
-) -> None:
-    path = write_eagle1(tmp_path / "head", **options)
-    other = mlx.load(str(folder / "mlx"), "mlx", LoadOptions(context_tokens=CONTEXT))
-    for model in (target, other):
-        with pytest.raises(error, match=message):
-            model.self_draft(Head("eagle", path))
-    # No hidden states are kept for the refused head.
-    assert not cast(Any, target).logs.states
-    other.close()
-
-
-def test_a_truncated_head_is_refused(target: LanguageModel, tmp_path: Path) -> None:
-    path = write_eagle1(tmp_path / "head")
-    weights = path / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-10])
-    with pytest.raises(ModelFileError, match="truncated"):
-        head_of(target, path)
-
-
-def test_a_head_with_huge_weights_changes_no_reply(folder: Path, tmp_path: Path) -> None:
-    changes = {"layer.mlp.down_proj.weight": np.full((SIZE, 64), 1e30, np.float32)}
-    head = write_eagle1(tmp_path / "head", changes=changes)
-    path = str(folder / "llama.gguf")
-    with (
-        always_draft(),
-        edgespec.load(path, "none", method="none", context=256) as plain,
-        edgespec.load(
-            path, "none", method="eagle", head=head, draft_branches=(2, 2), context=256
-        ) as drafting,
-    ):
-        for temperature in (0.0, 0.8):
-            asked: dict[str, Any] = {"max_tokens": 24, "temperature": temperature, "seed": 3}
-            assert drafting.generate("the file", **asked).tokens == plain.generate("the file", **asked).tokens
-
-
-def test_a_head_that_does_not_fit_in_memory_is_refused(folder: Path, target: LanguageModel) -> None:
-    without = target.facts.weight_bytes + target.facts.max_kv_bytes
-    limited = load(folder / "llama.gguf", memory_bytes=without + 10_000)
-    with pytest.raises(MemoryBudgetError, match="the weights of the head of target take"):
-        head_of(limited, folder / "head")
-    limited.close()
-
-
-def test_the_plan_counts_what_a_head_needs(folder: Path, target: LanguageModel) -> None:
-    estimate = format_at(folder / "llama.gguf").estimate_head
-    assert estimate
-    planned = estimate(head_at(folder / "head"), folder / "llama.gguf", CONTEXT)
-    head = head_of(target, folder / "head")
-    assert planned.bytes_of("weights") == head.facts.weight_bytes
-    assert planned.bytes_of("cache") == head.facts.kv_bytes
-    target.resize(256)
-    assert 2 * head.facts.kv_bytes == planned.bytes_of("cache")
-
-
-def test_interrupting_and_closing(folder: Path, target: LanguageModel) -> None:
-    head = head_of(target, folder / "head")
-    target.prefill([5, 6, 7])
-    head.interrupt(True)
-    for call in (lambda: head.verify(TokenTree.chain(8)), lambda: head.prefill([6])):
-        with pytest.raises(CancelledError):
-            call()
-    head.interrupt(False)
-    assert np.isfinite(first_logits(head, HeadCache(head), [5, 6, 7, 8])).all()
-    with pytest.raises(CapabilityError, match="exceeds the limit of 64 per pass"):
-        head.verify(TokenTree.chain(5, [6] * 64))
-    head.close()
-    head.close()
-    target.prefill([8])
-
-
-def test_a_head_is_recognised_and_needs_no_conversion(
-    folder: Path, target: LanguageModel, tmp_path: Path
-) -> None:
-    head = folder / "head"
-    assert head_info(head).heads == ("EAGLE-1",)
-    with pytest.raises(ModelFileError, match="needs no conversion") as caught:
-        prepare_head(head, folder / "llama.gguf", tmp_path / "head.gguf")
-    assert f"--head {head}" in (caught.value.next_step or "")
-    eagle3 = write_head(tmp_path / "eagle3", size=SIZE, vocab=VOCAB)
-    with pytest.raises(CapabilityError, match="is an EAGLE-3 head in the Hugging Face layout"):
-        head_of(target, eagle3)

@@ -98,7 +98,7 @@ def target(plain: Files) -> Iterator[LanguageModel]:
     model.close()
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(ROUNDS, min_size=1, max_size=8), st.integers(0, 1 << 16))
 def test_a_draft_after_any_history_equals_that_of_a_fresh_head(
     files: Files, rounds: list[Round], seed: int
@@ -307,7 +307,7 @@ def test_a_useless_head_changes_no_reply(plain: Files, tmp_path: Path, temperatu
         assert reply.tokens == runtime.generate("the file", method="none", **asked).tokens
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 255)), min_size=1, max_size=4))
 def test_random_bytes_in_a_file_give_an_error_or_the_same_reply(
     plain: Files, changes: list[tuple[int, int]]

@@ -20,7 +20,7 @@ from edgespec.backends.llamacpp.layerskip_files import SHARED_BYTES_KEY
 from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.self_draft_methods import EarlyExit, LowBit, SkippedLayers
-from edgespec.drafters.base import MemoryUse
+from edgespec.drafters.base import DrafterMemory
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ClosedError, MemoryBudgetError
@@ -365,7 +365,7 @@ def _drafting(folder: Path, branches: tuple[int, ...] = (), **options: Any) -> R
     model = load_layerskip(str(folder), "demo", _options(**options))
     view = model.self_draft(EarlyExit(model.exit_layer))
     drafter = ModelDrafter(view, model.facts.vocab_size, branches=branches, name="layerskip")
-    assert drafter.memory_use == MemoryUse()
+    assert drafter.memory_use == DrafterMemory()
     return Runtime(model, None, DrafterSet(model, {"layerskip": drafter}))
 
 

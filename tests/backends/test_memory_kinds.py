@@ -72,7 +72,7 @@ rounds = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rounds)
 def test_drafts_wider_than_windows_and_checkpoints_roll_back_exactly(
     kind: LanguageModel, history: list[Round]
@@ -230,7 +230,7 @@ def replies_of(
                 ended(
                     runtime.stream_tokens(
                         list(prompt),
-                        max_tokens=30,
+                        max_tokens=16,
                         seed=7,
                         temperature=temperature,
                         method=method,

@@ -152,7 +152,7 @@ class TestInvalidBytes:
         with pytest.raises(CapabilityError, match=rf"layers cannot be merged: {says};"):
             merge_kv([memoryview(parts[0])], [memoryview(changed)], "m")
 
-    @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(st.data())
     def test_truncated_or_random_bytes_are_refused(
         self, parts: tuple[bytes, bytes], data: st.DataObject

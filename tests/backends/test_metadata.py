@@ -117,7 +117,7 @@ class TestGguf:
             read_gguf_info(path)
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(st.data())
 def test_a_byte_that_flipped_is_an_error_of_ours_or_nothing(
     tmp_path_factory: Any, data: st.DataObject

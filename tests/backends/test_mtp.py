@@ -142,7 +142,7 @@ def test_a_rejected_draft_does_not_keep_the_head_from_drafting(
     target.close()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.lists(ROUNDS, min_size=1, max_size=8), st.integers(0, 1 << 16))
 def test_any_history_with_checkpoints_alone(checkpointed: Files, rounds: list[Round], seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -333,7 +333,7 @@ def test_useless_layers_change_no_reply(glm: Files, tmp_path: Path, temperature:
         assert drafting.generate("the file", **asked).tokens == plain.generate("the file", **asked).tokens
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 255)), min_size=1, max_size=4))
 def test_random_bytes_in_a_file_give_an_error_or_the_same_reply(
     glm: Files, changes: list[tuple[int, int]]

@@ -148,7 +148,7 @@ class History:
         self.kept = list(self.saved[1])
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(acts, st.sampled_from([0, 0, 3]), st.sampled_from([1 << 30, 1 << 30, 10]))
 def test_any_history_equals_a_fresh_prefill(history: list[Act], undo: int, reach: int) -> None:
     done = History(StateModel(context_tokens=150, undo=undo, reach=reach))

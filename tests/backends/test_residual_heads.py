@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
-import gguf
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -20,7 +19,6 @@ from edgespec.assembly.loading import always_draft
 from edgespec.backends.base import LanguageModel
 from edgespec.backends.head_files import head_at
 from edgespec.backends.hidden_state_log import POST_NORM
-from edgespec.backends.llamacpp.file_matrix import FileMatrix
 from edgespec.backends.optional_features import HeadModel, HiddenStateSource
 from edgespec.backends.registry import format_at
 from edgespec.drafters.head_cache import HeadCache
@@ -163,7 +161,7 @@ def test_a_draft_longer_than_the_number_of_heads_is_refused(target: Target, mode
     assert view.facts.capabilities.max_draft_length == 3
     model.prefill([1, 2, 3])
     view.verify(TokenTree.chain(4, [5, 6]))
-    with pytest.raises(CapabilityError, match="predicts only 3 tokens"):
+    with pytest.raises(CapabilityError, match="drafts at most 3 tokens"):
         view.verify(TokenTree.chain(4, [5, 6, 7]))
     view.close()
 
@@ -383,39 +381,3 @@ def test_auto_drafts_with_the_head(target: Target) -> None:
 def test_a_head_for_another_method_is_refused(target: Target) -> None:
     with pytest.raises(EdgespecError, match="is a head for method medusa"):
         edgespec.load(str(target.path), "none", method="hydra", head=str(target.head(MEDUSA)), context=256)
-
-
-@pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q4_0"])
-def test_matrices_are_read_from_the_file(gguf_target: GgufTarget, tmp_path: Path, kind: str) -> None:
-    of_kind = gguf.GGMLQuantizationType[kind]
-    table = np.tile(gguf_target.table, (5, 1))
-    quantised = gguf.quants.quantize(table, of_kind)
-    path = write_matrix(tmp_path / "model.gguf", "token_embd.weight", quantised, of_kind)
-    matrix = FileMatrix(path, "output.weight", "token_embd.weight")
-    expected = gguf.quants.dequantize(quantised, of_kind)
-    assert np.array_equal(matrix.rows([0, 7, len(table) - 1, 7]), expected[[0, 7, -1, 7]])
-    assert np.array_equal(matrix.stored(), quantised.view(np.uint8))
-    assert matrix.stored_bytes == quantised.nbytes
-    np.testing.assert_allclose(expected, table, rtol=0, atol=1.0)
-    with path.open("r+b") as file:
-        file.truncate(path.stat().st_size - 100)
-    with pytest.raises(ModelFileError, match="truncated"):
-        matrix.stored()
-
-
-def test_a_file_without_the_matrix_is_refused(tmp_path: Path) -> None:
-    path = write_matrix(tmp_path / "model.gguf", "output_norm.weight", np.ones(5, np.float32))
-    with pytest.raises(ModelFileError, match="contains no tensor token_embd.weight"):
-        FileMatrix(path, "token_embd.weight")
-
-
-def write_matrix(
-    path: Path, name: str, data: NDArray[Any], kind: gguf.GGMLQuantizationType | None = None
-) -> Path:
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tensor(name, data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path

@@ -21,10 +21,11 @@ from edgespec.backends.self_draft_methods import Head
 from edgespec.drafters.head_cache import HeadCache
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, ClosedError
+from tests.backends.eagle1_targets import write_eagle1
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
 from tests.backends.residual_targets import GgufTarget
-from tests.backends.test_eagle1 import write_eagle1
-from tests.backends.tiny_models import write_dflash, write_eagle, write_gemma2, write_llama
+from tests.backends.tiny_heads import write_dflash, write_eagle
+from tests.backends.tiny_models import write_gemma2, write_llama
 from tests.backends.tiny_mtp_models import write_mtp_model
 from tests.heads.residual_files import Layout
 

@@ -111,7 +111,7 @@ def check(slots: Sequence[LanguageModel], alone: LanguageModel, histories: Seque
         np.testing.assert_allclose(row, fresh(alone, [*kept, 4]), rtol=0, atol=ROUNDING)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(ROUNDS, min_size=SLOTS, max_size=SLOTS))
 def test_slots_equal_separate_contexts(
     slots: Sequence[LanguageModel], alone: LanguageModel, histories: list[list[Round]]

@@ -25,7 +25,8 @@ from edgespec.files import cache_folder
 from edgespec.prepare.layerskip import prepare_layerskip
 from edgespec.prepare.lowbit import prepare_lowbit
 from tests.backends.test_header_validation import altered
-from tests.backends.tiny_models import write_eagle, write_jamba, write_llama, write_mamba, write_moe
+from tests.backends.tiny_heads import write_eagle
+from tests.backends.tiny_models import write_jamba, write_llama, write_mamba, write_moe
 
 
 @pytest.fixture(autouse=True)

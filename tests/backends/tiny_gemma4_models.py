@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 import gguf
 import numpy as np
 
-from tests.backends.tiny_models import (
-    _FEED_FORWARD,
-    _SIZE,
+from tests.backends.tiny_gguf import (
     CHATML,
+    FEED_FORWARD,
+    SIZE,
     WORDS,
     Tensors,
-    _finish,
-    _ones,
-    _vocabulary,
-    _weights,
+    add_vocabulary,
+    finish,
+    ones,
+    random_weights,
 )
 
 __all__ = ["WINDOW", "Gemma4Shape", "write_gemma4", "write_gemma4_assistant"]
@@ -38,7 +38,7 @@ class Gemma4Shape(NamedTuple):
         shared_layers: Number of the target's last layers that use the keys and values of earlier layers.
     """
 
-    size: int = _SIZE
+    size: int = SIZE
     words: tuple[str, ...] = WORDS
     full: tuple[int, int] = (1, 32)
     windowed: tuple[int, int] = (2, 16)
@@ -57,8 +57,8 @@ def write_gemma4(path: Path, shape: Gemma4Shape | None = None, *, seed: int = 0,
     random, windowed = np.random.default_rng(seed), [True, False, True, False]
     writer, vocab = _open(path, "gemma4", shape, windowed, shape.size, changes)
     tensors: Tensors = {
-        "token_embd.weight": _weights(random, vocab, shape.size) * 4,
-        "output_norm.weight": _ones(shape.size),
+        "token_embd.weight": random_weights(random, vocab, shape.size) * 4,
+        "output_norm.weight": ones(shape.size),
         # The rank is that of the head's output, which can therefore be almost the same.
         "output.weight": _head_output(vocab) @ _to_head(shape.size),
     }
@@ -67,9 +67,9 @@ def write_gemma4(path: Path, shape: Gemma4Shape | None = None, *, seed: int = 0,
         tensors |= _layer(random, layer, shape, shape.size, is_windowed)
         heads, size = shape.of_layer(is_windowed)
         for part in "kv":
-            tensors[f"blk.{layer}.attn_{part}.weight"] = _weights(random, heads * size, shape.size)
-        tensors[f"blk.{layer}.attn_k_norm.weight"] = _ones(size)
-    _finish(writer, tensors)
+            tensors[f"blk.{layer}.attn_{part}.weight"] = random_weights(random, heads * size, shape.size)
+        tensors[f"blk.{layer}.attn_k_norm.weight"] = ones(size)
+    finish(writer, tensors)
     return path
 
 
@@ -94,21 +94,21 @@ def write_gemma4_assistant(
     writer, vocab = _open(path, "gemma4-assistant", shape, windowed, head_size, changes)
     tensors: Tensors = {
         "token_embd.weight": np.resize(_head_output(vocab), (vocab, head_size)),
-        "output_norm.weight": _ones(head_size),
+        "output_norm.weight": ones(head_size),
         # The embedding passes through almost unchanged, so that the head is sometimes right.
         "nextn.pre_projection.weight": np.concatenate(
             [
                 np.resize(_to_head(shape.size), (head_size, shape.size)),
-                _weights(random, head_size, shape.size),
+                random_weights(random, head_size, shape.size),
             ],
             axis=1,
         ),
-        "nextn.post_projection.weight": _weights(random, shape.size, head_size),
+        "nextn.post_projection.weight": random_weights(random, shape.size, head_size),
     }
     tensors |= _rope_factors(shape)
     for layer, is_windowed in enumerate(windowed):
         tensors |= _layer(random, layer, shape, head_size, is_windowed)
-    _finish(
+    finish(
         writer, {name: tensor for name, tensor in tensors.items() if not (without and name.endswith(without))}
     )
     return path
@@ -129,7 +129,7 @@ def _open(
         "embedding_length": size,
         "embedding_length_per_layer_input": 0,
         "block_count": len(windowed),
-        "feed_forward_length": _FEED_FORWARD,
+        "feed_forward_length": FEED_FORWARD,
         "attention.layer_norm_rms_epsilon": 1e-6,
         "attention.head_count": 2,
         "attention.head_count_kv": [shape.of_layer(each)[0] for each in windowed],
@@ -153,7 +153,7 @@ def _open(
             writer.add_float32(name, value)
         elif value is not None:
             writer.add_uint32(name, value)
-    return writer, _vocabulary(writer, shape.words, CHATML)
+    return writer, add_vocabulary(writer, shape.words, CHATML)
 
 
 def _layer(
@@ -163,15 +163,15 @@ def _layer(
     block, head = f"blk.{layer}.", shape.of_layer(is_windowed)[1]
     norms = ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
     return {
-        **{f"{block}{norm}.weight": _ones(size) for norm in norms},
-        f"{block}attn_q.weight": _weights(random, 2 * head, size),
-        f"{block}attn_q_norm.weight": _ones(head),
-        f"{block}attn_output.weight": _weights(random, size, 2 * head),
-        f"{block}ffn_gate.weight": _weights(random, _FEED_FORWARD, size),
-        f"{block}ffn_up.weight": _weights(random, _FEED_FORWARD, size),
-        f"{block}ffn_down.weight": _weights(random, size, _FEED_FORWARD),
+        **{f"{block}{norm}.weight": ones(size) for norm in norms},
+        f"{block}attn_q.weight": random_weights(random, 2 * head, size),
+        f"{block}attn_q_norm.weight": ones(head),
+        f"{block}attn_output.weight": random_weights(random, size, 2 * head),
+        f"{block}ffn_gate.weight": random_weights(random, FEED_FORWARD, size),
+        f"{block}ffn_up.weight": random_weights(random, FEED_FORWARD, size),
+        f"{block}ffn_down.weight": random_weights(random, size, FEED_FORWARD),
         # Layers add little to their input, so that the next token depends mostly on the last one.
-        f"{block}layer_output_scale.weight": _ones(1),
+        f"{block}layer_output_scale.weight": ones(1),
     }
 
 
@@ -183,9 +183,9 @@ def _rope_factors(shape: Gemma4Shape) -> Tensors:
 
 
 def _head_output(vocab: int) -> np.ndarray:
-    return _weights(np.random.default_rng(100), vocab, _HEAD_SIZE) * 4
+    return random_weights(np.random.default_rng(100), vocab, _HEAD_SIZE) * 4
 
 
 def _to_head(size: int) -> np.ndarray:
     """Return the matrix that turns hidden states of the model into those of the head."""
-    return _weights(np.random.default_rng(101), _HEAD_SIZE, size)
+    return random_weights(np.random.default_rng(101), _HEAD_SIZE, size)

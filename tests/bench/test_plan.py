@@ -73,20 +73,20 @@ def test_draft_lengths_are_for_those_that_take_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("wrong", "says"),
     [
-        {"prompts": ()},
-        {"prompts": (*prompts("a"), *prompts("a"))},
-        {"configs": (MethodConfig("auto"),)},
-        {"configs": (*WAYS, WAYS[0])},
-        {"temperatures": ()},
-        {"temperatures": (0.0, 0.0)},
+        ({"prompts": ()}, "nothing to measure"),
+        ({"prompts": (*prompts("a"), *prompts("a"))}, "prompts contains a-0 twice"),
+        ({"configs": (MethodConfig("auto"),)}, "nothing to measure"),
+        ({"configs": (*WAYS, WAYS[1])}, "methods contains auto twice"),
+        ({"temperatures": ()}, "nothing to measure"),
+        ({"temperatures": (0.7, 0.0, 0.7)}, "temperatures contains 0.7 twice"),
     ],
 )
-def test_wrong_options_are_refused(wrong: dict[str, Any]) -> None:
+def test_wrong_options_are_refused(wrong: dict[str, Any], says: str) -> None:
     good: dict[str, Any] = {"prompts": prompts("a"), "configs": WAYS}
     BenchPlan(**good)
-    with pytest.raises(OptionError):
+    with pytest.raises(OptionError, match=says):
         BenchPlan(**good | wrong)
 
 

@@ -125,10 +125,9 @@ def test_without_accepted_tokens_a_race_claims_nothing(finished: Race) -> None:
 
 def test_without_drafts_only_the_machine_explains_a_difference(finished: Race) -> None:
     race = with_drafts(finished, drafted=0)
-    for seconds, result in ((0.009, "was no faster here"), (0.02, "was slower here")):
+    for seconds in (0.009, 0.02):
         headline = race_of(race, 0.01, seconds).headline()
-        assert result in headline
-        assert "It drafted nothing, so the difference comes from the machine." in headline
+        assert headline.startswith("model drafted nothing here, so only the machine explains a difference: ")
         assert headline.endswith(f"for this reason: {finished.other.reply.method.reason}.")
 
 

@@ -24,7 +24,8 @@ from edgespec.catalog.speedup_estimate import estimate_head_speedup
 from edgespec.errors import CancelledError, CapabilityError, EdgespecError, ModelFileError, ModelNotFoundError
 from edgespec.method_names import HEADS
 from tests.backends.published_heads import VOCAB, write_published
-from tests.backends.tiny_models import write_eagle, write_llama
+from tests.backends.tiny_heads import write_eagle
+from tests.backends.tiny_models import write_llama
 from tests.catalog.fake_stores import add_to_hub
 from tests.catalog.stand_in_hub import REPOSITORY, StandInHub
 from tests.heads.published import write_head

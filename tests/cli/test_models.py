@@ -14,7 +14,8 @@ from edgespec.catalog import mlx_installed
 from edgespec.catalog.catalogue import models_folder
 from tests.backends.published_heads import write_published
 from tests.backends.tiny_gemma4_models import write_gemma4, write_gemma4_assistant
-from tests.backends.tiny_models import write_eagle, write_llama
+from tests.backends.tiny_heads import write_eagle
+from tests.backends.tiny_models import write_llama
 from tests.catalog.fake_stores import add_to_hub
 from tests.cli.conftest import ROOT, Run, Start, json_of, one_line_error
 

@@ -15,7 +15,8 @@ from edgespec.assembly.loading import always_draft
 from edgespec.errors import OptionError, WorkerLostError
 from edgespec.load_options import LoadArguments
 from tests.backends.published_heads import VOCAB
-from tests.backends.tiny_models import write_dflash, write_gemma2, write_llama
+from tests.backends.tiny_heads import write_dflash
+from tests.backends.tiny_models import write_gemma2, write_llama
 from tests.cluster.conftest import Worker
 from tests.cluster.test_spread_targets import PROMPT, run
 from tests.heads.published import write_head

@@ -112,7 +112,7 @@ def test_a_worker_can_be_reserved_again_at_once(start_worker: Callable[..., Work
     worker = start_worker()
     address = WorkerAddress("127.0.0.1", worker.port)
     library = Library(LLAMA_CPP, worker.facts["llama_cpp"])
-    for _ in range(4):
+    for _ in range(2):
         reserved = Link(address, library)
         worker.process.send_signal(signal.SIGSTOP)
         reserved.close()

@@ -96,7 +96,7 @@ class TestMasks:
 
 
 class TestDraftsAndRollback:
-    @settings(max_examples=150)
+    @settings(max_examples=60)
     @given(st.sampled_from(CONSTRAINTS), st.data())
     def test_pop_restores_the_state(self, constraint: Constraint, data: st.DataObject) -> None:
         """After any pushes and pops, the mask is that of a new processor after the same tokens."""
@@ -118,7 +118,7 @@ class TestDraftsAndRollback:
                 assert allowed(constrained) == allowed(fresh)
                 assert constrained.forced_tokens(8) == fresh.forced_tokens(8)
 
-    @settings(max_examples=100)
+    @settings(max_examples=40)
     @given(st.sampled_from(CONSTRAINTS), st.integers(1, 4), st.data())
     def test_each_node_of_a_tree_has_the_mask_of_a_new_matcher(
         self, constraint: Constraint, max_masks: int, data: st.DataObject

@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator, FormatChecker
+from jsonschema.validators import validator_for
 
 import edgespec
 from edgespec import Runtime
 from edgespec.assembly.loading import always_draft
+from edgespec.errors import OptionError
+from tests.constraints.unusual_schemas import REFUSED, UNUSUAL
 from tests.constraints.varied_schemas import SCHEMAS
 
 pytestmark = pytest.mark.long
@@ -64,6 +67,24 @@ def test_a_reply(runtime: Runtime, finished: Counter[float], name: str, temperat
     if plain.finish_reason == "stop":
         finished[temperature] += 1
         Draft202012Validator(schema, format_checker=FORMATS).validate(json.loads(plain.text))
+
+
+@pytest.mark.parametrize("max_tokens", [12, MAX_TOKENS])
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_unusual_schemas(runtime: Runtime, name: str, max_tokens: int) -> None:
+    schema = UNUSUAL[name]
+    settings: dict[str, Any] = {"temperature": 0.8, "seed": 7, "max_tokens": max_tokens, "schema": schema}
+    if name in REFUSED:
+        with pytest.raises(OptionError, match="the JSON schema cannot be used"):
+            runtime.generate("Write JSON", **settings)
+        return
+    plain = runtime.generate("Write JSON", method="none", **settings)
+    drafted = runtime.generate("Write JSON", method="auto", **settings)
+    assert drafted.tokens == plain.tokens
+    assert drafted.finish_reason == plain.finish_reason
+    if plain.finish_reason == "stop":
+        validator = validator_for(schema, default=Draft202012Validator)
+        validator(schema, format_checker=FORMATS).validate(json.loads(plain.text))
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)

@@ -358,3 +358,17 @@ POINTERS: dict[str, Schema] = {
     },
 }
 UNUSUAL: dict[str, Schema] = LENGTHS | FORMATS | BOUNDS | VALUES | COMBINATIONS | LISTS | RECORDS | POINTERS
+# The schemas that cannot be enforced exactly, or that no value satisfies.
+REFUSED = {
+    *("pattern-look-ahead", "pattern-back-reference", "pattern-boundary", "format-regex"),
+    *("format-json-pointer", "format-idn-email", "format-uri-reference", "format-iri"),
+    *("integer-no-value", "number-huge", "enum-no-value", "enum-empty", "const-and-type", "type-empty"),
+    *("nothing", "not-const", "not-type", "not-required", "if-then", "if-then-else"),
+    *("dependent-required", "dependent-schemas", "dependencies-draft-7", "one-of-overlap"),
+    *("one-of-bounds", "one-of-required", "one-of-same", "one-of-lengths", "any-of-empty"),
+    *("all-of-closed", "all-of-open", "all-of-unevaluated", "all-of-impossible", "array-nothing"),
+    *("array-unique", "array-contains", "array-bounds-crossed", "array-unevaluated"),
+    *("object-required-unknown", "object-minimum", "object-property-names"),
+    *("object-overlapping-patterns", "object-unevaluated", "ref-missing", "ref-remote", "ref-loop"),
+    *("ref-dynamic",),
+}

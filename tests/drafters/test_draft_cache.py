@@ -109,7 +109,7 @@ class TestWithARealModel:
         assert cache.pending_tokens == 10
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(
     st.lists(st.integers(0, VOCAB - 2), min_size=1, max_size=40),
     st.lists(

@@ -28,7 +28,7 @@ def propose(drafter: ModelDrafter, tokens: list[int], draft_length: int) -> Toke
 
 
 class TestCache:
-    @settings(max_examples=150)
+    @settings(max_examples=60)
     @given(
         st.lists(st.integers(0, VOCAB - 2), min_size=1, max_size=8),
         st.lists(st.tuples(st.integers(0, 5), st.integers(0, 6), st.booleans()), max_size=8),

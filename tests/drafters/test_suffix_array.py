@@ -20,7 +20,7 @@ def following(index: SuffixArray, where: SuffixRange) -> list[Text]:
     return [[*row, SEPARATOR][: [*row, SEPARATOR].index(SEPARATOR)] for row in rows]
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(st.lists(texts, max_size=5), texts)
 def test_every_match_length_is_found_with_its_occurrences(documents: list[Text], text: Text) -> None:
     index = index_of(*documents)

@@ -32,6 +32,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 # Every run tests each draft with one of three targets, and `-m long` with all of them.
 STEPS = pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.long)], ids=["some", "all"])
 TREES: list[tuple[int, ...]] = [(), (2,), (3,), (2, 2), (1, 3), (4, 2, 2)]
+TREES_AT_THE_END: list[tuple[int, ...]] = [(), (2, 2), (4, 4)]
 
 
 def plain(target_seed: int, **options: Any) -> Reply:
@@ -45,11 +46,11 @@ class TestEveryDrafter:
     @pytest.mark.parametrize("method", ["model", "ngram", "model+ngram", "ngram+model"])
     def test_every_draft_length(self, method: str, sampling: dict[str, Any], step: int) -> None:
         for seed in range(3):
-            expected = plain(seed, seed=seed, max_tokens=60, **sampling)
+            expected = plain(seed, seed=seed, max_tokens=36, **sampling)
             with runtime(table(seed), near(table(seed), seed + 50)) as pair:
                 for draft_length in range(1 + seed % step, 17, step):
                     got = pair.generate(
-                        PROMPT, method=method, draft_length=draft_length, seed=seed, max_tokens=60, **sampling
+                        PROMPT, method=method, draft_length=draft_length, seed=seed, max_tokens=36, **sampling
                     )
                     assert got.tokens == expected.tokens
                     assert got.text == expected.text
@@ -60,11 +61,11 @@ class TestEveryDrafter:
     def test_every_tree(self, branches: tuple[int, ...], sampling: dict[str, Any], step: int) -> None:
         drafts = list(product(("model", "model+ngram"), (1, 2, 3, 6)))
         for seed in range(3):
-            expected = plain(seed, seed=seed, max_tokens=60, **sampling)
+            expected = plain(seed, seed=seed, max_tokens=36, **sampling)
             with runtime(table(seed), near(table(seed), seed + 50), branches=branches) as pair:
                 for method, draft_length in drafts[seed % step :: step]:
                     got = pair.generate(
-                        PROMPT, method=method, draft_length=draft_length, seed=seed, max_tokens=60, **sampling
+                        PROMPT, method=method, draft_length=draft_length, seed=seed, max_tokens=36, **sampling
                     )
                     assert got.tokens == expected.tokens
 
@@ -131,15 +132,15 @@ HOSTILE: dict[str, Callable[[list[int], int], TokenTree | Sequence[int]]] = {
 def test_a_hostile_drafter_changes_nothing(
     say: Callable[[list[int], int], TokenTree | Sequence[int]], sampling: dict[str, Any]
 ) -> None:
-    for seed in range(3):
-        expected = plain(seed, seed=seed, max_tokens=50, **sampling)
+    for seed in range(2):
+        expected = plain(seed, seed=seed, max_tokens=30, **sampling)
         with with_drafter(table(seed, context_tokens=300), Saying(say)) as hostile:
-            got = hostile.generate(PROMPT, seed=seed, max_tokens=50, draft_length=5, **sampling)
+            got = hostile.generate(PROMPT, seed=seed, max_tokens=30, draft_length=5, **sampling)
         assert got.tokens == expected.tokens
         assert got.finish_reason == expected.finish_reason
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(st.data())
 def test_any_drafter_changes_nothing(data: st.DataObject) -> None:
     """Hypothesis chooses the drafts."""
@@ -211,9 +212,10 @@ class TestEndsInsideADraft:
         assert (got.tokens, got.text, got.finish_reason) == (expected.tokens, expected.text, "length")
         assert len(got.tokens) == 16 - len(PROMPT) + 1
 
-    @pytest.mark.parametrize("branches", [(), (2, 2), (4, 4)])
+    @pytest.mark.parametrize("branches", TREES_AT_THE_END)
     def test_a_draft_model_at_the_end_of_its_context(self, branches: tuple[int, ...]) -> None:
-        for context in range(6, 30):
+        # Each number of branches is tested with every third size, and all sizes are tested.
+        for context in range(6 + TREES_AT_THE_END.index(branches), 30, 3):
             options: dict[str, Any] = {"seed": 2, "logit_bias": {END: -np.inf}}
             with runtime(table(3, context_tokens=context)) as alone:
                 expected = alone.generate(PROMPT, method="none", **options)
@@ -229,7 +231,7 @@ class TestEndsInsideADraft:
 class TestManyReplies:
     """Several replies of one runtime in any order: only the KV cache carries over."""
 
-    @settings(max_examples=60)
+    @settings(max_examples=30)
     @given(
         st.lists(
             st.tuples(

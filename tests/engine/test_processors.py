@@ -57,7 +57,7 @@ class Counting(HostLogits):
 
 
 class TestSameBitsAsOneFunction:
-    @settings(max_examples=200)
+    @settings(max_examples=50)
     @given(rows(), settings_of((0.5, 1.0, 2.0)), histories)
     def test_distribution(self, row: NDArray[np.float32], params: SamplingParams, history: list[int]) -> None:
         assume(np.isfinite(single_function_chain.modified(row, params, history).max()))
@@ -70,7 +70,7 @@ class TestSameBitsAsOneFunction:
             got.probs[got.probs > 0], weights[kept] / weights.sum(), rtol=1e-15, atol=0
         )
 
-    @settings(max_examples=200)
+    @settings(max_examples=50)
     @given(rows(), settings_of(), histories, st.integers(0, 2**63 - 1), st.sampled_from([1, 2, 5]))
     def test_ranked_tokens(
         self, row: NDArray[np.float32], params: SamplingParams, history: list[int], seed: int, count: int
@@ -200,7 +200,7 @@ class OnlyApply(LogitsProcessor):
         return tokens[keep], logits[keep]
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(rows(), settings_of(), histories, st.sampled_from([1, 3]))
 def test_a_filter_with_apply_alone_is_correct(
     row: NDArray[np.float32], params: SamplingParams, history: list[int], count: int

@@ -113,7 +113,7 @@ def _held(
 
 
 class TestAgainstTheReference:
-    @settings(max_examples=250)
+    @settings(max_examples=100)
     @given(rows(), settings_of(), histories)
     def test_distribution_equals_the_reference(
         self, row: NDArray[np.float32], params: SamplingParams, history: list[int]
@@ -126,7 +126,7 @@ class TestAgainstTheReference:
         for token in expected.keys() | got.keys():
             assert got.get(token, 0.0) == pytest.approx(expected.get(token, 0.0), abs=1e-9)
 
-    @settings(max_examples=150)
+    @settings(max_examples=60)
     @given(rows(), settings_of(), histories, st.integers(0, 2**63 - 1))
     def test_token_equals_the_reference(
         self, row: NDArray[np.float32], params: SamplingParams, history: list[int], seed: int
@@ -161,7 +161,7 @@ class TestAgainstTheReference:
         floor = np.sort(row)[-min(count, size)]
         assert set(np.flatnonzero(row >= floor)) <= set(tokens.tolist())
 
-    @settings(max_examples=200)
+    @settings(max_examples=80)
     @given(st.integers(0, 2**32 - 1), st.floats(0, 50), st.sampled_from([1.0, 40.0, 3000.0]))
     @example(seed=1, margin=0.0, scale=3000.0)
     def test_above_includes_logits_exactly_at_the_margin(
@@ -176,7 +176,7 @@ class TestAgainstTheReference:
 class TestPushAndPop:
     """After any push and pop, the sampler equals a new one at the same path."""
 
-    @settings(max_examples=200)
+    @settings(max_examples=80)
     @given(rows(), settings_of(), histories, st.lists(st.integers(0, VOCAB), max_size=12))
     def test_pop_undoes_push(
         self, row: NDArray[np.float32], params: SamplingParams, history: list[int], path: list[int]
@@ -193,7 +193,7 @@ class TestPushAndPop:
         np.testing.assert_array_equal(a.tokens, b.tokens)
         np.testing.assert_array_equal(a.probs, b.probs)
 
-    @settings(max_examples=200)
+    @settings(max_examples=80)
     @given(
         rows(),
         settings_of(),

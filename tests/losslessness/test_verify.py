@@ -98,7 +98,7 @@ class TestInvariantMode:
 
     def test_rounding_is_measured_and_counts_as_a_near_tie(self) -> None:
         with rounding(0.05) as pair:
-            report = prove(pair, prompts=_many(12), max_tokens=60, temperatures=(0.0, 0.7, 1.2))
+            report = prove(pair, prompts=_many(6), temperatures=(0.0, 0.7, 1.2))
         found = [divergence for result in report.methods.values() for divergence in result.divergences]
         assert found, "nothing diverged: this shows nothing"
         assert report.violations == 0
@@ -107,7 +107,7 @@ class TestInvariantMode:
             assert 0 < (divergence.cross_width_error or 0) <= 0.051
             assert divergence.plain_token != divergence.other_token
         for result in report.methods.values():
-            assert result.identical + result.near_tie == result.prompts == 12
+            assert result.identical + result.near_tie == result.prompts == 6
 
     def test_with_exact_every_difference_is_a_violation(self) -> None:
         with rounding(0.05) as pair:
@@ -115,7 +115,7 @@ class TestInvariantMode:
                 target.facts = replace(
                     target.facts, capabilities=replace(target.facts.capabilities, exact=True)
                 )
-            report = prove(pair, prompts=_many(12), max_tokens=60, temperatures=(0.0, 0.7, 1.2))
+            report = prove(pair, prompts=_many(6), temperatures=(0.0, 0.7, 1.2))
         assert report.violations > 0
         assert all(d.verdict == "violation" for r in report.methods.values() for d in r.divergences)
 
@@ -178,7 +178,7 @@ def _many(count: int) -> list[Prompt]:
 class TestRejectionMode:
     def test_identical_replies_are_no_violation(self) -> None:
         with runtime(table(1), near(table(1), 2), branches=(2,)) as pair:
-            report = prove(pair, prompts=PROMPTS[:2], acceptance="rejection", samples=150)
+            report = prove(pair, prompts=PROMPTS[:2], acceptance="rejection", samples=60)
         assert report.violations == 0
         for result in report.methods.values():
             assert result.identical == 2
@@ -326,9 +326,9 @@ def test_the_demo_pair(acceptance: str, every: int) -> None:
             methods=METHODS,
             temperatures=(0.0, 1.0),
             draft_lengths=(4,),
-            max_tokens=32,
+            max_tokens=20,
             seed=5,
             acceptance=acceptance,
-            samples=60,
+            samples=30,
         )
     assert report.violations == 0

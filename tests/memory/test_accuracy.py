@@ -168,7 +168,8 @@ def test_vocabulary_estimate_includes_merges() -> None:
 
 
 @pytest.mark.parametrize(
-    ("quantisation", "flash_attention"), [("Q8_0", "auto"), ("Q4_0", "auto"), ("Q8_0", "off")]
+    ("quantisation", "flash_attention"),
+    [("Q8_0", "auto"), ("Q4_0", "off"), pytest.param("Q8_0", "off", marks=pytest.mark.long)],
 )
 def test_split_model_estimate_matches_llama_cpp(
     quantisation: str, flash_attention: str, demo_in_halves: Path, tmp_path: Path

@@ -120,6 +120,8 @@ ASKED = (
 CONSTRAINED = tuple(
     Ask(PROMPTS[1], temperature, 3, regex="(abc[def]ghi[jkl]mno[a-z]){9}") for temperature in (0.0, 0.8)
 )
+# What each test run asks. The long tests ask all of the above.
+FEW = (ASKED[0], CONSTRAINED[1], ASKED[3])
 
 
 class Tiny:

@@ -23,7 +23,7 @@ from edgespec.backends.llamacpp.layerskip_files import LOWER, LOWER_FIRST, SHARE
 from edgespec.catalog import resolve
 from edgespec.errors import CancelledError, CapabilityError, ModelFileError, ModelNotFoundError, OptionError
 from edgespec.prepare.exit_measurement import measure_exits
-from edgespec.prepare.gguf_parts import GgufModel, split_metadata, write_gguf
+from edgespec.prepare.gguf_parts import GgufParts, split_metadata, write_gguf
 from edgespec.prepare.layerskip import prepare_layerskip
 from edgespec.prepare.store import check_prepared, find_prepared, store_folder
 from tests.backends.tiny_models import write_gemma2, write_gemma3, write_jamba, write_llama, write_mamba
@@ -69,7 +69,7 @@ class TestParts:
             np.testing.assert_array_equal(found[name], data)
 
     def test_a_multi_part_model_is_prepared(self, tmp_path: Path, demo_target: Path) -> None:
-        source = GgufModel([demo_target])
+        source = GgufParts([demo_target])
         names = [tmp_path / f"demo-0000{i}-of-00002.gguf" for i in (1, 2)]
         _split(demo_target, names)
         prepared = prepare_layerskip(names[0], 4)
@@ -92,7 +92,7 @@ class TestParts:
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        source = GgufModel([path])
+        source = GgufParts([path])
         lower, upper = source.metadata(0, 1), source.metadata(1, 4)
         for part, heads, dense, count in ((lower, [1], 1, 1), (upper, [2, 3, 4], 2, 3)):
             assert part["llama.attention.head_count_kv"][0] == heads
@@ -106,7 +106,7 @@ class TestParts:
                 write_gguf(
                     tmp_path / name, "llama", source.metadata(begin, end) | split_metadata(0, 1, 0), {}
                 )
-                halves.append(GgufModel([tmp_path / name]))
+                halves.append(GgufParts([tmp_path / name]))
             whole = halves[0].metadata_with(halves[1])
             assert whole == source.metadata(0, 4)
 
@@ -260,7 +260,7 @@ class TestPreparedModels:
 
 
 def test_exits_of_a_trained_model_agree(demo_target: Path) -> None:
-    table = measure_exits(demo_target, GgufModel([demo_target]))
+    table = measure_exits(demo_target, GgufParts([demo_target]))
     exits = table.exits
     assert table.layer_count == 12
     costs = [found.cost for found in exits]
@@ -274,7 +274,7 @@ def test_exits_of_a_trained_model_agree(demo_target: Path) -> None:
 
 def _split(path: Path, parts: list[Path]) -> None:
     """Write a model in several parts, as the split tool of llama.cpp does."""
-    source = GgufModel([path])
+    source = GgufParts([path])
     count, metadata = len(parts), source.metadata(0, source.layer_count)
     first = metadata | split_metadata(0, count, len(source.tensors))
     write_gguf(parts[0], source.architecture, first, {})

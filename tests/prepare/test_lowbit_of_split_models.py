@@ -16,7 +16,7 @@ from edgespec.backends.llamacpp.layerskip import load_layerskip
 from edgespec.backends.self_draft_methods import LowBit
 from edgespec.errors import CancelledError, CapabilityError, ModelFileError, OptionError
 from edgespec.prepare import builder
-from edgespec.prepare.gguf_parts import GgufModel, merged_file
+from edgespec.prepare.gguf_parts import GgufParts, merged_file
 from edgespec.prepare.layerskip import prepare_layerskip
 from edgespec.prepare.lowbit import check_lowbit, find_lowbit, lowbit_file, prepare_lowbit
 from edgespec.prepare.store import PreparedModel, check_prepared, store_folder
@@ -51,7 +51,7 @@ def demo(tmp_path: Path, demo_target: Path) -> Path:
 
 def contents(path: Path) -> tuple[dict[str, object], dict[str, tuple[object, bytes]]]:
     """Return the metadata of a GGUF file with the types and bytes of its tensors."""
-    model = GgufModel([path])
+    model = GgufParts([path])
     said = {key: field.contents() for key, field in model._fields.items() if not key.startswith("GGUF.")}
     return said, {
         name: (tensor.tensor_type, np.asarray(tensor.data).tobytes())

@@ -28,7 +28,7 @@ PIECE = 256
 
 
 def reply_to(runtime: Runtime, tokens: list[int], **options: Any) -> Reply:
-    stream = runtime.stream_tokens(tokens, max_tokens=16, **options)
+    stream = runtime.stream_tokens(tokens, max_tokens=10, **options)
     for _ in stream:
         pass
     return stream.reply

@@ -36,7 +36,7 @@ class TestOptions:
             ({"seed": 2**63}, f"from 0 to {2**63 - 1}"),
             ({"method": "modle"}, "did you mean 'model'"),
             ({"method": ""}, "method ''"),
-            ({"method": "model+model"}, "twice"),
+            ({"method": "model+ngram+model"}, "contains model twice"),
             ({"draft_length": 0}, "draft_length"),
             ({"draft_length": 10**9}, "draft_length"),
             ({"acceptance": "always"}, "acceptance"),

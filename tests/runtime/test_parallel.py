@@ -87,7 +87,7 @@ def test_concurrent_replies_equal_single_ones(
 ) -> None:
     if method == "lookahead" and "lookahead" not in many.drafters:
         pytest.skip("lookahead chooses its own branches")
-    options: dict[str, Any] = {"seed": 1, "max_tokens": 40, "temperature": temperature}
+    options: dict[str, Any] = {"seed": 1, "max_tokens": 20, "temperature": temperature}
     prompts = [tokens_of(alone, text) for text in PROMPTS]
     expected = [alone.stream_tokens(prompt, method="none", **options).wait() for prompt in prompts]
     many.clear_cache()

@@ -58,11 +58,7 @@ def test_models_that_fit_stay_loaded() -> None:
         assert names(pool) == ["demo", "demo-draft"]
 
 
-def test_the_log_says_that_replies_run_one_after_the_other(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # `edgespec serve` keeps the log to itself, and tests of that command may have run in this process.
-    monkeypatch.setattr(logging.getLogger("edgespec.server"), "propagate", True)
+def test_the_log_says_that_replies_run_one_after_the_other(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "edgespec")
 
     @pool_test(load_options={"parallel": 2})

@@ -67,7 +67,7 @@ def train(target: TrainingTarget) -> Train:
     def train(
         folder: Path,
         progress: Any = None,
-        tokens: int = 500,
+        tokens: int = 300,
         method: str = "eagle3",
         announced: list[str] | None = None,
         gguf: Path | None = None,
@@ -79,7 +79,7 @@ def train(target: TrainingTarget) -> Train:
         settings = TrainingSettings(method, target.identity, tokens, "test")
         student = target.teacher.head(method)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("edgespec.train.writing._MAX_REPLY_TOKENS", 40)
+            patch.setattr("edgespec.train.writing._MAX_REPLY_TOKENS", 20)
             # Measure the speed in a short trial.
             patch.setattr("edgespec.train.timing._TRIAL_CONVERSATIONS", (1,))
             patch.setattr("edgespec.train.timing._TRIAL_TOKENS", 4)

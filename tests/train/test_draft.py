@@ -79,7 +79,7 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write little text, and learn much from it."""
     monkeypatch.setattr("edgespec.train.writing._MAX_REPLY_TOKENS", 60)
-    monkeypatch.setattr("edgespec.train.steps._MIN_BATCH_TOKENS", 64)
+    monkeypatch.setattr("edgespec.train.conversations._MIN_BATCH_TOKENS", 64)
     monkeypatch.setattr("edgespec.backends.mlx.draft_trainer._RATE_TIMES_SIZE", 0.05)
     monkeypatch.setattr("edgespec.backends.mlx.draft_trainer._LORA_RATE", 0.003)
 
@@ -123,7 +123,7 @@ def test_training_raises_the_acceptance_on_other_text(
     student = student_of(target, draft, lora)
     trainer, held_out = student.trainer(texts_of(0, 1, 9), np.ones(ROWS, np.int64)), texts_of(1, 8, 30)
     before, _ = trainer.guesses(held_out, 4)
-    for step in range(60):
+    for step in range(40):
         trainer.step(texts_of(2 + step, 8, 40), 0.1)
     after, owners = trainer.guesses(held_out, 4)
     assert after.mean() > before.mean() + 0.03
@@ -143,7 +143,7 @@ def test_an_interrupted_training_gives_the_same_draft_model(
     assert whole.kept
     assert whole.earlier is not None
     assert whole.figures.tokens_per_pass > whole.earlier.tokens_per_pass + 0.1
-    for after in (0, 2, 3):
+    for after in (0, 3):
         with pytest.raises(CancelledError, match="run the same command again to continue"):
             trained(target, draft, tmp_path / "parts", Stops(after))
         assert list((tmp_path / "parts" / "training").glob("state-*.safetensors"))
@@ -212,13 +212,10 @@ def test_replies_are_those_of_plain_decoding(
     for _ in range(10):
         trainer.step(texts_of(0, 4, 24), 0.1)
     trainer.publish(tmp_path)
-    with (
-        edgespec.load(str(model), "none", method="none", context=256) as plain,
-        edgespec.load(str(model), str(tmp_path), method="model", context=256, **settings) as drafting,
-    ):
+    with edgespec.load(str(model), str(tmp_path), method="model", context=256, **settings) as drafting:
         asked: dict[str, Any] = {"max_tokens": 24, "temperature": temperature, "seed": 3}
         reply = drafting.generate("list the files", **asked)
-        assert reply.tokens == plain.generate("list the files", **asked).tokens
+        assert reply.tokens == drafting.generate("list the files", method="none", **asked).tokens
         assert reply.stats.drafted_tokens
 
 
@@ -256,7 +253,7 @@ def test_padding_tokens_of_one_model_only(target: TrainingTarget, tmp_path: Path
         draft = write_draft(tmp_path / str(rows), rows=rows)
         trainer, batch = trainer_of(target, draft), texts_of(0, 4, 24)
         batch.tokens[0, 3] = ROWS - 1
-        losses = [trainer.step(batch, 0.1) for _ in range(30)]
+        losses = [trainer.step(batch, 0.1) for _ in range(12)]
         assert losses[-1] < losses[1]
         assert trainer.guesses(batch, 4)[0].shape == (4 * 15, 4)
 

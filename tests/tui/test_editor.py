@@ -81,11 +81,25 @@ async def test_a_missing_editor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, editor: str, message: str
 ) -> None:
     monkeypatch.setenv("EDITOR", editor)
+    monkeypatch.setenv("PATH", "/missing")
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         await d.write("some text")
         await d.press("ctrl+g")
         await d.sees(message)
         assert d.chat.prompt.text == "some text"
+
+
+@pytest.mark.usefixtures("_suspend")
+async def test_a_common_editor_opens_if_none_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bin").mkdir()
+    _script(tmp_path, 'printf changed > "$1"')
+    (tmp_path / "my editor").rename(tmp_path / "bin" / "vi")
+    monkeypatch.setenv("EDITOR", "")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.write("some text")
+        await d.press("ctrl+g")
+        assert d.chat.prompt.text == "changed"
 
 
 async def test_a_terminal_that_cannot_be_suspended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from time import monotonic
 
 import pytest
 from huggingface_hub import constants
@@ -14,6 +15,7 @@ import edgespec
 from edgespec.catalog import Progress, download
 from edgespec.catalog.catalogue import models_folder
 from edgespec.files import format_bytes
+from edgespec.tui.downloads import Download
 from edgespec.tui.screens.models import ModelsScreen
 from edgespec.tui.worker import Load
 from tests.catalog.conftest import use_endpoint
@@ -136,8 +138,8 @@ async def test_a_download_is_stopped_and_resumed(
         await d.sees(f"% of {REFERENCE}")
         await d.say("Hello")
         await open_list(d)
-        await d.write("tiny")
-        await until(d.pilot, lambda: highlighted(d) == REFERENCE, "the result", seconds=30)
+        await d.sees("Downloads")
+        assert highlighted(d) == REFERENCE, "the download comes first in the list"
         await d.sees("Enter stops the download")
         await d.press("enter")
         await until(d.pilot, lambda: not d.chat.downloads.is_running(REFERENCE), "the end", seconds=30)
@@ -153,11 +155,17 @@ async def test_a_download_is_stopped_and_resumed(
         assert hub.ranges == ([f"bytes={kept}-"] if kept else [])
 
 
+def test_the_remaining_time_counts_only_what_this_download_has_loaded() -> None:
+    assert Download("x", fraction=0.5, _start=(monotonic() - 1, 0.5)).time_left == ""
+    assert Download("x", fraction=0.75, _start=(monotonic() - 30, 0.5)).time_left == ", 30 s left"
+    assert Download("x", fraction=0.1, _start=(monotonic() - 60, 0.0)).time_left == ", 9 min left"
+
+
 @pytest.mark.parametrize(
     ("fault", "text"),
     [
         ("network", "cannot reach http"),
-        ("gated", "is gated: its licence must be accepted first; accept it at"),
+        ("gated", "is gated: its licence must be accepted first. Accept it at"),
         ("disk", "has only 1.0 KiB free"),
         ("missing", "has no model repository"),
     ],

@@ -10,8 +10,7 @@ from textual.color import Color
 
 from edgespec.errors import ConfigurationError, OptionError
 from edgespec.tui.preferences import Preferences
-from edgespec.tui.themes import HIGH_CONTRAST, THEMES
-from edgespec.tui.user_themes import find_theme, theme_names
+from edgespec.tui.themes import HIGH_CONTRAST, THEMES, find_theme, theme_names
 from tests.tui.driving import driving
 from tests.tui.scripted import ScriptedRuntime, loading
 

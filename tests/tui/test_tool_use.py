@@ -168,10 +168,15 @@ async def test_what_the_user_decides(demo: Load, tmp_path: Path, forced: list[st
         await d.send("Once more?")
         await asked(d)
         await d.press("down", "down", "enter")
+        await d.sees("good_act is now called without asking.")
         await finished(d)
         assert read_servers()[0].allow == ("act",)
+        await d.say("/tools")
+        await d.sees("called without asking")
+        await d.press("escape")
         await d.say("/tools off")
         await tools_on(d)
+        await d.said("You will be asked before each call, except for 1 tool that you always allow.")
         await d.press("ctrl+n")
         forced.append("good_act")
         await d.send("Again?")
@@ -338,6 +343,15 @@ async def test_the_list_shows_how_a_start_ends(tmp_path: Path, config: Path) -> 
         await d.say("/tools")
         await d.sees("slow  starting…")
         await d.sees("slow  not running: the program ended with status 4")
+
+
+async def test_a_message_sent_too_early_says_that_the_tools_are_missing(tmp_path: Path, config: Path) -> None:
+    config.write_text('[slow]\ncommand = "sleep"\nargs = ["60"]\n')
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.say("/tools on")
+        await until(d.pilot, lambda: d.chat.tool_use.is_starting, "the start")
+        await d.say("Hello")
+        await d.sees("Some tools are still starting.")
 
 
 async def test_without_servers_it_says_how_to_add_one(tmp_path: Path, config: Path) -> None:

@@ -42,8 +42,8 @@ async def test_import_says_what_is_left_out(tmp_path: Path) -> None:
     path.write_text(json.dumps([{"name": "T", "chat_messages": [message]}, {}]))
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         await d.say(f"/import {path}")
-        await d.said("Imported 1 chat. Press F2 for the list of chats. Not imported: 2 × attached files;")
-        await d.said("1 × chats that are damaged or in an unknown format.")
+        await d.said("Imported 1 chat. Press F2 for the list of chats. Not imported: attached files (2);")
+        await d.said("chats that are damaged or in an unknown format (1).")
         path.write_text("{")
         await d.say(f"/import {path}")
         await d.said("it is not valid JSON")

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from textual import events
 
 from edgespec import Runtime
 from edgespec.catalog import Progress
@@ -44,10 +45,12 @@ async def test_loading_shows_progress(tmp_path: Path) -> None:
         await d.write("typed aheadd")
         await d.press("backspace", "enter")
         await d.write("two lines")
+        d.app.post_message(events.Paste(" [pasted]"))
         await d.press("enter")
+        await d.sees("two lines [pasted]")
         gate.set()
         await d.settled()
-        assert d.chat.prompt.text == "typed ahead\ntwo lines"
+        assert d.chat.prompt.text == "typed ahead\ntwo lines [pasted]"
 
 
 @pytest.mark.parametrize("key", first(["ctrl+c", "escape", "ctrl+q"]))

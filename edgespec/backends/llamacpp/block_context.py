@@ -79,20 +79,14 @@ class BlockContext(HeadContext):
             assert api is not None
             api.switch(self._context, True, False)
 
-    def compute(
-        self,
-        kind: HeadPass,
-        tokens: Sequence[int],
-        inputs: NDArray[np.float32],
-        positions: Sequence[int],
-        sequences: Sequence[Sequence[int]],
-    ) -> HeadRows:
+    def compute(self, head_pass: HeadPass) -> HeadRows:
         """Run a pass of the head. See `HeadContext.compute`.
 
         `prefill` reads only hidden states. `draft` reads none. It runs a block, whose keys and values the
         caller removes, and returns the data for the `PathSelector` instead of hidden states.
         """
         none = np.empty((0, 0), np.float32)
+        kind, tokens, inputs, positions, sequences = head_pass
         if kind == "prefill":
             self._states.put(inputs, positions, sequences, logits=False)
             self._decode(self._states)

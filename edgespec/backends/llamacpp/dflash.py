@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,31 +12,28 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import LoadOptions, Progress
-from edgespec.backends.base_model import in_batches
+from edgespec.backends.base import LoadOptions
 from edgespec.backends.gguf_header import read_header
 from edgespec.backends.gguf_metadata import read_gguf_info
-from edgespec.backends.hidden_state_log import HiddenStateLog
 from edgespec.backends.llamacpp.block_context import BlockContext
 from edgespec.backends.llamacpp.block_shape import BlockShape, check_head_kind, read_block_shape
 from edgespec.backends.llamacpp.context_planning import plan_context
 from edgespec.backends.llamacpp.head import CachedHead
-from edgespec.backends.llamacpp.head_context import HeadContext
-from edgespec.backends.llamacpp.head_file import HeadFile, HeadWeights
+from edgespec.backends.llamacpp.head_context import HeadPass
+from edgespec.backends.llamacpp.head_file import HeadFile, HeadParts, HeadWeights
 from edgespec.backends.llamacpp.head_loading import estimate_head, load_head_file, target_layers
 from edgespec.backends.llamacpp.head_target import HeadTarget, LoadedHead
 from edgespec.backends.llamacpp.loading import check_file, threads_for
 from edgespec.backends.llamacpp.markov_head import MarkovHead
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.path_selector import PathSelector
-from edgespec.backends.llamacpp.shared_head_context import HeadSlot
 from edgespec.backends.memory_check import check_tokens_fit
 from edgespec.backends.memory_estimate import MemoryEstimate
 from edgespec.backends.model_facts import Capabilities
 from edgespec.backends.self_draft_methods import Head
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError
+from edgespec.errors import BackendError, CancelledError, ContextFullError
 from edgespec.heads.dflash_config import MAX_BLOCK_TOKENS
 from edgespec.heads.dflash_files import read_dflash
 
@@ -61,32 +58,22 @@ class DFlashHead(CachedHead):
     `verify` runs the pass for the root, and looks up the logits of deeper nodes in its result.
     """
 
-    def __init__(
-        self,
-        shape: BlockShape,
-        weights: HeadWeights,
-        target: HeadTarget,
-        context: HeadContext | HeadSlot,
-        log: HiddenStateLog,
-        release: Callable[[], None],
-    ) -> None:
+    def __init__(self, shape: BlockShape, parts: HeadParts) -> None:
         self._shape = shape
         capabilities = Capabilities(
             rollback=True, tree=True, max_draft_length=shape.draft_length, drafts_in_one_pass=True
         )
-        super().__init__(weights, target, context, log, release, capabilities)
-        self._markov = MarkovHead(weights.path, self.vocabulary.size) if shape.has_markov else None
+        super().__init__(parts, capabilities)
+        self._markov = MarkovHead(parts.weights.path, self.vocabulary.size) if shape.has_markov else None
         # For each row, the previous token that llama.cpp assumed when it added the Markov head's logits.
         self._assumed: list[int] = []
-        self._end_round()
+        self._keep(0)
 
-    def _end_round(self) -> None:
-        super()._end_round()
+    def _keep(self, length: int) -> None:
+        super()._keep(length)
         # The logits of the last block, one row per draft token.
         self._rows: NDArray[np.float32] = np.empty((0, self.vocabulary.size), np.float32)
         self._selector: PathSelector | None = None
-        # Number of tree nodes before the block, whose hidden states the target has already computed.
-        self._known_nodes = 0
 
     @property
     def free_tokens(self) -> int:
@@ -97,27 +84,13 @@ class DFlashHead(CachedHead):
     def first_position(self) -> int:
         return self.log.start
 
-    @property
-    def last_position(self) -> int:
-        return self.log.end
-
-    def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
-        self._check()
-        check_tokens_fit(self, len(tokens))
-        self._end_round()
-        for batch in in_batches(tokens, self._options.batch_tokens, progress):
-            start = self.length
-            try:
-                self._add_states(start, len(batch))
-            except (BackendError, ContextFullError, CancelledError):
-                self._cells.truncate(start)
-                raise
-            self._cells.length += len(batch)
+    def _append(self, tokens: Sequence[int]) -> None:
+        self._add_states(self.length, len(tokens))
 
     def _add_states(self, start: int, count: int) -> None:
         """Append keys and values for `count` tokens from position `start` on to the KV cache."""
-        states, positions = self.log.rows(start, start + count), range(start, start + count)
-        self._context.compute("prefill", [0] * count, states, positions, [(0,)] * count)
+        states = self.log.rows(start, start + count)
+        self._context.compute(HeadPass.chain("prefill", [0] * count, states, start))
 
     def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
         """See `LanguageModel.verify`. Nodes before the drafted block get the logits of its first token."""
@@ -127,27 +100,22 @@ class DFlashHead(CachedHead):
             if first == 0:
                 self._run_block(tree)
             depths = np.maximum(np.array(tree.depths[first:]) - self._known_nodes, 0)
-            if depths.max() >= len(self._rows):
-                raise CapabilityError(
-                    f"{self.facts.name} drafts at most {len(self._rows):,} tokens",
-                    f"use --draft-length {len(self._rows)} or less",
-                )
+            self._check_draft_length(int(depths.max()) + 1, len(self._rows))
             return HostLogits(self._rows_after(tree.tokens[first:], depths))
-        except (BackendError, ContextFullError, CancelledError, CapabilityError):
-            self._end_round()
+        except (BackendError, ContextFullError, CancelledError):
+            self._keep(self.length)
             raise
 
     def _run_block(self, tree: TokenTree) -> None:
         """Add the known hidden states of the tree's first nodes to the cache, and run a block after them."""
-        self._end_round()
+        self._keep(self.length)
         known = self._known_nodes = min(max(self.log.end - self.length, 0), tree.width - 1)
         begin = self.length + known
         if known:
             self._add_states(self.length, known)
         count = min(self._shape.tokens, self._context.tokens - begin)
         block = [tree.tokens[known], *[self._shape.mask_token] * (count - 1)]
-        positions, none = range(begin, begin + count), np.empty((count, 0), np.float32)
-        rows = self._context.compute("draft", block, none, positions, [(0,)] * count)
+        rows = self._context.compute(HeadPass.chain("draft", block, np.empty((count, 0), np.float32), begin))
         self._context.drop(0, begin)
         self._rows = rows.logits[self._shape.first_row :]
         if self._shape.candidates:
@@ -177,12 +145,6 @@ class DFlashHead(CachedHead):
             return row
         return row + (self._markov.logits(token) - self._markov.logits(assumed))
 
-    def commit(self, path: tuple[int, ...]) -> None:  # noqa: ARG002
-        """Keep the cache entries of tokens whose hidden states came from the target."""
-        self._check()
-        self._cells.length += self._known_nodes
-        self._end_round()
-
 
 def load_dflash_head(target: HeadTarget, head: Head) -> LoadedHead:
     """Load a DFlash or DSpark head for a target. See `load_head_file`."""
@@ -210,7 +172,7 @@ def load_dflash_head(target: HeadTarget, head: Head) -> LoadedHead:
                 selects=shape.candidates > 0,
             )
 
-        return HeadFile(found, layers, open_context, partial(DFlashHead, shape, found))
+        return HeadFile(found, layers, open_context, partial(DFlashHead, shape))
 
     return load_head_file(target, head, "dflash", "a DFlash head", make)
 

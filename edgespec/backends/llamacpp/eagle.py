@@ -15,7 +15,7 @@ from edgespec.backends.gguf_metadata import read_gguf_info
 from edgespec.backends.llamacpp.context_planning import plan_context
 from edgespec.backends.llamacpp.eagle1 import estimate_eagle1_head, load_eagle1_head
 from edgespec.backends.llamacpp.head import PairHead
-from edgespec.backends.llamacpp.head_context import EagleContext
+from edgespec.backends.llamacpp.head_context import EagleContext, HeadPass
 from edgespec.backends.llamacpp.head_file import HeadFile, HeadWeights
 from edgespec.backends.llamacpp.head_loading import estimate_head, load_head_file, target_layers
 from edgespec.backends.llamacpp.head_target import HeadTarget, LoadedHead
@@ -60,7 +60,7 @@ def load_eagle_head(target: HeadTarget, head: Head) -> LoadedHead:
             threads = threads_for(weights, options)
             return EagleContext(weights, options, file.plan_for(target), threads, target.context, row_size)
 
-        return HeadFile(file, layers, open_context, partial(EagleHead, file))
+        return HeadFile(file, layers, open_context, EagleHead)
 
     return load_head_file(target, head, "eagle3", "an EAGLE-3 head", make)
 
@@ -121,5 +121,4 @@ class EagleHead(PairHead):
 
     def _target_states(self, start: int, count: int) -> NDArray[np.float32]:
         features = super()._target_states(start, count)
-        positions = range(start, start + count)
-        return self._context.compute("encode", [0] * count, features, positions, [(0,)] * count).states
+        return self._context.compute(HeadPass.chain("encode", [0] * count, features, start)).states

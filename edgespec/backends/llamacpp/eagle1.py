@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import Progress
-from edgespec.backends.base_model import BaseModel, in_batches
+from edgespec.backends.base_model import BaseModel
 from edgespec.backends.gguf_metadata import read_gguf_info
 from edgespec.backends.head_trial import check_finite_logits, load_most_accurate
+from edgespec.backends.head_view import AttentionHeadView
 from edgespec.backends.hidden_state_log import MAX_LOGGED_TOKENS, POST_NORM, HiddenStateLog
 from edgespec.backends.llamacpp.file_matrix import FileMatrix
 from edgespec.backends.llamacpp.ggml_products import GgmlProducts, product_bytes
@@ -28,7 +28,6 @@ from edgespec.backends.llamacpp.residual_target import EMBEDDINGS, lm_head
 from edgespec.backends.memory_check import check_draft_width, check_tokens_fit, check_weights_fit
 from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
 from edgespec.backends.model_facts import Capabilities, ModelFacts
-from edgespec.backends.state_head_view import CachedStateHeadView
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError
@@ -43,7 +42,7 @@ __all__ = ["Eagle1Head", "LoadedEagle1Head", "estimate_eagle1_head", "load_eagle
 _FLOAT32_BYTES = 4
 
 
-class Eagle1Head(CachedStateHeadView):
+class Eagle1Head(AttentionHeadView):
     """A head whose inputs are pairs of a token and the preceding hidden state.
 
     The token at position p is run with the target's hidden state at position p - 1. That state does not exist
@@ -52,46 +51,38 @@ class Eagle1Head(CachedStateHeadView):
     states.
 
     Args:
-        target: The target.
-        log: The target's hidden states that the head reads.
-        stop_logging: Stops the log.
+        target: See `HeadView`, also for `log` and `release`.
         facts: Properties of the head.
         network: The head's network, with a KV cache of its own.
         embed: Returns the embeddings of token ids.
         output: Multiplies by the target's LM head.
     """
 
+    _batch_tokens = BATCH_TOKENS
+
     def __init__(
         self,
         target: BaseModel,
         log: HiddenStateLog,
-        stop_logging: Callable[[], None],
+        release: Callable[[], None],
         facts: ModelFacts,
         network: Eagle1Network,
         embed: Callable[[Sequence[int]], Array],
         output: Product,
     ) -> None:
-        super().__init__(target, log, stop_logging, facts)
+        super().__init__(target, log, release)
+        self.facts = facts
         self._network, self._attention = network, network.attention
         self._embed, self._output = embed, output
-        self._length = 0
-        self._end_round()
+        self._keep(0)
 
-    def _end_round(self) -> None:
-        super()._end_round()
-        # Number of nodes in the current draft tree that were run with the target's hidden states.
-        self._known_nodes = 0
+    def _keep(self, length: int) -> None:
+        super()._keep(length)
         # The head's own hidden states [size] after each node of the current draft tree.
         self._own_states: list[Array] = []
 
-    def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
-        self._check()
-        check_tokens_fit(self, len(tokens))
-        self._end_round()
-        for batch in in_batches(tokens, BATCH_TOKENS, progress):
-            self._check_not_interrupted()
-            self._network.append(self._embed(batch), self._states_before(len(batch)))
-            self._length += len(batch)
+    def _append(self, tokens: Sequence[int]) -> None:
+        self._network.append(self._embed(tokens), self._logged_states(self.length, len(tokens)))
 
     def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
         self._check()
@@ -100,7 +91,7 @@ class Eagle1Head(CachedStateHeadView):
         try:
             self._run_tree(tree, first)
         except BaseException:
-            self._end_round()
+            self._keep(self.length)
             raise
         with np.errstate(over="ignore", invalid="ignore"):
             logits = self._output(np.array(self._own_states[first:]))
@@ -112,11 +103,11 @@ class Eagle1Head(CachedStateHeadView):
         """Run the tree's nodes from index `first`, and append the head's hidden states to `_own_states`."""
         start, visible = first, _ancestors(tree.parents)
         if first == 0:
-            self._end_round()
+            self._keep(self.length)
             # During warm-up, the root is processed even though the target has not processed any tokens.
             known = max(self.log.end - self._length, 0)
             start = self._known_nodes = sum(depth <= known for depth in tree.depths)
-            self._run_nodes(tree, visible, (0, start), self._states_before(start))
+            self._run_nodes(tree, visible, (0, start), self._logged_states(self.length, start))
         for begin, end in tree.independent_ranges(start):
             parents = tree.parents[begin:end]
             states = np.array([self._own_states[parent] for parent in parents])
@@ -130,12 +121,6 @@ class Eagle1Head(CachedStateHeadView):
         begin, end = nodes
         places = TreeNodes(self._length + np.array(tree.depths[begin:end]), visible[begin:end, :end])
         self._own_states.extend(self._network.run(self._embed(tree.tokens[begin:end]), states, places))
-
-    def commit(self, path: tuple[int, ...]) -> None:  # noqa: ARG002
-        """Keep the cache rows of nodes that were run with the target's hidden states."""
-        self._check()
-        self._length += self._known_nodes
-        self._end_round()
 
 
 def _ancestors(parents: Sequence[int]) -> NDArray[np.bool_]:
@@ -243,14 +228,9 @@ class LoadedEagle1Head:
 
     def _reading(self, target: HeadTarget, state: int, release: Callable[[], None]) -> Eagle1Head:
         log = target.log_hidden_states([state])
-
-        def stop() -> None:
-            target.stop_logging(log)
-            release()
-
         description = f"EAGLE-1 head that reads the hidden states {[state]}"
         facts, network = replace(self._facts, description=description), self._network.with_own_cache()
-        return Eagle1Head(target, log, stop, facts, network, self._embed, self._output)
+        return Eagle1Head(target, log, release, facts, network, self._embed, self._output)
 
     def close(self) -> None:
         """See `LoadedHead`. Python frees the weights together with the last view."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,22 +14,21 @@ from edgespec.backends.base import LoadOptions, Snapshot
 from edgespec.backends.gguf_header import read_header
 from edgespec.backends.gguf_metadata import read_gguf_info
 from edgespec.backends.head_trial import check_finite
-from edgespec.backends.hidden_state_log import POST_NORM, HiddenStateLog
+from edgespec.backends.head_view import HeadView
+from edgespec.backends.hidden_state_log import POST_NORM
 from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.backends.llamacpp.gemma4_assistant_files import ASSISTANT, check_assistant
-from edgespec.backends.llamacpp.head_context import HeadContext, PairContext
-from edgespec.backends.llamacpp.head_file import HeadFile, HeadWeights
+from edgespec.backends.llamacpp.head_context import HeadPass, PairContext
+from edgespec.backends.llamacpp.head_file import HeadFile, HeadParts, HeadWeights
 from edgespec.backends.llamacpp.head_loading import BATCH_TOKENS, estimate_head, load_head_file
 from edgespec.backends.llamacpp.head_target import HeadTarget, LoadedHead
 from edgespec.backends.llamacpp.loading import check_file, describe, threads_for
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import ProbeResult
-from edgespec.backends.llamacpp.shared_head_context import HeadSlot
 from edgespec.backends.memory_check import check_draft_width, check_tokens_fit
 from edgespec.backends.memory_estimate import MemoryEstimate
 from edgespec.backends.model_facts import Capabilities
 from edgespec.backends.self_draft_methods import Head
-from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, MemoryBudgetError
@@ -62,26 +60,20 @@ def load_assistant(target: HeadTarget, path: Path) -> LoadedHead:
         plan = ContextPlan(0, target.max_plan.kv_types, sequences=1, rows=BATCH_TOKENS)
         free = partial(library().llama_model_free, weights)
         found = HeadWeights(weights, path, name, options, plan, free, path)
-        return HeadFile(found, (POST_NORM,), partial(_open_context, found), partial(_checked_view, found))
+        return HeadFile(found, (POST_NORM,), partial(_open_context, found), _checked_view)
 
     return load_head_file(target, Head("mtp", path), ASSISTANT, "a Gemma 4 assistant", make)
 
 
-def _checked_view(
-    weights: HeadWeights,
-    target: HeadTarget,
-    context: HeadContext | HeadSlot,
-    log: HiddenStateLog,
-    release: Callable[[], None],
-) -> AssistantHead:
+def _checked_view(parts: HeadParts) -> AssistantHead:
     """Return a view of an assistant. Raises ModelFileError if its logits are not finite."""
-    head = AssistantHead(weights, target, context, log, release)
+    head, target = AssistantHead(parts), parts.target
     if target.length or not target.free_tokens:
         return head
     try:
         # `HeadFile` cannot check the logits of this head while the target's cache is empty.
         target.prefill([0])
-        check_finite(head, weights.path)
+        check_finite(head, parts.weights.path)
     except BaseException:
         head.close()
         raise
@@ -106,7 +98,7 @@ def estimate_assistant(path: Path, context_tokens: int) -> MemoryEstimate:
     )
 
 
-class AssistantHead(SelfDraftView[HeadTarget]):
+class AssistantHead(HeadView[HeadTarget]):
     """A head whose layers attend to the KV cells of the target's committed tokens.
 
     Its input is a token and the preceding hidden state. For the last emitted token, this is the target's
@@ -118,18 +110,11 @@ class AssistantHead(SelfDraftView[HeadTarget]):
     draft.
     """
 
-    def __init__(
-        self,
-        weights: HeadWeights,
-        target: HeadTarget,
-        context: HeadContext | HeadSlot,
-        log: HiddenStateLog,
-        release: Callable[[], None],
-    ) -> None:
-        super().__init__(target)
+    def __init__(self, parts: HeadParts) -> None:
+        target, context, weights = parts.target, parts.context, parts.weights
+        super().__init__(target, parts.log, parts.release)
         assert isinstance(context, PairContext)
-        self._context, self.log, self._release = context, log, release
-        self.vocabulary = target.vocabulary
+        self._context = context
         capabilities = Capabilities(
             rollback=True,
             tree=target.facts.capabilities.tree,
@@ -151,16 +136,6 @@ class AssistantHead(SelfDraftView[HeadTarget]):
     @property
     def threads(self) -> int:
         return self._context.threads
-
-    @property
-    def first_position(self) -> int:
-        """The first position whose preceding hidden state is in the log."""
-        return self.log.start + 1
-
-    @property
-    def last_position(self) -> int:
-        """The last position whose preceding hidden state is in the log."""
-        return self.log.end
 
     def start_at(self, position: int) -> None:  # noqa: ARG002
         self._check()
@@ -190,12 +165,10 @@ class AssistantHead(SelfDraftView[HeadTarget]):
         """
         position, count = self.length, end - first
         states = (
-            self._own_states[np.array(tree.parents[first:end])]
-            if first
-            else self.log.rows(position - 1, position)
+            self._own_states[np.array(tree.parents[first:end])] if first else self._logged_states(position, 1)
         )
         rows = self._context.compute(
-            "draft", tree.tokens[first:end], states, [position] * count, [(0,)] * count
+            HeadPass("draft", tree.tokens[first:end], states, [position] * count, [(0,)] * count)
         )
         self._own_states = np.concatenate([self._own_states, rows.states])
         # With no committed tokens, attention divides by zero. This happens only in warm-up passes.
@@ -205,12 +178,9 @@ class AssistantHead(SelfDraftView[HeadTarget]):
         self._context.interrupt.requested = enabled
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        self._target.stop_logging(self.log)
-        self._target.context.kv_readers.remove(self._context)
-        self._release()
+        if not self._closed:
+            self._target.context.kv_readers.remove(self._context)
+        super().close()
 
 
 def _open_context(weights: HeadWeights, target: HeadTarget, _row_size: int) -> PairContext:

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import Progress, Snapshot
-from edgespec.backends.base_model import in_batches
-from edgespec.backends.hidden_state_log import HiddenStateLog
-from edgespec.backends.llamacpp.head_context import HeadContext
-from edgespec.backends.llamacpp.head_file import HeadWeights
-from edgespec.backends.llamacpp.head_loading import BATCH_TOKENS
+from edgespec.backends.head_view import CachedHeadView
+from edgespec.backends.llamacpp.head_context import HeadContext, HeadPass
+from edgespec.backends.llamacpp.head_file import HeadParts
 from edgespec.backends.llamacpp.head_target import HeadTarget
 from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.loading import describe
 from edgespec.backends.llamacpp.probe import ProbeResult
 from edgespec.backends.llamacpp.resizing import check_resize_fits, rebuild_context
-from edgespec.backends.llamacpp.shared_head_context import HeadSlot
 from edgespec.backends.llamacpp.text_export import export_text, import_text
 from edgespec.backends.memory_check import check_draft_width, check_tokens_fit
 from edgespec.backends.model_facts import Capabilities
-from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import (
@@ -36,31 +31,19 @@ from edgespec.errors import (
 __all__ = ["CachedHead", "PairHead"]
 
 
-class CachedHead(SelfDraftView[HeadTarget]):
-    """A head whose KV cache is computed from the target's hidden states, and separate from the target's.
+class CachedHead(CachedHeadView[HeadTarget]):
+    """A head that llama.cpp runs.
 
     Args:
-        weights: The head's weights.
-        target: The target.
-        context: Runs the head. If several replies share its passes, the reply's slot in the context.
-        log: The log of the target's hidden states that the head reads.
-        release: Called when the head is closed. See `LoadedHead.view`.
+        parts: The weights, the target and the context.
         capabilities: What the head can draft.
     """
 
-    def __init__(
-        self,
-        weights: HeadWeights,
-        target: HeadTarget,
-        context: HeadContext | HeadSlot,
-        log: HiddenStateLog,
-        release: Callable[[], None],
-        capabilities: Capabilities,
-    ) -> None:
-        super().__init__(target)
-        self._options, self._context, self.log = weights.options, context, log
-        self._release = release
-        self.vocabulary = target.vocabulary
+    def __init__(self, parts: HeadParts, capabilities: Capabilities) -> None:
+        target, context, weights = parts.target, parts.context, parts.weights
+        super().__init__(target, parts.log, parts.release)
+        self._options, self._context = weights.options, context
+        self._batch_tokens = weights.options.batch_tokens
         context.clear()  # A slot can hold the tokens of a closed view.
         self._cells = KvCells(context, weights.options.max_branches)
         result = ProbeResult(capabilities, "in place")
@@ -92,42 +75,24 @@ class CachedHead(SelfDraftView[HeadTarget]):
     def threads(self) -> int:
         return self._context.threads
 
-    def start_at(self, position: int) -> None:
-        """Empty the KV cache, and let it begin at `position`. Tokens before `position` are never run."""
-        self._check()
-        self._context.clear()
-        self._cells.length = position
-        self._end_round()
-
-    def truncate(self, length: int) -> None:
-        self._check()
-        self._cells.length = min(length, self.length)
-        self._end_round()
-
-    def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
-        """Copy the KV cells at positions [start, end). Start at the first cached position if it is later."""
-        self._check()
-        self._end_round()
-        end = self.length if end is None else min(end, self.length)
+    @property
+    def _first_cached(self) -> int:
         first = self._context.first_position
-        start = end if first is None else min(max(start, first), end)
-        return Snapshot(end, export_text(self._context, start, end), start)
+        return self.length if first is None else first
 
-    def restore(self, snapshot: Snapshot) -> None:
-        self._check()
-        self._end_round()
-        start, end = snapshot.start, snapshot.length
-        fits = self.length == start <= end <= self._context.tokens
-        if not (fits and import_text(self._context, memoryview(snapshot.data), start, end)):
-            self.start_at(0)
-            raise BackendError(
-                f"the saved KV cache does not fit {self.facts.name}", "process the prompt again"
-            )
-        self._cells.length = end
+    def _restart(self, position: int) -> None:
+        self._context.clear()
+        self._keep(position)
 
-    def _end_round(self) -> None:
-        """Discard the current draft: remove all KV cells after the committed tokens."""
-        self._cells.truncate(self.length)
+    def _export(self, start: int, end: int) -> bytes:
+        return export_text(self._context, start, end)
+
+    def _import(self, start: int, end: int, data: bytes) -> bool:
+        return end <= self._context.tokens and import_text(self._context, memoryview(data), start, end)
+
+    def _keep(self, length: int) -> None:
+        super()._keep(length)
+        self._cells.truncate(length)
 
     def resized(self) -> None:
         """Resize the head's context to match the target's, or keep its size if memory is short."""
@@ -145,8 +110,7 @@ class CachedHead(SelfDraftView[HeadTarget]):
         except MemoryBudgetError:
             plan = before
         try:
-            self._cells.length = min(self.length, plan.tokens)
-            self._end_round()
+            self._keep(min(self.length, plan.tokens))
             rebuild_context(context, plan, self.length)
         except (MemoryBudgetError, BackendError):
             self._cells.length = 0
@@ -154,13 +118,6 @@ class CachedHead(SelfDraftView[HeadTarget]):
 
     def interrupt(self, enabled: bool) -> None:
         self._context.set_interrupt(enabled)
-
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        self._target.stop_logging(self.log)
-        self._release()
 
 
 class PairHead(CachedHead):
@@ -172,57 +129,24 @@ class PairHead(CachedHead):
     states.
     """
 
-    def __init__(
-        self,
-        weights: HeadWeights,
-        target: HeadTarget,
-        context: HeadContext | HeadSlot,
-        log: HiddenStateLog,
-        release: Callable[[], None],
-    ) -> None:
+    def __init__(self, parts: HeadParts) -> None:
         capabilities = Capabilities(
             rollback=True,
-            tree=target.facts.capabilities.tree,
-            max_width=context.max_width,
-            max_branches=weights.options.max_branches,
+            tree=parts.target.facts.capabilities.tree,
+            max_width=parts.context.max_width,
+            max_branches=parts.weights.options.max_branches,
         )
-        super().__init__(weights, target, context, log, release, capabilities)
+        super().__init__(parts, capabilities)
         # The head's own hidden state after each node of the current draft tree.
         self._own_states: list[NDArray[np.float32]] = []
-        # Number of nodes in the current draft tree that were run with the target's hidden states.
-        self._known_nodes = 0
-
-    @property
-    def first_position(self) -> int:
-        """The first position whose preceding hidden state is in the log."""
-        return self.log.start + 1
-
-    @property
-    def last_position(self) -> int:
-        """The last position whose preceding hidden state is in the log."""
-        return self.log.end
-
-    def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
-        self._check()
-        check_tokens_fit(self, len(tokens))
-        self._cells.end_round()
-        for batch in in_batches(tokens, BATCH_TOKENS, progress):
-            try:
-                self._append(batch)
-            except (BackendError, ContextFullError, CancelledError):
-                self._cells.truncate(self.length)
-                raise
-            self._cells.length += len(batch)
 
     def _append(self, tokens: Sequence[int]) -> None:
-        """Append tokens to the KV cache without computing their logits."""
-        start, count = self.length, len(tokens)
-        states, positions = self._target_states(start, count), range(start, start + count)
-        self._context.compute("prefill", tokens, states, positions, [(0,)] * count)
+        states = self._target_states(self.length, len(tokens))
+        self._context.compute(HeadPass.chain("prefill", tokens, states, self.length))
 
     def _target_states(self, start: int, count: int) -> NDArray[np.float32]:
         """Return the head's input states for `count` tokens from position `start` on, one per token."""
-        return self.log.rows(start - 1, start - 1 + count)
+        return self._logged_states(start, count)
 
     def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
         self._check()
@@ -241,7 +165,7 @@ class PairHead(CachedHead):
         """Run a tree's nodes from `first` on, store their hidden states, and return their logits."""
         positions, sequences = self._cells.place_tree(tree, first)
         states = self._states_before(tree, first, positions)
-        rows = self._context.compute("draft", tree.tokens[first:], states, positions, sequences)
+        rows = self._context.compute(HeadPass("draft", tree.tokens[first:], states, positions, sequences))
         self._own_states.extend(rows.states)
         return rows.logits
 
@@ -261,4 +185,4 @@ class PairHead(CachedHead):
         self._check()
         if self._known_nodes:
             self._cells.commit(tuple(range(1, self._known_nodes)))
-        self._cells.end_round()
+        self._keep(self.length)

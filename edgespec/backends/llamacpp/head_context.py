@@ -20,13 +20,39 @@ from edgespec.backends.llamacpp.staging_api import nextn_api
 
 __all__ = ["EagleContext", "HeadContext", "HeadPass", "HeadRows", "PairContext"]
 
-HeadPass: TypeAlias = Literal["encode", "prefill", "draft"]
-"""What a head computes in a pass.
+_Kind: TypeAlias = Literal["encode", "prefill", "draft"]
 
-- encode: the input states of an EAGLE-3 head, from the target's hidden states. The KV cache does not change.
-- prefill: keys and values only.
-- draft: keys and values, logits, and the head's own hidden states.
-"""
+
+class HeadPass(NamedTuple):
+    """A pass of a head.
+
+    Attributes:
+        kind: What to compute. `encode` computes the input states of an EAGLE-3 head from the target's hidden
+            states, and leaves the KV cache unchanged. `prefill` computes only keys and values. `draft` also
+            computes logits and the head's own hidden states.
+        tokens: The tokens. Ignored if the head reads only hidden states in such a pass.
+        inputs: The hidden states that the head reads, float32 [tokens, values].
+        positions: The position of each token in its text.
+        sequences: The ids of the llama.cpp sequences that each token belongs to.
+    """
+
+    kind: _Kind
+    tokens: Sequence[int]
+    inputs: NDArray[np.float32]
+    positions: Sequence[int]
+    sequences: Sequence[Sequence[int]]
+
+    @classmethod
+    def chain(
+        cls,
+        kind: _Kind,
+        tokens: Sequence[int],
+        inputs: NDArray[np.float32],
+        start: int,
+    ) -> HeadPass:
+        """Return a pass over consecutive tokens of sequence 0 from position `start` on."""
+        count = len(tokens)
+        return cls(kind, tokens, inputs, range(start, start + count), [(0,)] * count)
 
 
 class HeadRows(NamedTuple):
@@ -48,23 +74,8 @@ class HeadContext(LlamaContext):
     """A context that runs a head. Concurrent replies share it (see `SharedHeadContext`)."""
 
     @abstractmethod
-    def compute(
-        self,
-        kind: HeadPass,
-        tokens: Sequence[int],
-        inputs: NDArray[np.float32],
-        positions: Sequence[int],
-        sequences: Sequence[Sequence[int]],
-    ) -> HeadRows:
-        """Run a pass of a head. See `LlamaContext.run` for the errors.
-
-        Args:
-            kind: What to compute.
-            tokens: The tokens. Ignored if the head reads only hidden states in such a pass.
-            inputs: The hidden states that the head reads, float32 [tokens, values].
-            positions: The position of each token in its text.
-            sequences: The ids of the llama.cpp sequences that each token belongs to.
-        """
+    def compute(self, head_pass: HeadPass) -> HeadRows:
+        """Run a pass of a head. See `LlamaContext.run` for the errors."""
 
 
 class _PairBatch(Batch):
@@ -117,14 +128,8 @@ class PairContext(HeadContext):
         assert api is not None
         api.select_layer(self._context, layer)
 
-    def compute(
-        self,
-        kind: HeadPass,
-        tokens: Sequence[int],
-        inputs: NDArray[np.float32],
-        positions: Sequence[int],
-        sequences: Sequence[Sequence[int]],
-    ) -> HeadRows:
+    def compute(self, head_pass: HeadPass) -> HeadRows:
+        kind, tokens, inputs, positions, sequences = head_pass
         # Request logits for all tokens or for none. If only some are requested, llama.cpp returns the wrong
         # hidden states for many heads: those of the first tokens.
         self._pairs.put(tokens, positions, sequences, kind == "draft")
@@ -163,19 +168,12 @@ class EagleContext(PairContext):
         super().__init__(head, options, plan, threads, target=target)
         self._features = Batch(options.batch_tokens, plan.sequences, size)
 
-    def compute(
-        self,
-        kind: HeadPass,
-        tokens: Sequence[int],
-        inputs: NDArray[np.float32],
-        positions: Sequence[int],
-        sequences: Sequence[Sequence[int]],
-    ) -> HeadRows:
-        if kind != "encode":
-            return super().compute(kind, tokens, inputs, positions, sequences)
-        self._features.put(inputs, positions, sequences, logits=True)
+    def compute(self, head_pass: HeadPass) -> HeadRows:
+        if head_pass.kind != "encode":
+            return super().compute(head_pass)
+        self._features.put(head_pass.inputs, head_pass.positions, head_pass.sequences, logits=True)
         self._decode(self._features, encode=True)
-        return HeadRows(_NO_ROWS, self._last_states(len(inputs)))
+        return HeadRows(_NO_ROWS, self._last_states(len(head_pass.inputs)))
 
     def close(self) -> None:
         super().close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.head_trial import check_finite
@@ -16,12 +16,7 @@ from edgespec.backends.llamacpp.head_target import HeadTarget
 from edgespec.backends.llamacpp.shared_head_context import HeadSlot, SharedHeadContext
 from edgespec.backends.self_draft_view import SelfDraftView
 
-__all__ = ["HeadFile", "HeadWeights", "MakeView"]
-
-MakeView: TypeAlias = Callable[
-    [HeadTarget, HeadContext | HeadSlot, HiddenStateLog, Callable[[], None]], SelfDraftView[HeadTarget]
-]
-"""Creates a view of a head, given its target, context, log and `release`. See `CachedHead`."""
+__all__ = ["HeadFile", "HeadParts", "HeadWeights"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +46,25 @@ class HeadWeights:
         return self.max_plan.with_tokens(target.facts.context_tokens * self.max_plan.slots)
 
 
+@dataclass(frozen=True, slots=True)
+class HeadParts:
+    """The parts of a reply's view of a head.
+
+    Attributes:
+        weights: The head's weights.
+        target: The target.
+        context: Runs the head. If several replies share its passes, the reply's slot in the context.
+        log: The log of the target's hidden states that the head reads.
+        release: Called when the view is closed. See `LoadedHead.view`.
+    """
+
+    weights: HeadWeights
+    target: HeadTarget
+    context: HeadContext | HeadSlot
+    log: HiddenStateLog
+    release: Callable[[], None]
+
+
 class HeadFile:
     """A loaded head, whose context the first view opens. Implements `LoadedHead`.
 
@@ -66,7 +80,7 @@ class HeadFile:
         weights: HeadWeights,
         states: Sequence[int],
         open_context: Callable[[HeadTarget, int], HeadContext],
-        make_view: MakeView,
+        make_view: Callable[[HeadParts], SelfDraftView[HeadTarget]],
     ) -> None:
         self._weights, self._states = weights, states
         self._open_context, self._make_view = open_context, make_view
@@ -80,7 +94,8 @@ class HeadFile:
         try:
             if not self._contexts:
                 self._open(target, log.row_size)
-            view = self._make_view(target, self._contexts[target.slot], log, release)
+            context = self._contexts[target.slot]
+            view = self._make_view(HeadParts(self._weights, target, context, log, release))
         except BaseException:
             target.stop_logging(log)
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.context_planning import check_contexts_fit
 from edgespec.backends.llamacpp.gemma4_assistant import estimate_assistant, load_assistant
 from edgespec.backends.llamacpp.gemma4_assistant_files import is_assistant
+from edgespec.backends.llamacpp.head import PairHead
 from edgespec.backends.llamacpp.head_context import PairContext
-from edgespec.backends.llamacpp.head_file import HeadFile, HeadWeights
+from edgespec.backends.llamacpp.head_file import HeadFile, HeadParts, HeadWeights
 from edgespec.backends.llamacpp.head_loading import (
     check_sizes,
     estimate_head,
@@ -22,7 +24,7 @@ from edgespec.backends.llamacpp.head_loading import (
 from edgespec.backends.llamacpp.head_target import HeadTarget, LoadedHead
 from edgespec.backends.llamacpp.loading import check_file, threads_for
 from edgespec.backends.llamacpp.mtp_files import check_same_model, read_mtp_layers
-from edgespec.backends.llamacpp.mtp_head import ChainedMtpHead, MtpHead, plan_mtp_context
+from edgespec.backends.llamacpp.mtp_head import ChainedMtpHead, plan_mtp_context
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.staging_api import nextn_api
 from edgespec.backends.memory_estimate import MemoryEstimate
@@ -71,9 +73,15 @@ def load_mtp_head(target: HeadTarget, head: Head) -> LoadedHead:
                 weights, options, found.plan_for(target), threads_for(weights, options), mtp=True
             )
 
+        def make_view(parts: HeadParts) -> PairHead:
+            view = ChainedMtpHead(layers.count, parts) if layers.count > 1 else PairHead(parts)
+            if path is None:
+                # `weights` are the whole target.
+                view.facts = replace(view.facts, weight_bytes=layers.weight_bytes)
+            return view
+
         states = layers.graph.states_read(library().llama_model_n_layer(target.weights[0]))
-        kind = ChainedMtpHead if layers.count > 1 else MtpHead
-        return HeadFile(found, states, open_context, partial(kind, layers, found))
+        return HeadFile(found, states, open_context, make_view)
 
     if path is None:
         if not target.options.mtp:

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import LoadOptions
-from edgespec.backends.hidden_state_log import HiddenStateLog
 from edgespec.backends.llamacpp.context_plan import ContextPlan
 from edgespec.backends.llamacpp.head import PairHead
-from edgespec.backends.llamacpp.head_context import HeadContext, PairContext
-from edgespec.backends.llamacpp.head_file import HeadWeights
-from edgespec.backends.llamacpp.head_target import HeadTarget
+from edgespec.backends.llamacpp.head_context import HeadPass, PairContext
+from edgespec.backends.llamacpp.head_file import HeadParts
 from edgespec.backends.llamacpp.kv_types import KvTypes
 from edgespec.backends.llamacpp.mtp_files import MtpLayers
-from edgespec.backends.llamacpp.shared_head_context import HeadSlot
 from edgespec.engine.tree import TokenTree
 
-__all__ = ["ChainedMtpHead", "MtpHead", "plan_mtp_context"]
+__all__ = ["ChainedMtpHead", "plan_mtp_context"]
 
 _F16 = KvTypes("f16", "f16")
 
@@ -41,43 +37,26 @@ def plan_mtp_context(layers: MtpLayers, options: LoadOptions) -> ContextPlan:
     )
 
 
-class MtpHead(PairHead):
-    """An MTP layer as a head.
-
-    The layer reads the target's final hidden states, or its own hidden states for draft tokens.
-
-    Args:
-        layers: The MTP layers.
-        weights: See `CachedHead`, also for the other arguments.
-    """
-
-    def __init__(
-        self,
-        layers: MtpLayers,
-        weights: HeadWeights,
-        target: HeadTarget,
-        context: HeadContext | HeadSlot,
-        log: HiddenStateLog,
-        release: Callable[[], None],
-    ) -> None:
-        super().__init__(weights, target, context, log, release)
-        self._count = layers.count
-        if weights.handle is target.weights[0]:
-            self.facts = replace(self.facts, weight_bytes=layers.weight_bytes)
-
-
-class ChainedMtpHead(MtpHead):
+class ChainedMtpHead(PairHead):
     """Several MTP layers, each of which was trained to predict one token further than the previous layer.
 
     The first layer predicts the root's children in the draft tree, the second layer predicts their children,
     and so on. The last layer also predicts all deeper nodes. Layers cannot share keys and values, so every
     layer processes all tokens.
+
+    Args:
+        layers: Number of layers.
+        parts: The weights, the target and the context.
     """
 
     _context: PairContext
 
     # Index of the MTP layer that runs the current level of the draft tree.
     _layer = 0
+
+    def __init__(self, layers: int, parts: HeadParts) -> None:
+        super().__init__(parts)
+        self._count = layers
 
     def _append(self, tokens: Sequence[int]) -> None:
         for layer in range(self._count):
@@ -94,11 +73,11 @@ class ChainedMtpHead(MtpHead):
         self._cells.end_round()
         positions, sequences = self._cells.place_tree(tree, 0)
         states = self._states_before(tree, 0, positions)
-        rows = self._context.compute("draft", tree.tokens, states, positions, sequences)
+        rows = self._context.compute(HeadPass("draft", tree.tokens, states, positions, sequences))
         self._own_states.extend(rows.states[first:])
         return rows.logits[first:]
 
-    def commit(self, path: tuple[int, ...]) -> None:  # noqa: ARG002
+    def commit(self, path: tuple[int, ...]) -> None:
         """Remove the KV cells of all nodes. The next prefill runs the accepted tokens with every layer."""
-        self._check()
-        self._cells.end_round()
+        self._known_nodes = 0
+        super().commit(path)

@@ -20,7 +20,7 @@ PassKind: TypeAlias = Literal["logits", "embeddings", "prefill", "draft", "encod
 
 - logits: a target's or a draft model's logits, and the keys and values of prompts.
 - embeddings: the hidden states after the last layer.
-- encode, prefill, draft: see `HeadContext.compute`.
+- encode, prefill, draft: see `HeadPass`.
 """
 
 
@@ -251,7 +251,9 @@ class PassScheduler:
                 self._run(parts)
             except Exception as error:
                 for part in parts:
-                    part.error = part.error or BackendError(f"a forward pass failed: {error}")
+                    part.error = part.error or BackendError(
+                        f"a forward pass failed: {error}", "send the message again, or load the model again"
+                    )
             with _CHANGED:
                 seconds = now() - started
                 before = self._pass_seconds or seconds

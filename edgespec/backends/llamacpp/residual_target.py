@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 from edgespec.backends.gguf_metadata import read_gguf_info
@@ -13,9 +12,7 @@ from edgespec.backends.llamacpp.head_target import HeadTarget, LoadedHead
 from edgespec.backends.llamacpp.metadata import architecture_metadata
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.memory_estimate import MemoryEstimate
-from edgespec.backends.residual_head_view import ResidualHeadView
 from edgespec.backends.residual_heads import (
-    LoadedResidualHeads,
     ResidualHeadTarget,
     estimate_residual_heads,
     load_residual_heads,
@@ -33,21 +30,7 @@ EMBEDDINGS = "token_embd.weight"
 
 def load_gguf_residual_heads(target: HeadTarget, head: Head) -> LoadedHead:
     """Load Medusa or Hydra heads for a GGUF target. See `load_residual_heads`."""
-    return _GgufResidualHeads(load_residual_heads(_target(target), head.shown_path))
-
-
-class _GgufResidualHeads:
-    """Medusa or Hydra heads of a GGUF target. Implements `LoadedHead`."""
-
-    def __init__(self, heads: LoadedResidualHeads) -> None:
-        self._heads = heads
-
-    def view(self, target: HeadTarget, release: Callable[[], None]) -> ResidualHeadView:
-        """See `LoadedHead`."""
-        return self._heads.view(target, target, release)
-
-    def close(self) -> None:
-        """See `LoadedHead`. Python frees the weights together with the last view."""
+    return load_residual_heads(_target(target), head.shown_path)
 
 
 def _target(model: HeadTarget) -> ResidualHeadTarget:
@@ -71,7 +54,6 @@ def _target(model: HeadTarget) -> ResidualHeadTarget:
 
     return ResidualHeadTarget(
         model=model,
-        states=model,
         memory_bytes=memory_bytes,
         layers=lib.llama_model_n_layer(weights),
         attention=AttentionShape(

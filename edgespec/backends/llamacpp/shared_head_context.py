@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.head_context import HeadContext, HeadPass, HeadRows
@@ -44,7 +43,7 @@ class SharedHeadContext(SharedContext):
         assert kind in ("encode", "prefill", "draft")
         tokens, positions, sequences = JoinedParts.of(parts)
         inputs = np.concatenate([part.inputs for part in parts])
-        rows = self._context.compute(kind, tokens, inputs, positions, sequences)
+        rows = self._context.compute(HeadPass(kind, tokens, inputs, positions, sequences))
         start = 0
         for part in parts:
             end = start + len(part.tokens)
@@ -56,15 +55,9 @@ class SharedHeadContext(SharedContext):
 class HeadSlot(ContextSlot):
     """One reply's slot in the shared context of a head, with the methods of `HeadContext` that heads need."""
 
-    def compute(
-        self,
-        kind: HeadPass,
-        tokens: Sequence[int],
-        inputs: NDArray[np.float32],
-        positions: Sequence[int],
-        sequences: Sequence[Sequence[int]],
-    ) -> HeadRows:
+    def compute(self, head_pass: HeadPass) -> HeadRows:
         """Run a pass of the head together with other replies. See `HeadContext.compute`."""
+        kind, tokens, inputs, positions, sequences = head_pass
         outputs = len(tokens) if kind == "draft" else 0
         part = self._run(tokens, positions, sequences, outputs, kind, inputs)
         return HeadRows(part.rows, part.states)

@@ -118,23 +118,22 @@ def serialize_head(caches: Sequence[AttentionCache], origin: int, start: int, en
     return _encoded({"origin": origin, "parts": parts}, blobs)
 
 
-def deserialize_head(caches: Sequence[AttentionCache], origin: int, start: int, data: bytes) -> None:
+def deserialize_head(caches: Sequence[AttentionCache], origin: int, start: int, data: bytes) -> bool:
     """Append the rows in the result of `serialize_head` to caches that hold all positions before `start`.
 
-    Raises:
-        BackendError: `data` is damaged, or was saved by another head or with another `origin`. The contents
-            of the caches are then undefined.
+    Returns:
+        False if `data` is damaged, or was saved by another head or with another `origin`. The contents of the
+        caches are then undefined.
     """
     try:
         header, rest = _decoded(data)
         if header["origin"] != origin:
-            raise ValueError(f"the head began at position {header['origin']} instead of {origin}")
+            return False
         _load_parts(caches, header["parts"], rest, start - origin)
         mx.eval(*(array for cache in caches for array in cache.state))
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise BackendError(
-            f"the saved state of the head cannot be restored: {error}", "process the prompt again"
-        ) from error
+    except (ValueError, KeyError, TypeError, IndexError):
+        return False
+    return True
 
 
 def _decoded(data: bytes) -> tuple[dict[str, Any], bytes]:

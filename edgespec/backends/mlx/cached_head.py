@@ -1,4 +1,4 @@
-"""The base class for heads with their own KV cache."""
+"""The base class for heads that MLX runs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import Progress, Snapshot
-from edgespec.backends.base_model import in_batches
-from edgespec.backends.hidden_state_log import HiddenStateLog
+from edgespec.backends.head_view import CachedHeadView
 from edgespec.backends.memory_check import check_tokens_fit
 from edgespec.backends.mlx.attention_cache import AttentionCache
 from edgespec.backends.mlx.cache_serialization import deserialize_head, serialize_head
@@ -21,9 +19,7 @@ from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.mlx.pass_layout import PassLayout
 from edgespec.backends.mlx.target_ends import DraftVocabulary
 from edgespec.backends.model_facts import ModelFacts
-from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import BackendError, CancelledError
 
 if TYPE_CHECKING:
     from edgespec.backends.mlx.model import MlxModel
@@ -34,8 +30,8 @@ __all__ = ["BATCH_TOKENS", "CachedHead"]
 BATCH_TOKENS = 64
 
 
-class CachedHead(SelfDraftView["MlxModel"]):
-    """A head with its own KV caches, which it computes from the target's hidden states.
+class CachedHead(CachedHeadView["MlxModel"]):
+    """A head that MLX runs, which can have several KV caches.
 
     Args:
         target: The target.
@@ -50,6 +46,7 @@ class CachedHead(SelfDraftView["MlxModel"]):
     """
 
     _network: Any
+    _batch_tokens = BATCH_TOKENS
 
     def __init__(
         self,
@@ -61,29 +58,25 @@ class CachedHead(SelfDraftView["MlxModel"]):
         target_ids: NDArray[np.int64] | None,
         facts: ModelFacts,
     ) -> None:
-        super().__init__(target)
         self._network = network
         self._embed, self._lm_head = embed, lm_head
         self._draft_vocabulary = DraftVocabulary(target_ids, target.facts.vocab_size)
         self._dtype = network.dtype
-        self.vocabulary, self.facts = target.vocabulary, facts
+        self.facts = facts
         self._layout = PassLayout()
-        self._interrupted = False
-        self._clear(0)
+        self._restart(0)
         # Open the log last. If anything failed after this line, nothing would call `close` to stop the log.
-        self.log: HiddenStateLog = target.log_hidden_states(states)
+        super().__init__(target, target.log_hidden_states(states))
 
-    def _clear(self, position: int) -> None:
-        """Empty the KV cache. Its first row will belong to the token at `position`."""
+    def _restart(self, position: int) -> None:
         self._caches = [AttentionCache(self._layout) for _ in range(self._network.cache_count)]
-        self._start = self._length = position
-        self._end_round()
+        self._start = position
+        self._keep(position)
 
-    def _end_round(self) -> None:
-        """Discard the current draft: remove all cache rows after the committed tokens."""
-        # Number of nodes in the current draft tree that were run with the target's hidden states.
-        self._known_nodes = 0
-        self._rewind(self._length)
+    def _keep(self, length: int) -> None:
+        super()._keep(length)
+        self._start, self._length = min(self._start, length), length
+        self._rewind(length)
 
     def _rewind(self, length: int) -> None:
         for cache in self._caches:
@@ -94,40 +87,16 @@ class CachedHead(SelfDraftView["MlxModel"]):
         return [array for cache in self._caches for array in cache.state]
 
     @property
-    def length(self) -> int:
-        return self._length
+    def _first_cached(self) -> int:
+        return self._start
 
-    @property
-    def free_tokens(self) -> int:
-        return max(0, self.facts.context_tokens - self._length)
-
-    @property
-    def last_position(self) -> int:
-        """The last position whose token can be run with the target's hidden states."""
-        return self.log.end
-
-    def start_at(self, position: int) -> None:
-        """Empty the KV cache, and let it begin at `position`. Tokens before `position` are never run."""
-        self._check()
-        self._clear(position)
-
-    def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
-        self._check()
-        check_tokens_fit(self, len(tokens))
-        self._end_round()
-        for batch in in_batches(tokens, BATCH_TOKENS, progress):
-            self._check_not_interrupted()
-            try:
-                self._append(batch)
-                evaluate(*self._cache_arrays)
-            except BaseException:
-                self._end_round()
-                raise
-            self._length += len(batch)
+    def _append(self, tokens: Sequence[int]) -> None:
+        self._run_known(tokens)
+        evaluate(*self._cache_arrays)
 
     @abstractmethod
-    def _append(self, tokens: Sequence[int]) -> None:
-        """Append keys and values for `tokens`, computed from the target's hidden states, to the KV cache."""
+    def _run_known(self, tokens: Sequence[int]) -> None:
+        """Append `tokens` to the KV cache without evaluating its arrays."""
 
     def verify(self, tree: TokenTree, first: int = 0) -> DeviceLogits:
         self._check()
@@ -136,62 +105,21 @@ class CachedHead(SelfDraftView["MlxModel"]):
             self._check_not_interrupted()
             return self._run_tree(tree, first)
         except BaseException:
-            self._end_round()
+            self._keep(self.length)
             raise
 
     @abstractmethod
     def _run_tree(self, tree: TokenTree, first: int) -> DeviceLogits:
         """Run a tree's nodes from `first` on, and return their logits."""
 
-    def commit(self, path: tuple[int, ...]) -> None:  # noqa: ARG002
-        """Keep the cache rows of nodes that were run with the target's hidden states."""
-        self._check()
-        self._length += self._known_nodes
-        self._end_round()
+    def _export(self, start: int, end: int) -> bytes:
+        return serialize_head(self._caches, self._start, start, end) if start < end else b""
 
-    def truncate(self, length: int) -> None:
-        self._check()
-        self._length = min(length, self._length)
-        self._start = min(self._start, self._length)
-        self._end_round()
-
-    def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
-        """Copy the KV cache at positions [start, end). Start at the first cached position if it is later."""
-        self._check()
-        self._end_round()
-        end = self._length if end is None else min(end, self._length)
-        start = min(max(start, self._start), end)
-        data = serialize_head(self._caches, self._start, start, end) if start < end else b""
-        return Snapshot(end, data, start)
-
-    def restore(self, snapshot: Snapshot) -> None:
-        self._check()
-        self._end_round()
-        start, end = snapshot.start, snapshot.length
-        try:
-            if not self._length == start <= end <= self.facts.context_tokens:
-                raise BackendError(
-                    f"the saved KV cache does not fit {self.facts.name}", "process the prompt again"
-                )
-            if start < end:
-                deserialize_head(self._caches, self._start, start, snapshot.data)
-        except BackendError:
-            self._clear(0)
-            raise
-        self._length = end
-        self._end_round()
-
-    def interrupt(self, enabled: bool) -> None:
-        self._interrupted = enabled
-
-    def _check_not_interrupted(self) -> None:
-        if self._interrupted:
-            raise CancelledError("the model's computation was cancelled")
+    def _import(self, start: int, end: int, data: bytes) -> bool:
+        return start == end or deserialize_head(self._caches, self._start, start, data)
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        self._target.stop_logging(self.log)
-        self._end_round()
-        del self._network, self._caches, self._embed, self._lm_head, self._draft_vocabulary
+        if not self._closed:
+            super().close()
+            self._keep(self.length)
+            del self._network, self._caches, self._embed, self._lm_head, self._draft_vocabulary

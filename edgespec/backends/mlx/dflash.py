@@ -16,7 +16,6 @@ from edgespec.backends.mlx.evaluation import evaluate, start_evaluation, transla
 from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.model_facts import Capabilities, ModelFacts
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import CapabilityError
 from edgespec.heads.dflash_config import DFlashConfig
 
 if TYPE_CHECKING:
@@ -64,8 +63,8 @@ class DFlashHead(CachedHead):
         facts = replace(facts, capabilities=capabilities)
         super().__init__(target, config.states, network, embed, lm_head, target_ids, facts)
 
-    def _end_round(self) -> None:
-        super()._end_round()
+    def _keep(self, length: int) -> None:
+        super()._keep(length)
         # The logits of the last block, one row per draft token.
         self._rows = mx.zeros((0, 0))
 
@@ -74,7 +73,7 @@ class DFlashHead(CachedHead):
         """The first position whose hidden states are in the log."""
         return self.log.start
 
-    def _append(self, tokens: Sequence[int]) -> None:
+    def _run_known(self, tokens: Sequence[int]) -> None:
         self._add_states(self._length, self._length + len(tokens))
 
     def _add_states(self, start: int, end: int) -> None:
@@ -87,18 +86,14 @@ class DFlashHead(CachedHead):
         if first == 0:
             self._run_block(tree)
         depths = np.maximum(np.array(tree.depths[first:]) - self._known_nodes, 0)
-        if depths.max() >= len(self._rows):
-            raise CapabilityError(
-                f"{self.facts.name} drafts at most {len(self._rows):,} tokens",
-                f"use --draft-length {len(self._rows)} or less",
-            )
+        self._check_draft_length(int(depths.max()) + 1, len(self._rows))
         rows = self._rows_after(tree.tokens[first:], depths)
         start_evaluation(rows)
         return DeviceLogits(rows, tree.depths[first:])
 
     def _run_block(self, tree: TokenTree) -> None:
         """Add the known hidden states of the tree's first nodes to the cache, and run a block after them."""
-        self._end_round()
+        self._keep(self.length)
         known = min(max(self.log.end - self._length, 0), tree.width - 1)
         begin = self._length + known
         if known:

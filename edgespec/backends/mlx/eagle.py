@@ -87,26 +87,21 @@ class EagleHead(CachedHead):
         super().__init__(target, states, network, embed, lm_head, target_ids, facts)
         install_tree_ropes(network, self._layout)
 
-    def _end_round(self) -> None:
-        super()._end_round()
+    def _keep(self, length: int) -> None:
+        super()._keep(length)
         self._round = TreeBuilder()
         # The head's hidden states [nodes, size] from each pass over the current draft tree, converted by
         # `fed_back` to inputs for the next draft step.
         self._own_states: list[mx.array] = []
 
-    @property
-    def first_position(self) -> int:
-        """The first position whose preceding hidden state is in the log."""
-        return self.log.start + 1
-
-    def _append(self, tokens: Sequence[int]) -> None:
+    def _run_known(self, tokens: Sequence[int]) -> None:
         self._layout.set_chain(self._length - self._start)
         self._run(tokens, self._target_states(self._length, len(tokens)))
 
     def _run_tree(self, tree: TokenTree, first: int) -> DeviceLogits:
         check_draft_width(tree.width, self.facts.capabilities.max_width)
         if first == 0:
-            self._end_round()
+            self._keep(self.length)
         self._round.extend(tree, first)
         own = []
         for begin, end in self._passes(tree, first):
@@ -146,8 +141,7 @@ class EagleHead(CachedHead):
 
     def _target_states(self, start: int, count: int) -> mx.array:
         """Return the target's reduced hidden states before each of `count` tokens."""
-        rows = self.log.rows(start - 1, start - 1 + count)
-        return self._network.reduced(mx.array(rows).astype(self._dtype))
+        return self._network.reduced(mx.array(self._logged_states(start, count)).astype(self._dtype))
 
     def _run(self, tokens: Sequence[int], states: mx.array) -> mx.array:
         """Return the head's hidden states of tokens, given the hidden state before each of them."""

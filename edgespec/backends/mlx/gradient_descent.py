@@ -13,7 +13,7 @@ from mlx import optimizers
 from edgespec.backends.mlx.evaluation import evaluate
 from edgespec.errors import BackendError, ModelFileError
 
-__all__ = ["Arrays", "GradientDescent", "ParameterGroup", "Trainable", "save_arrays"]
+__all__ = ["Arrays", "GradientDescent", "ParameterGroup", "TrainedNetwork", "save_arrays"]
 
 Arrays: TypeAlias = dict[str, mx.array]
 # Learning rate schedule: the rates rise for this many steps, stay constant for this fraction of the training,
@@ -21,7 +21,7 @@ Arrays: TypeAlias = dict[str, mx.array]
 _WARM_UP_STEPS, _FLAT_FRACTION = 20, 0.13
 
 
-class Trainable(Protocol):
+class TrainedNetwork(Protocol):
     """A network whose weights can be replaced.
 
     Attributes:
@@ -59,7 +59,7 @@ class GradientDescent:
     """
 
     def __init__(
-        self, network: Trainable, groups: Sequence[ParameterGroup], max_gradient_norm: float, name: str
+        self, network: TrainedNetwork, groups: Sequence[ParameterGroup], max_gradient_norm: float, name: str
     ) -> None:
         self.steps = 0
         self._network, self._groups, self._name = network, groups, name

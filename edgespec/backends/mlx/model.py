@@ -341,7 +341,6 @@ class MlxSelfDraftView(SelfDraftView[MlxModel]):
             notice="",
         )
         self.vocabulary = target.vocabulary
-        self._interrupted = False
 
     def verify(self, tree: TokenTree, first: int = 0) -> DeviceLogits:
         self._check()
@@ -352,9 +351,6 @@ class MlxSelfDraftView(SelfDraftView[MlxModel]):
 
     def run_ahead(self, enabled: bool) -> None:
         self._partial_model.run_ahead = enabled
-
-    def interrupt(self, enabled: bool) -> None:
-        self._interrupted = enabled
 
 
 def _weights_crc(net: Any) -> int:

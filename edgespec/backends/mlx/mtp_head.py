@@ -24,10 +24,10 @@ class ChainedMtpHead(EagleHead):
 
     _network: MtpChain
 
-    def _append(self, tokens: Sequence[int]) -> None:
+    def _run_known(self, tokens: Sequence[int]) -> None:
         for step in range(len(self._network.steps)):
             self._network.select(step)
-            super()._append(tokens)
+            super()._run_known(tokens)
 
     def _run_tree(self, tree: TokenTree, first: int) -> DeviceLogits:
         before = self._network.step

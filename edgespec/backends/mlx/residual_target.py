@@ -49,7 +49,6 @@ def load_mlx_residual_heads(target: MlxModel, net: Any, path: Path) -> ResidualH
     heads = load_residual_heads(
         ResidualHeadTarget(
             model=target,
-            states=target,
             memory_bytes=target.memory_bytes,
             layers=target.layer_count,
             attention=AttentionShape(
@@ -64,7 +63,7 @@ def load_mlx_residual_heads(target: MlxModel, net: Any, path: Path) -> ResidualH
         ),
         path,
     )
-    return heads.view(target, target)
+    return heads.view(target)
 
 
 def estimate_mlx_residual_heads(path: Path, target: Path, context_tokens: int) -> MemoryEstimate:

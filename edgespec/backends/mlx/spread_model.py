@@ -36,10 +36,16 @@ class SpreadModel(MlxModel):
         """Do nothing. See `run_ahead`."""
 
     def snapshot(self, start: int = 0, end: int | None = None) -> NoReturn:  # noqa: ARG002
-        raise CapabilityError(f"the cache of {self.facts.name} cannot be copied, because it is on workers")
+        raise CapabilityError(
+            f"the cache of {self.facts.name} cannot be copied, because it is on workers",
+            "process the prompt again",
+        )
 
     def restore(self, snapshot: Snapshot) -> NoReturn:  # noqa: ARG002
-        raise CapabilityError(f"the cache of {self.facts.name} cannot be restored, because it is on workers")
+        raise CapabilityError(
+            f"the cache of {self.facts.name} cannot be restored, because it is on workers",
+            "process the prompt again",
+        )
 
     def resize(self, context_tokens: int) -> None:
         raise MemoryBudgetError(

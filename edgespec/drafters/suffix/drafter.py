@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol, TypeAlias
 
-from edgespec.drafters.base import Drafter, MemoryUse
+from edgespec.drafters.base import Drafter, DrafterMemory
 from edgespec.drafters.suffix import scoring
 from edgespec.drafters.suffix.automaton import SuffixAutomaton
 from edgespec.drafters.suffix.scoring import Continuation, ScoredDraft, SuffixConfig, best_draft, grow_draft
@@ -106,9 +106,9 @@ class SuffixDrafter(Drafter):
         self._other_match = self._other_chats.follow((0, 0), tokens[-MAX_MATCH_TOKENS:])
 
     @property
-    def memory_use(self) -> MemoryUse:
+    def memory_use(self) -> DrafterMemory:
         index_bytes = self._indexed.index.size_bytes if self._indexed else 0
-        return MemoryUse(other_bytes=self._chat.size_bytes + self._other_chats.size_bytes + index_bytes)
+        return DrafterMemory(other_bytes=self._chat.size_bytes + self._other_chats.size_bytes + index_bytes)
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
         drafts = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from edgespec.backends.base import LanguageModel, Vocabulary
-from edgespec.drafters.base import BudgetedDrafter, MemoryUse, check_rollback
+from edgespec.drafters.base import Drafter, DrafterMemory, check_rollback
 from edgespec.drafters.draft_cache import is_confident
 from edgespec.drafters.vocabularies.translation import TokenTranslation
 from edgespec.engine.acceptance import Acceptance
@@ -26,7 +26,7 @@ _MAX_TOKENS_WITH_PROPOSAL = 16
 _MIN_OPEN_BYTES, _MAX_OPEN_BYTES = 64, 256
 
 
-class RetokenisedDrafter(BudgetedDrafter):
+class RetokenisedDrafter(Drafter):
     """Drafts chains of target tokens by retokenizing the text that a draft model generates.
 
     Implements drafting with disjoint vocabularies (Timor et al. 2025, arXiv 2502.05202, section 4). The
@@ -74,8 +74,8 @@ class RetokenisedDrafter(BudgetedDrafter):
         self._matching = 0
 
     @property
-    def memory_use(self) -> MemoryUse:
-        return MemoryUse.of(self._model.facts)
+    def memory_use(self) -> DrafterMemory:
+        return DrafterMemory.of(self._model.facts)
 
     def begin(self, tokens: Sequence[int]) -> None:
         known = len(self._tokens)

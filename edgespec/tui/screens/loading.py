@@ -14,6 +14,10 @@ from textual.widgets import ProgressBar, Static
 
 __all__ = ["LoadingScreen"]
 
+# The end of the typed text that is shown.
+_SHOWN_LINES = 5
+_SHOWN_CHARACTERS = 200
+
 
 class LoadingScreen(Screen[None]):
     """Screen that shows the model name and the loading progress."""
@@ -29,10 +33,12 @@ class LoadingScreen(Screen[None]):
         self._bar = ProgressBar(total=1.0, show_eta=False, id="loading-bar")
         self._what = Static(Content("Starting"), id="loading-what")
         self._hint = Static(Content("Esc cancels"), id="loading-hint")
+        self._shown_text = Static(id="loading-text")
+        self._shown_text.display = False
 
     def compose(self) -> ComposeResult:
         heading = Static(Content.assemble(("edgespec", "bold"), "  ", (self._model, "$muted")))
-        yield Vertical(heading, self._bar, self._what, self._hint, id="loading")
+        yield Vertical(heading, self._bar, self._what, self._hint, self._shown_text, id="loading")
 
     def show(self, description: str, fraction: float) -> None:
         """Show what is being loaded, and the completed fraction from 0 to 1."""
@@ -47,6 +53,18 @@ class LoadingScreen(Screen[None]):
             self.typed += "\n"
         elif event.key == "backspace":
             self.typed = self.typed[:-1]
+        self._show_typed()
+
+    def on_paste(self, event: events.Paste) -> None:
+        """Collect pasted text like typed text."""
+        self.typed += event.text
+        self._show_typed()
+
+    def _show_typed(self) -> None:
+        """Show the end of the collected text, so that the user sees that it is not lost."""
+        lines = self.typed.rstrip("\n").split("\n")[-_SHOWN_LINES:]
+        self._shown_text.update(Content("\n".join(lines)[-_SHOWN_CHARACTERS:]))
+        self._shown_text.display = bool(self.typed)
 
     def take_typed(self) -> str:
         """Return the text typed so far and clear it."""

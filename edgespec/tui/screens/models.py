@@ -19,6 +19,7 @@ from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 import edgespec
+from edgespec import AvailableModel
 from edgespec.errors import EdgespecError
 from edgespec.tui.background import CallThread, in_thread
 from edgespec.tui.downloads import Downloads
@@ -26,7 +27,7 @@ from edgespec.tui.model_texts import details_text, row_text
 from edgespec.tui.texts import drafter_names, labelled_drafters, sentences
 
 if TYPE_CHECKING:
-    from edgespec import AvailableModel, Preview, Runtime
+    from edgespec import Preview, Runtime
     from edgespec.tui.worker import PlanModel
 
 __all__ = ["ModelsScreen"]
@@ -151,10 +152,18 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
                 and all(word in f"{model.reference} {model.family}".lower() for word in words)
             ]
 
+        downloads = [
+            each.model or _unknown_model(each.reference)
+            for each in self._downloads.unfinished
+            if all(word in each.reference.lower() for word in words)
+        ]
+        downloading = {model.reference for model in downloads}
         listed = {name for model in self._models or () for name in (model.reference, model.path) if name}
+        listed |= downloading
         groups = (
+            ("Downloads", downloads, ""),
             ("On this machine", matching(True), "" if self._models is not None else "Looking for models…"),
-            ("To download", matching(False), ""),
+            ("To download", [each for each in matching(False) if each.reference not in downloading], ""),
             (
                 "On Hugging Face",
                 [each for each in self._found if not {each.reference, each.path} & listed],
@@ -315,3 +324,18 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
     def _show_measuring(self, fraction: float) -> None:
         self._message = f"Measuring this machine, {fraction:.0%}. This takes about 20 seconds; Esc stops it."
         self._show_details()
+
+
+def _unknown_model(reference: str) -> AvailableModel:
+    """Return a row for a model that is downloaded without having been in the list."""
+    return AvailableModel(
+        reference=reference,
+        place="search",
+        parameters=0,
+        size_bytes=0,
+        draft="",
+        download_bytes=0,
+        needed_bytes=0,
+        fits=True,
+        speed=None,
+    )

@@ -16,8 +16,7 @@ from textual.widgets.option_list import Option
 
 from edgespec.tools.connection import ServerConnection
 from edgespec.tools.tool import Tool, visible
-from edgespec.tools.toolbox import Toolbox
-from edgespec.tui.tool_access import server_state
+from edgespec.tui.tool_access import ToolAccess, server_state
 
 __all__ = ["ToolsScreen"]
 
@@ -30,8 +29,8 @@ class ToolsScreen(ModalScreen[None]):
     """Dialog that lists the servers and their tools. Enter turns the highlighted one on or off.
 
     Args:
-        toolbox: The servers.
-        disabled: Names, as the model sees them, of the tools that are turned off. Updated in place.
+        access: The servers, and the tools that are turned off or always allowed. The list changes which tools
+            are turned off.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -39,10 +38,10 @@ class ToolsScreen(ModalScreen[None]):
         Binding("space", "switch", "Switch", show=False),
     ]
 
-    def __init__(self, toolbox: Toolbox, disabled: set[str]) -> None:
+    def __init__(self, access: ToolAccess) -> None:
         super().__init__()
-        self._toolbox = toolbox
-        self._disabled = disabled
+        self._access = access
+        self._toolbox = access.toolbox
         # The servers that the user is turning on or off, and the text that says so.
         self._busy: dict[str, str] = {}
         self._shown_states: list[tuple[bool, bool]] = []
@@ -74,7 +73,7 @@ class ToolsScreen(ModalScreen[None]):
         rows: list[Option] = []
         for name, server in self._toolbox.servers.items():
             rows.append(Option(self._server_row(name, server), id=name))
-            rows += [Option(self._tool_row(server, tool), id=tool.call_name) for tool in server.tools]
+            rows += [Option(self._tool_row(tool), id=tool.call_name) for tool in server.tools]
         options.set_options(rows)
         options.highlighted = min(place, len(rows) - 1)
 
@@ -86,12 +85,12 @@ class ToolsScreen(ModalScreen[None]):
             colour = "$success" if server.running else "$error" if server.problem else "$muted"
         return Content.assemble((name, "bold"), "  ", (state, colour))
 
-    def _tool_row(self, server: ServerConnection, tool: Tool) -> Content:
-        is_on = tool.call_name not in self._disabled
+    def _tool_row(self, tool: Tool) -> Content:
+        is_on = tool.call_name not in self._access.disabled
         description = " ".join(visible(tool.description).split())
         if len(description) > _MAX_DESCRIPTION:
             description = description[: _MAX_DESCRIPTION - 1] + "…"
-        allowed = "  runs without asking" if tool.name in server.config.allow else ""
+        allowed = "  called without asking" if self._access.is_always_allowed(tool) else ""
         return Content.assemble(
             "  ✓ " if is_on else "    ",
             tool.name if is_on else (tool.name, "$muted"),
@@ -111,7 +110,7 @@ class ToolsScreen(ModalScreen[None]):
     def _switch(self, name: str) -> None:
         """Turn the server or tool with this name on or off. Only tool names contain underscores."""
         if name not in self._toolbox.servers:
-            self._disabled ^= {name}
+            self._access.disabled ^= {name}
         elif name not in self._busy:
             running = self._toolbox.servers[name].running
             self._busy[name] = "stopping…" if running else "starting…"

@@ -11,11 +11,12 @@ from typing import NamedTuple
 from markdown_it import MarkdownIt
 from markdown_it.tree import SyntaxTreeNode
 from textual.content import Content
+from textual.highlight import highlight
 from textual.style import Style
 
 from edgespec.tui.widgets.markdown_blocks import Block, CodeBlock, Margin, Rule, Table
 
-__all__ = ["Markdown", "read_markdown"]
+__all__ = ["Markdown", "load_parsers", "read_markdown"]
 
 _BULLETS = ("• ", "▪ ", "‣ ", "⭑ ", "◦ ")
 _INLINE_STYLES = {"strong": "bold", "em": "italic", "s": "strike"}
@@ -48,6 +49,12 @@ def read_markdown(text: str) -> Markdown:
     first_line = parts[-1].map[0] if parts[-1].map else 0
     last_text = "\n".join(_NEWLINE.split(text)[first_line:])
     return Markdown(list(chain.from_iterable(blocks[:-1])), blocks[-1], last_text)
+
+
+def load_parsers() -> None:
+    """Load the parsers of Markdown and Python code, which takes about 80 ms, before a reply needs them."""
+    read_markdown("https://example.com")
+    highlight("pass", language="python")
 
 
 @cache

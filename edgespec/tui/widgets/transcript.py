@@ -91,9 +91,9 @@ class Transcript(VerticalScroll):
         self._chat = chat
         self._dropped = 0
         with self.app.batch_update():
-            await self._column.remove_children()
-            self._earlier, self._later = _more("earlier"), _more("later")
-            await self._column.mount(welcome, self._earlier, self._later)
+            kept = (self._earlier, self._later)
+            await self._column.remove_children([each for each in self._column.children if each not in kept])
+            await self._column.mount(welcome, before=self._earlier)
             await self._show_last_page()
 
     async def show_from(self, index: int) -> None:

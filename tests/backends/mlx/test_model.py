@@ -225,7 +225,7 @@ class TestLoading:
             "import mlx.core as mx\n"
             f"for cycle in range({cycles}):\n"
             "    how = {'context': 256, 'prefix_cache': 'none', 'measure_costs': False}\n"
-            "    with edgespec.load('demo-mlx', **how) as runtime:\n"
+            "    with edgespec.load('demo-mlx', 'none', **how) as runtime:\n"
             "        runtime.generate('hi', max_tokens=8, seed=1)\n"
             "    held = psutil.Process().memory_info().rss\n"
             "    print(held, mx.get_active_memory(), runtime.target.weight_bytes)\n"

@@ -45,7 +45,7 @@ histories = st.lists(
 class TestRunAhead:
     """Prelaunched steps change no result, whatever call comes instead."""
 
-    @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(histories)
     def test_any_history_is_the_same_with_and_without_run_ahead(
         self, llama: LanguageModel, history: list[tuple[str, int]]

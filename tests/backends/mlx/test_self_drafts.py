@@ -239,7 +239,7 @@ class TestHistories:
         for model in models:
             model.close()
 
-    @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(st.integers(0, 1), actions)
     def test_logits_equal_those_of_a_fresh_prefill(
         self, models: list[Any], which: int, history: list[tuple[str, SelfDraft, int]]

@@ -72,7 +72,7 @@ def test_files_are_private(tmp_path: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600)
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_a_damaged_file_is_never_used(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     disk = PrefixCacheDisk("a model", PLENTY, tmp_path_factory.mktemp("kept"))

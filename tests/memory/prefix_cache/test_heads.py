@@ -20,7 +20,8 @@ from edgespec.drafters.model import ModelDrafter
 from edgespec.methods import DrafterSet, LoadedHead
 from tests.backends.head_histories import first_logits
 from tests.backends.mlx.tiny_checkpoints import ROWS, write_checkpoint
-from tests.backends.tiny_models import WORDS, write_eagle, write_llama
+from tests.backends.tiny_heads import write_eagle
+from tests.backends.tiny_models import WORDS, write_llama
 from tests.cases import covering
 from tests.heads.published import write_head
 from tests.heads.residual_files import Attention, Layout, random_arrays, write_heads
@@ -173,7 +174,7 @@ def test_the_state_of_another_head_does_no_harm(files: Files) -> None:
     assert _restored(files, _copy(files, files.other))[1]
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(max_size=200))
 def test_random_bytes_are_never_an_error(files: Files, copy: bytes) -> None:
     model = files.load()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
@@ -66,7 +68,12 @@ def test_truncated_prefill_lowers_the_acceptance_rate() -> None:
     world.reply(model, text, 1)
     whole = world.stats.acceptance_rate
     begin = model.begin
-    model.begin = lambda tokens: (begin(tokens), model.prefill(64))[0]  # type: ignore[method-assign]
+
+    def begin_truncated(tokens: Sequence[int]) -> None:
+        begin(tokens)
+        model.prefill(64)
+
+    model.begin = begin_truncated  # type: ignore[method-assign]
     before = world.seconds
     world.reply(model, text, 1)
     assert whole is not None

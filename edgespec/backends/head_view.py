@@ -1,0 +1,195 @@
+"""Base classes for heads, which draft from the target's hidden states."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.backends.base import Progress, Snapshot
+from edgespec.backends.base_model import BaseModel, in_batches
+from edgespec.backends.hidden_state_log import HiddenStateLog
+from edgespec.backends.memory_check import check_tokens_fit
+from edgespec.backends.self_draft_view import M, SelfDraftView
+from edgespec.errors import BackendError, CapabilityError, ClosedError
+from edgespec.heads.cached_attention import CachedAttention
+
+__all__ = ["AttentionHeadView", "CachedHeadView", "HeadView"]
+
+
+class HeadView(SelfDraftView[M]):
+    """A head, which runs each token with the target's hidden state at the preceding position.
+
+    Args:
+        target: The target.
+        log: The log of the target's hidden states. Closed together with the view.
+        release: Called when the view is closed.
+    """
+
+    def __init__(self, target: M, log: HiddenStateLog, release: Callable[[], None] = lambda: None) -> None:
+        super().__init__(target)
+        self.vocabulary = target.vocabulary
+        self.log, self._release = log, release
+
+    @property
+    def free_tokens(self) -> int:
+        return max(0, self.facts.context_tokens - self.length)
+
+    @property
+    def first_position(self) -> int:
+        """The first position at which the log has the hidden state that a token needs."""
+        return self.log.start + 1
+
+    @property
+    def last_position(self) -> int:
+        """The last position at which the log has the hidden state that a token needs."""
+        return self.log.end
+
+    def _logged_states(self, start: int, count: int) -> NDArray[np.float32]:
+        """Return the hidden states before `count` tokens from position `start` on, one per token."""
+        return self.log.rows(start - 1, start - 1 + count)
+
+    @abstractmethod
+    def start_at(self, position: int) -> None:
+        """Empty the KV cache, and let it begin at `position`. Tokens before `position` are never run."""
+
+    def _check_draft_length(self, length: int, limit: int) -> None:
+        """Raise CapabilityError if a draft of `length` tokens is longer than `limit`."""
+        if length > limit:
+            raise CapabilityError(
+                f"{self.facts.name} drafts at most {limit:,} tokens", f"use --draft-length {limit} or less"
+            )
+
+    def close(self) -> None:
+        if not self._closed:
+            super().close()
+            self._target.stop_logging(self.log)
+            self._release()
+
+
+class CachedHeadView(HeadView[M]):
+    """A head with a KV cache of its own, which it computes from the target's hidden states.
+
+    In addition to the `length` committed tokens, the cache can contain the tokens of a draft. Subclasses
+    implement `verify` and the abstract methods, which access the cache.
+    """
+
+    _length: int
+    # Maximum number of tokens per pass of a prefill.
+    _batch_tokens: int
+    # Number of nodes in the current draft tree that were run with the target's hidden states.
+    _known_nodes = 0
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    @property
+    @abstractmethod
+    def _first_cached(self) -> int:
+        """The position of the first token in the cache, or `length` if the cache is empty."""
+
+    @abstractmethod
+    def _restart(self, position: int) -> None:
+        """Empty the cache, and let it begin at `position`."""
+
+    @abstractmethod
+    def _append(self, tokens: Sequence[int]) -> None:
+        """Append keys and values for `tokens`, computed from the target's hidden states, to the cache."""
+
+    @abstractmethod
+    def _export(self, start: int, end: int) -> bytes:
+        """Return a copy of the cache at positions [start, end)."""
+
+    @abstractmethod
+    def _import(self, start: int, end: int, data: bytes) -> bool:
+        """Append the result of `_export` to the cache, and return whether it was compatible."""
+
+    @abstractmethod
+    def _keep(self, length: int) -> None:
+        """Let the first `length` tokens be the committed ones, and remove all others from the cache.
+
+        Subclasses also discard what they store about the current draft.
+        """
+        self._known_nodes = 0
+
+    def start_at(self, position: int) -> None:
+        self._check()
+        self._restart(position)
+
+    def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
+        self._check()
+        check_tokens_fit(self, len(tokens))
+        self._keep(self.length)
+        for batch in in_batches(tokens, self._batch_tokens, progress):
+            self._check_not_interrupted()
+            try:
+                self._append(batch)
+            except ClosedError:  # The cache has been freed.
+                raise
+            except BaseException:
+                self._keep(self.length)
+                raise
+            self._keep(self.length + len(batch))
+
+    def commit(self, path: tuple[int, ...]) -> None:  # noqa: ARG002
+        """Keep the keys and values that were computed from the target's hidden states."""
+        self._check()
+        self._keep(self.length + self._known_nodes)
+
+    def truncate(self, length: int) -> None:
+        self._check()
+        self._keep(min(length, self.length))
+
+    def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
+        """Copy the cache at positions [start, end). Start at the first cached position if it is later."""
+        self._check()
+        self._keep(self.length)
+        end = self.length if end is None else min(end, self.length)
+        start = min(max(start, self._first_cached), end)
+        return Snapshot(end, self._export(start, end), start)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        self._check()
+        self._keep(self.length)
+        start, end = snapshot.start, snapshot.length
+        fits = self.length == start <= end <= self.facts.context_tokens
+        if not (fits and self._import(start, end, snapshot.data)):
+            self._restart(0)
+            raise BackendError(
+                f"the saved KV cache does not fit {self.facts.name}", "process the prompt again"
+            )
+        self._keep(end)
+
+
+class AttentionHeadView(CachedHeadView[BaseModel]):
+    """A head with a single attention layer, which NumPy runs. Subclasses set `_attention` and `_length`."""
+
+    _attention: CachedAttention
+
+    @property
+    def _first_cached(self) -> int:
+        return self._attention.start
+
+    def _restart(self, position: int) -> None:
+        self._attention.restart(position)
+        self._keep(position)
+
+    def _export(self, start: int, end: int) -> bytes:
+        return self._attention.copy(start, end)
+
+    def _import(self, start: int, end: int, data: bytes) -> bool:
+        return self._attention.restore(end - start, data)
+
+    def _keep(self, length: int) -> None:
+        super()._keep(length)
+        self._attention.truncate(length)
+        self._length = length
+
+    def resized(self) -> None:
+        tokens = self._target.facts.context_tokens
+        token_bytes = self.facts.kv_bytes // self.facts.context_tokens if self.facts.context_tokens else 0
+        self.facts = replace(self.facts, context_tokens=tokens, kv_bytes=token_bytes * tokens)

@@ -1,0 +1,160 @@
+"""Files of EAGLE-1 and EAGLE-2 heads: what is refused, what is planned, and damaged heads change no reply."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+import edgespec
+from edgespec.assembly.loading import always_draft
+from edgespec.backends import mlx
+from edgespec.backends.base import LanguageModel, LoadOptions
+from edgespec.backends.head_files import head_at, head_info
+from edgespec.backends.registry import format_at
+from edgespec.backends.self_draft_methods import Head
+from edgespec.drafters.head_cache import HeadCache
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import CancelledError, CapabilityError, MemoryBudgetError, ModelFileError
+from edgespec.prepare.head import prepare_head
+from tests.backends.eagle1_targets import CONTEXT, SIZE, YARN, head_of, load, write_eagle1, write_files
+from tests.backends.head_histories import first_logits
+from tests.backends.published_heads import VOCAB
+from tests.heads.published import write_head
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("eagle1")
+    write_files(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def mlx_target(folder: Path) -> Iterator[LanguageModel]:
+    model = mlx.load(str(folder / "mlx"), "mlx", LoadOptions(context_tokens=CONTEXT))
+    yield model
+    model.close()
+
+
+@pytest.fixture
+def target(folder: Path) -> Iterator[LanguageModel]:
+    model = load(folder / "llama.gguf")
+    yield model
+    model.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"size": 64}, CapabilityError, "hidden states of size 64"),
+        ({"vocab": VOCAB + 1}, CapabilityError, "a vocabulary of size"),
+        ({"target_hidden_size": 64}, CapabilityError, "hidden states of size 64"),
+        ({"rope_scaling": {"type": "linear"}}, ModelFileError, "invalid settings"),
+        ({"rope_scaling": {"type": "unknown"}}, ModelFileError, "invalid settings"),
+        ({"rope_scaling": {"type": "yarn", "factor": "x"}}, ModelFileError, "factor is"),
+        ({"rope_scaling": YARN | {"beta_fast": 0}}, ModelFileError, "invalid settings"),
+        ({"num_attention_heads": 0}, ModelFileError, "not an EAGLE head that edgespec supports"),
+        ({"rms_norm_eps": "x"}, ModelFileError, "not an EAGLE head that edgespec supports"),
+        ({"hidden_act": "gelu"}, ModelFileError, "hidden_act is 'gelu'"),
+        ({"num_hidden_layers": 2}, ModelFileError, "the head has 2 layers"),
+        ({"draft_vocab": 9}, ModelFileError, "has a tensor d2t, but no LM head of its own"),
+        ({"changes": {"fc.weight": None}}, ModelFileError, "fc.weight is missing"),
+        ({"changes": {"fc.weight": np.zeros((SIZE, SIZE), np.float32)}}, ModelFileError, "has shape"),
+        ({"changes": {"fc.weight": np.zeros((SIZE, 2 * SIZE), np.int64)}}, ModelFileError, "type I64"),
+        ({"changes": {"more": np.zeros(3, np.float32)}}, ModelFileError, "tensor more is unknown"),
+        ({"changes": {"fc.bias": np.full(SIZE, np.nan, np.float32)}}, ModelFileError, "not finite"),
+        ({"changes": {"fc.bias": np.full(SIZE, 3e38, np.float32)}}, ModelFileError, "not finite"),
+        ({"changes": {"embed_tokens.weight": np.full((VOCAB, SIZE), np.inf, np.float32)}}, ModelFileError,
+         "not finite"),
+    ],
+)  # fmt: skip
+def test_damaged_heads_and_heads_for_other_targets_are_refused(
+    target: LanguageModel,
+    mlx_target: LanguageModel,
+    tmp_path: Path,
+    options: dict[str, Any],
+    error: type,
+    message: str,
+) -> None:
+    path = write_eagle1(tmp_path / "head", **options)
+    for model in (target, mlx_target):
+        with pytest.raises(error, match=message):
+            model.self_draft(Head("eagle", path))
+    # No hidden states are kept for the refused head.
+    assert not cast(Any, target).logs.states
+
+
+def test_a_truncated_head_is_refused(target: LanguageModel, tmp_path: Path) -> None:
+    path = write_eagle1(tmp_path / "head")
+    weights = path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    with pytest.raises(ModelFileError, match="truncated"):
+        head_of(target, path)
+
+
+def test_a_head_with_huge_weights_changes_no_reply(folder: Path, tmp_path: Path) -> None:
+    changes = {"layer.mlp.down_proj.weight": np.full((SIZE, 64), 1e30, np.float32)}
+    head = write_eagle1(tmp_path / "head", changes=changes)
+    path = str(folder / "llama.gguf")
+    with (
+        always_draft(),
+        edgespec.load(path, "none", method="none", context=256) as plain,
+        edgespec.load(
+            path, "none", method="eagle", head=head, draft_branches=(2, 2), context=256
+        ) as drafting,
+    ):
+        for temperature in (0.0, 0.8):
+            asked: dict[str, Any] = {"max_tokens": 24, "temperature": temperature, "seed": 3}
+            assert drafting.generate("the file", **asked).tokens == plain.generate("the file", **asked).tokens
+
+
+def test_a_head_that_does_not_fit_in_memory_is_refused(folder: Path, target: LanguageModel) -> None:
+    without = target.facts.weight_bytes + target.facts.max_kv_bytes
+    limited = load(folder / "llama.gguf", memory_bytes=without + 10_000)
+    with pytest.raises(MemoryBudgetError, match="the weights of the head of target take"):
+        head_of(limited, folder / "head")
+    limited.close()
+
+
+def test_the_plan_counts_what_a_head_needs(folder: Path, target: LanguageModel) -> None:
+    estimate = format_at(folder / "llama.gguf").estimate_head
+    assert estimate
+    planned = estimate(head_at(folder / "head"), folder / "llama.gguf", CONTEXT)
+    head = head_of(target, folder / "head")
+    assert planned.bytes_of("weights") == head.facts.weight_bytes
+    assert planned.bytes_of("cache") == head.facts.kv_bytes
+    target.resize(256)
+    assert 2 * head.facts.kv_bytes == planned.bytes_of("cache")
+
+
+def test_interrupting_and_closing(folder: Path, target: LanguageModel) -> None:
+    head = head_of(target, folder / "head")
+    target.prefill([5, 6, 7])
+    head.interrupt(True)
+    for call in (lambda: head.verify(TokenTree.chain(8)), lambda: head.prefill([6])):
+        with pytest.raises(CancelledError):
+            call()
+    head.interrupt(False)
+    assert np.isfinite(first_logits(head, HeadCache(head), [5, 6, 7, 8])).all()
+    with pytest.raises(CapabilityError, match="exceeds the limit of 64 per pass"):
+        head.verify(TokenTree.chain(5, [6] * 64))
+    head.close()
+    head.close()
+    target.prefill([8])
+
+
+def test_a_head_is_recognised_and_needs_no_conversion(
+    folder: Path, target: LanguageModel, tmp_path: Path
+) -> None:
+    head = folder / "head"
+    assert head_info(head).heads == ("EAGLE-1",)
+    with pytest.raises(ModelFileError, match="needs no conversion") as caught:
+        prepare_head(head, folder / "llama.gguf", tmp_path / "head.gguf")
+    assert f"--head {head}" in (caught.value.next_step or "")
+    eagle3 = write_head(tmp_path / "eagle3", size=SIZE, vocab=VOCAB)
+    with pytest.raises(CapabilityError, match="is an EAGLE-3 head in the Hugging Face layout"):
+        head_of(target, eagle3)
