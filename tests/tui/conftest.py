@@ -1,4 +1,4 @@
-"""The demo model, loaded anew for each chat as the command does it, and styles that all chats share."""
+"""The demo model and parsed styles, which all chats of a file share."""
 
 from __future__ import annotations
 
@@ -11,18 +11,24 @@ from textual import _wait
 from textual.css.stylesheet import Stylesheet
 
 import edgespec
-from edgespec.catalog import Progress
 from edgespec.tui.worker import Load
 
 
+@pytest.fixture(scope="module")
+def shared_runtime() -> Iterator[edgespec.Runtime]:
+    """The embedded demo pair."""
+    with edgespec.load("demo", threads=1) as runtime:
+        yield runtime
+
+
 @pytest.fixture
-def demo() -> Load:
-    """Load the embedded demo pair."""
+def demo(shared_runtime: edgespec.Runtime, monkeypatch: pytest.MonkeyPatch) -> Load:
+    """Load the embedded demo pair only once, because that takes as long as the rest of a test.
 
-    def load(progress: Progress) -> edgespec.Runtime:
-        return edgespec.load("demo", threads=1, progress=progress)
-
-    return load
+    `test_switching.py` and `test_speed.py` load models as the command does, and close them.
+    """
+    monkeypatch.setattr(shared_runtime, "close", lambda: None)
+    return lambda progress: shared_runtime
 
 
 @pytest.fixture(scope="session", autouse=True)

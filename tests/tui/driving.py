@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import html
-import re
+import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,15 +22,20 @@ from edgespec.tui.worker import Load, LoadOther, load_named
 
 NAMES = {" ": "space", "?": "question_mark", "/": "slash", ".": "full_stop", "-": "minus", "_": "underscore"}
 
+# The ends of a scrollbar's handle: where they are drawn depends on when the screen was last painted.
+_SCROLLBAR = "▁▂▃▄▅▆▇"
+
 
 async def until(
     pilot: Pilot[None], condition: Callable[[], bool], what: str = "", seconds: float = 60
 ) -> None:
-    """Wait for `condition`."""
-    for _ in range(int(seconds / 0.02)):
+    """Wait for `condition`, and then for the messages that are queued by that time."""
+    for attempt in range(int(seconds / 0.02)):
         if condition():
+            if attempt:
+                await pilot.pause(0)
             return
-        await pilot.pause(0.02)
+        await asyncio.sleep(0.02)
     raise AssertionError(f"waited {seconds} s for {what or condition}")
 
 
@@ -101,8 +105,10 @@ class Driver:
         return "\n".join(parts)
 
     def screen_text(self) -> list[str]:
-        """The lines on screen, read back from its picture."""
-        return picture_text(self.app.export_screenshot())
+        """The lines on screen."""
+        strips = self.app.screen._compositor.render_strips()
+        rows = (strip.text.replace("\N{NO-BREAK SPACE}", " ").rstrip() for strip in strips)
+        return [row.rstrip(_SCROLLBAR).rstrip() for row in rows]
 
     async def sees(self, text: str) -> None:
         """Wait until `text` is on the screen."""
@@ -148,24 +154,3 @@ async def driving(
         yield driver
     app.model_thread.close()
     assert app.model_thread.join(60)
-
-
-# The ends of a scrollbar's handle: where they are drawn depends on when the screen was last painted.
-_SCROLLBAR = "▁▂▃▄▅▆▇"
-_TEXT = re.compile(r'<text [^>]*?x="([\d.]+)" y="([\d.]+)"[^>]*>([^<]*)</text>')
-
-
-def picture_text(svg: str) -> list[str]:
-    """The text of a picture of the screen, line by line."""
-    cells: dict[float, dict[int, str]] = {}
-    body = svg[svg.index('-matrix">') :]
-    for x, y, text in _TEXT.findall(body):
-        column = round(float(x) / 12.2)
-        cells.setdefault(float(y), {})[column] = html.unescape(text).replace("\xa0", " ")
-    lines = []
-    for _, parts in sorted(cells.items()):
-        line = ""
-        for column, text in sorted(parts.items()):
-            line = line.ljust(column) + text
-        lines.append(line.rstrip().rstrip(_SCROLLBAR).rstrip())
-    return lines

@@ -41,6 +41,7 @@ async def edit(folder: Path, seed: int) -> None:
     resume = "last" if (folder / "log").exists() else None
     async with driving(loading(runtime), folder, resume=resume) as d:
         await d.say(f"question {seed}")
+        record(folder, d)
         ready()
         for number in range(1000):
             action = choices.choice(("say", "edit", "rerun", "older version"))

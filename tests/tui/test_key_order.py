@@ -38,7 +38,7 @@ async def test_a_slash_in_the_list_of_chats_starts_a_command(tmp_path: Path) -> 
     save(tmp_path, "sorting", "searching")
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         await d.write_fast("f2", *"/search sort", "enter", *"ing")
-        await until(d.pilot, lambda: titles(d) == ["sorting"], "the search", seconds=5)
+        await until(d.pilot, lambda: titles(d) == ["sorting"], "the search")
         assert d.chat.prompt.text == ""
         assert not d.chat.current_chat.entries
         await d.sees("Chats: sorting")
@@ -48,7 +48,7 @@ async def test_a_slash_in_a_search_is_searched(tmp_path: Path) -> None:
     save(tmp_path, "either/or", "either way")
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         await d.write_fast("f2", *"her/o")
-        await until(d.pilot, lambda: titles(d) == ["either/or"], "the search", seconds=5)
+        await until(d.pilot, lambda: titles(d) == ["either/or"], "the search")
         assert d.chat.prompt.text == ""
 
 
@@ -56,7 +56,7 @@ async def test_a_message_is_typed_at_once_after_a_chat_is_opened(tmp_path: Path)
     save(tmp_path, "sorting", "searching")
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         await d.write_fast("f2", *"sear", "enter", *"Hello")
-        await until(d.pilot, lambda: d.chat.prompt.text == "Hello", "the message", seconds=5)
+        await until(d.pilot, lambda: d.chat.prompt.text == "Hello", "the message")
         assert d.chat.current_chat.shown_title == "searching"
 
 
@@ -64,7 +64,7 @@ async def test_a_deletion_concerns_the_chat_that_was_highlighted(tmp_path: Path)
     save(tmp_path, "first", "second", "third")
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         await d.write_fast("f2", "down", "delete", *"t")
-        await until(d.pilot, lambda: titles(d) == ["first", "third"], "the deletion", seconds=5)
+        await until(d.pilot, lambda: titles(d) == ["first", "third"], "the deletion")
         await d.sees("Chats: t")
 
 
@@ -72,9 +72,9 @@ async def test_a_deletion_concerns_the_chat_that_was_highlighted(tmp_path: Path)
 async def test_the_list_of_models_takes_what_is_typed_at_once(tmp_path: Path, opening: list[str]) -> None:
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         await d.write_fast(*opening, *"/mlx")
-        await until(d.pilot, lambda: isinstance(d.app.screen, ModelsScreen), "the list", seconds=5)
+        await until(d.pilot, lambda: isinstance(d.app.screen, ModelsScreen), "the list")
         await d.sees("demo-mlx ")
-        await until(d.pilot, lambda: d.app.screen.query_one(Input).value == "/mlx", "the filter", seconds=5)
+        await until(d.pilot, lambda: d.app.screen.query_one(Input).value == "/mlx", "the filter")
         assert d.chat.prompt.text == ""
 
 
@@ -82,11 +82,11 @@ async def test_dialogs_take_what_is_typed_at_once(tmp_path: Path) -> None:
     store = save(tmp_path, "sorting")
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         await d.write_fast("f5", *"Be brief.")
-        await until(d.pilot, lambda: isinstance(d.app.screen, SystemScreen), "the dialog", seconds=5)
+        await until(d.pilot, lambda: isinstance(d.app.screen, SystemScreen), "the dialog")
         area = d.app.screen.query_one(TextArea)
-        await until(d.pilot, lambda: area.text == "Be brief.", "the system prompt", seconds=5)
+        await until(d.pilot, lambda: area.text == "Be brief.", "the system prompt")
         await d.write_fast("ctrl+s", "f2", "ctrl+r", *" more", "enter")
-        await until(d.pilot, lambda: store.load("id-0").title == "sorting more", "the title", seconds=5)
+        await until(d.pilot, lambda: store.load("id-0").title == "sorting more", "the title")
         assert d.chat.current_chat.system == "Be brief."
 
 
@@ -94,7 +94,7 @@ async def test_an_edited_message_takes_what_is_typed_at_once(tmp_path: Path) -> 
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         await d.say("How do I list files")
         await d.write_fast("shift+up", "up", "e", *" by date?")
-        await until(d.pilot, lambda: d.chat.prompt.text.endswith("files by date?"), "the edit", seconds=5)
+        await until(d.pilot, lambda: d.chat.prompt.text.endswith("files by date?"), "the edit")
         assert d.chat.editing == 0
 
 
