@@ -131,7 +131,7 @@ def models_are_probed_once() -> Iterator[None]:
             return test(model)
         files = tuple(file_state(file) for file in sorted(Path(model.facts.path).iterdir()))
         options = model.facts.adapters, model.facts.context_tokens, model.partial_models.low_bits is None
-        key = files, type(model._net), model._fingerprint, *options
+        key = files, type(model._net), model._fingerprint, model.facts.weight_bytes, *options
         if key not in results:
             results[key] = test(model)
         return results[key]

@@ -64,12 +64,15 @@ class Chosen(DrafterSet):
         super().__init__(target)
         self._drafter = drafter
 
+    def report(self, method: str, *, constrained: bool = False) -> MethodReport:
+        if method == "none":
+            return MethodReport(method, "none", "asked for")
+        return MethodReport(method, self._drafter.name, "the only one")
+
     def choose(
         self, method: str, *, constrained: bool = False, limited: bool = False
     ) -> tuple[Drafter | None, MethodReport]:
-        if method == "none":
-            return None, MethodReport(method, "none", "asked for")
-        return self._drafter, MethodReport(method, self._drafter.name, "the only one")
+        return None if method == "none" else self._drafter, self.report(method)
 
     def check(self, method: str, *, limited: bool = False) -> None:
         pass

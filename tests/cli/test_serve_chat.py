@@ -182,6 +182,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason=
 
 @needs_proc
 async def test_each_tab_has_a_chat_that_ends_with_it(address: str, server: Server) -> None:
+    assert await ended(server.folder)  # The chats of other tests may still be closing.
     async with opened(address) as tab:
         await tab.shows("Enter sends")
         assert len(processes(server.folder)) == 1

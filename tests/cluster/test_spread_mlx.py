@@ -289,10 +289,10 @@ def test_a_cached_weight_is_not_sent_again(
     ask = RemoteBlock.ask
 
     def count(
-        block: RemoteBlock, header: dict[str, Any], data: Buffer = b""
+        block: RemoteBlock, header: dict[str, Any], data: Buffer = b"", *, is_pass: bool = False
     ) -> tuple[dict[str, Any], Buffer]:
         sent[-1] += len(data) * ("digest" in header)
-        return ask(block, header, data)
+        return ask(block, header, data, is_pass=is_pass)
 
     monkeypatch.setattr(RemoteBlock, "ask", count)
     rows = []

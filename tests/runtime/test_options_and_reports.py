@@ -239,3 +239,21 @@ def test_the_defaults_that_depend_on_the_models() -> None:
             pair.reply_defaults("lowbit")
     with edgespec.load("demo", "none", threads=1, context=512, draft_length=6) as pair:
         assert pair.reply_defaults()["draft_length"] == 6
+
+
+def test_a_new_stream_does_not_run_the_drafters_of_a_running_reply() -> None:
+    """The first session may be generating a reply while another one is prepared."""
+    with edgespec.load("demo", context=1024, parallel=2) as runtime:
+        sessions: Any = runtime._sessions.sessions
+
+        def controllers() -> set[object]:
+            return {
+                controller for session in sessions for controller in session.drafters._controllers.values()
+            }
+
+        before = controllers()
+        # The controller of constrained replies is created on first use, which runs the draft model.
+        stream = runtime.stream(HOWTO, choice=["yes", "no"])
+        assert controllers() == before
+        assert stream.wait().text in ("yes", "no")
+        assert controllers() > before

@@ -338,15 +338,3 @@ def test_methods_that_draft_on_the_targets_cache_work_in_turns() -> None:
     with edgespec.load("demo-mlx", parallel=2, context=256, method="swift") as runtime:
         assert runtime.parallel == 1
         assert runtime.generate(HOWTO, max_tokens=4).method.effective == "swift"
-
-
-def test_a_new_stream_does_not_run_the_drafters_of_a_running_reply() -> None:
-    """The first session may be generating a reply while another one is prepared."""
-    with edgespec.load("demo", context=1024, parallel=2) as runtime:
-        drafters: Any = runtime._session.drafters
-        before = set(drafters._controllers)
-        # The controller of constrained replies is created on first use, which runs the draft model.
-        stream = runtime.stream(HOWTO, choice=["yes", "no"])
-        assert set(drafters._controllers) == before
-        assert stream.wait().text in ("yes", "no")
-        assert set(drafters._controllers) > before

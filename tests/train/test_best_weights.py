@@ -46,7 +46,7 @@ def test_a_training_stopped_in_an_evaluation_repeats_only_the_evaluation(
     again = Stops(0)
     with pytest.raises(CancelledError):
         train(tmp_path, again, announced=announced)
-    assert announced == ["2 of 12 training steps are finished"]
+    assert announced == ["2 of 9 training steps are finished"]
     assert [each.partition(",")[0] for each in again.seen[-2:]] == ["evaluating", "training"]
 
 

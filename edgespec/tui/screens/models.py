@@ -19,7 +19,6 @@ from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 import edgespec
-from edgespec import AvailableModel
 from edgespec.errors import EdgespecError
 from edgespec.tui.background import CallThread, in_thread
 from edgespec.tui.downloads import Downloads
@@ -27,7 +26,7 @@ from edgespec.tui.model_texts import details_text, row_text
 from edgespec.tui.texts import drafter_names, labelled_drafters, sentences
 
 if TYPE_CHECKING:
-    from edgespec import Preview, Runtime
+    from edgespec import AvailableModel, Preview, Runtime
     from edgespec.tui.worker import PlanModel
 
 __all__ = ["ModelsScreen"]
@@ -328,7 +327,7 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
 
 def _unknown_model(reference: str) -> AvailableModel:
     """Return a row for a model that is downloaded without having been in the list."""
-    return AvailableModel(
+    return edgespec.AvailableModel(
         reference=reference,
         place="search",
         parameters=0,
