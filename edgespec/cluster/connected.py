@@ -83,5 +83,7 @@ class ConnectedWorkers:
 
     def close(self, last: Callable[[], None] | None = None) -> None:
         """Run the call `last` if that is possible, and release the workers. See `GuardedCalls.close`."""
-        self._calls.close(last)
-        self._undo.close()
+        try:
+            self._calls.close(last)
+        finally:
+            self._undo.close()

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -81,10 +81,14 @@ def test_several_machines_give_the_same_tokens(
 
 def load_tiny(folder: Path, workers: str | None, kv_type: str = "auto") -> LanguageModel:
     options = LoadOptions(context_tokens=1024, kv_type=kv_type)
-    if workers is not None:
-        connected = ConnectedWorkers(parse_machines("workers", workers), Library(MLX, installed_mlx()))
-        options = replace(options, workers=connected)
-    return mlx.load(str(folder), folder.name, options)
+    with ExitStack() as undo:
+        if workers is not None:
+            connected = ConnectedWorkers(parse_machines("workers", workers), Library(MLX, installed_mlx()))
+            undo.callback(connected.close)
+            options = replace(options, workers=connected)
+        model = mlx.load(str(folder), folder.name, options)
+        undo.pop_all()
+    return model
 
 
 @pytest.mark.parametrize(
