@@ -78,7 +78,7 @@ def _pydantic_schema(name: str, model: type, hint: str) -> Any:
     if not issubclass(model, BaseModel):
         raise OptionError(f"{name} must be a JSON schema, not the class {model.__name__}", hint)
     try:
-        # Pydantic ignores unnamed properties by default, and OpenAI's library forbids them in its requests.
+        # Pydantic ignores undeclared properties by default. OpenAI's library forbids them in its requests.
         return without_other_properties(model.model_json_schema())
     except PydanticUserError as error:
         raise OptionError(f"{name}: {model.__name__} has no JSON schema: {error.message}", hint) from None

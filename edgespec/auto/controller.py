@@ -176,7 +176,7 @@ class AutoController(Drafter):
         self._tokens = list(tokens)
         self._is_drafting, self._round = False, None
         self.loss_limit.begin()
-        # The step after the prompt's wide pass is slower in plain decoding too, so drafting is not charged
+        # The first step after the prompt is slower in plain decoding too, so drafting is not charged
         # for it.
         self.costs.last_width = 0
         self.loss_limit.record_target_step(0, -self.costs.return_seconds)

@@ -113,7 +113,7 @@ class LiveCosts:
     # The machine's speed may have changed if multi-token passes deviate from their estimated durations by
     # more than a factor of 1.25.
     _MAX_LOG_DEVIATION = math.log(1.25)
-    # Weight of the newest pass in the moving average of actual divided by estimated durations.
+    # Weight of the newest pass in the moving average of the ratio of actual to estimated durations.
     _DEVIATION_RATE = 0.3
 
     def __init__(self, curve: CostCurve, threads: int = 0, *, shares_passes: bool = False) -> None:
@@ -149,7 +149,7 @@ class LiveCosts:
         return self._key[1]
 
     def set_conditions(self, conditions: Conditions) -> None:
-        """Switch to the costs for another number of concurrent replies or CPU threads."""
+        """Switch to the costs for a different number of concurrent replies or CPU threads."""
         replies = max(1, min(conditions.replies, _MAX_REPLIES))
         self._select(self._key[0], conditions._replace(replies=replies))
 

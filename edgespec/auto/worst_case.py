@@ -88,7 +88,7 @@ class WorstCaseCosts:
         return longest
 
     def record_target_step(self) -> None:
-        """Lower the worst-case time to draft a token slightly, to forget outliers."""
+        """Slightly lower the worst-case time to draft a token, to forget outliers."""
         self._set_level_seconds(self.level_seconds * _TARGET_STEP_DECAY)
 
     def record_draft(self, levels: int, seconds: float) -> None:

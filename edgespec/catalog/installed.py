@@ -153,7 +153,7 @@ def _embedded() -> Iterator[StoredModel]:
 
 
 def _shortest_reference(stored: StoredModel) -> tuple[str, ModelEntry | None]:
-    """Return a model's shortest reference and its catalogue entry, or its path and None."""
+    """Return a model's shortest reference and catalogue entry. If it has none, return its path and None."""
     for name in stored.names:
         try:
             resolved = resolve(name, allow_download=False)

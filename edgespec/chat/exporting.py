@@ -139,7 +139,7 @@ def write_export(chat: SavedChat, file: str) -> Path:
         with path.open("xb") as opened:
             opened.write(export(chat).encode("utf-8", "replace"))
     except FileExistsError:
-        raise OptionError(f"the file {path} exists already", "choose another file name") from None
+        raise OptionError(f"the file {path} already exists", "choose another file name") from None
     except (OSError, ValueError) as error:
         # Opening a file whose name contains a null character raises ValueError.
         raise OptionError(f"cannot write {path}: {error_reason(error)}", "choose another file") from None

@@ -39,7 +39,7 @@ class DraftCache:
 
     @property
     def lag_tokens(self) -> int:
-        """Number of tokens that the draft model has yet to run."""
+        """Number of tokens that the draft model has yet to process."""
         return len(self.visible_tokens) - self.model.length
 
     @property

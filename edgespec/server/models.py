@@ -331,7 +331,7 @@ class ModelPool:
                 await self._unload(files)
 
     async def unload_idle(self) -> None:
-        """Unload models that were not used for a while. Runs until it is cancelled."""
+        """Unload models that have not been used for a while. Runs until it is cancelled."""
         limit_seconds = self._settings.idle_unload_seconds
         while limit_seconds:
             await asyncio.sleep(min(_IDLE_CHECK_SECONDS, limit_seconds))

@@ -90,7 +90,7 @@ def accepted(settings: Mapping[str, Setting]) -> tuple[dict[str, Setting], list[
 
 
 def setting_named(name: str) -> str:
-    """Return edgespec's name of a setting, given its name in edgespec, Ollama or llama.cpp.
+    """Return edgespec's name for a setting, given its name in edgespec, Ollama or llama.cpp.
 
     Raises:
         OptionError: The setting is unknown, or cannot be changed in the chat.

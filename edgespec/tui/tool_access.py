@@ -85,7 +85,7 @@ class ToolAccess:
 
     @property
     def is_starting(self) -> bool:
-        """Whether a server is being started, so that its tools cannot be called yet."""
+        """Whether a server is being started. Its tools cannot be called yet."""
         return any(server.starting for server in self.toolbox.servers.values())
 
     @property

@@ -83,7 +83,7 @@ def test_an_exported_chat_can_be_imported(
     assert store.load(added).messages == TREES
     assert run("chats", "export", "files").exit_code == 0
     assert (tmp_path / "How do I list files.md").read_text("utf-8").endswith("Use `ls -S`.\n")
-    assert "exists already" in one_line_error(run("chats", "export", "files"), 2)
+    assert "already exists" in one_line_error(run("chats", "export", "files"), 2)
     assert "unknown format" in one_line_error(run("chats", "export", "files", "chat.pdf"), 2)
     assert "cannot read" in one_line_error(run("chats", "import", "missing.json"), 1)
 

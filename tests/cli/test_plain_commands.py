@@ -124,7 +124,7 @@ def test_chats_are_exported_imported_and_found(chat: Chat, tmp_path: Path) -> No
     assert "sizes (pinned, now, 2 messages)\n" in out
     for text in (
         "There is nothing to export: the chat is empty.",
-        "The file one.json exists already.",
+        "The file one.json already exists.",
         "/import needs the path of a file.",
         "No chat contains “OAKS”.",
         "Opened “sizes”.",

@@ -25,7 +25,7 @@ async def test_a_chat_is_exported_and_imported_again(tmp_path: Path, monkeypatch
         assert "**Model:**\n\nUse `ls`." in (tmp_path / "How.md").read_text("utf-8")
         assert "<code>ls</code>" in (tmp_path / "chat.html").read_text("utf-8")
         await d.say("/export chat.json")
-        await d.said("chat.json exists already")
+        await d.said("chat.json already exists")
         d.chat.prompt.clear()
         await d.say("/export chat.pdf")
         await d.said("Unknown format of 'chat.pdf'")

@@ -148,7 +148,7 @@ class SharedContext:
             token += len(part.tokens)
 
     def tap_states(self, slot: int, states: Sequence[int]) -> None:
-        """Choose the hidden states that passes return for a slot. See `LlamaContext.tap_states`."""
+        """Choose which hidden states each pass returns for a slot. See `LlamaContext.tap_states`."""
         with self.lock:
             self._slot_states[slot] = states
             self._states = tuple(sorted(set(chain.from_iterable(self._slot_states))))

@@ -101,7 +101,7 @@ class LayerBlock:
         self._layers[index].update(tree_unflatten([(path, weight)]))
 
     def finish(self) -> None:
-        """Prepare for passes. Raises ValueError if weights are missing."""
+        """Finish loading the block, so that it can compute. Raises ValueError if weights are missing."""
         if self._waiting:
             raise ValueError(f"the weight {next(iter(self._waiting))} is missing")
         # Also evaluate arrays that are not parameters, such as rotary embedding frequencies.
@@ -150,7 +150,7 @@ def _build_model(json_files: Mapping[str, str], headers: Sequence[tuple[bytes, i
             for index, (header, size) in enumerate(headers):
                 with (folder / f"model{index}.safetensors").open("wb") as stream:
                     stream.write(header)
-                    # Extend the file to its full size by a hole, which takes no disk space.
+                    # Extend the file to its full size with a hole, which takes no disk space.
                     stream.truncate(size)
         except OSError as error:
             raise WorkerError(

@@ -32,7 +32,7 @@ def tokens_digest(tokens: Tokens) -> str:
 
 
 def name_of(tokens: Tokens, start: int) -> str:
-    """Return the name of the cached segment `tokens[start:]`, which contains a digest of all `tokens`."""
+    """Return the name of the cached segment `tokens[start:]`. The name contains a digest of all `tokens`."""
     return f"{tokens_digest(tokens)}-{start}"
 
 

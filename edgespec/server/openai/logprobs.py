@@ -53,7 +53,7 @@ def chat_logprobs(tokens: Sequence[TokenLogprobs]) -> ChatLogprobs:
 
 
 def text_logprobs(tokens: Sequence[TokenLogprobs], offset: int) -> TextLogprobs:
-    """Return the log-probabilities of tokens in the format of completions.
+    """Return the log-probabilities of tokens in the format of OpenAI's completions API.
 
     Args:
         tokens: The tokens.
