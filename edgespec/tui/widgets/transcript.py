@@ -116,7 +116,7 @@ class Transcript(VerticalScroll):
             self.scroll_to_widget(each, animate=False, immediate=True)
 
     async def show_earlier(self, most: int = PAGE_MESSAGES) -> None:
-        """Show `most` older messages, or a page if that is less. Remove newer widgets if there are too many."""
+        """Show `most` older messages, but at most a page. Remove newer widgets if there are too many."""
         start = self._page(self._first, -1, most)
         if start == self._first:
             return
