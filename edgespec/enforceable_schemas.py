@@ -22,7 +22,8 @@ _FORMATS = {
 }
 # Values of keywords with which they have no effect.
 _NEUTRAL = {"uniqueItems": (False,), "propertyNames": (True, {}, {"type": "string"})}
-# From this number on, float64 cannot represent every integer. Larger ones than the second do not fit at all.
+# Above the first number, float64 cannot represent every integer. From the second on, converting a number to
+# float64 or changing it slightly could overflow.
 _MAX_EXACT, _MAX_BOUND = 1 << 53, 1 << 1023
 # Relative distance between a bound and the one that replaces it. Chosen.
 _STEP = 1e-9

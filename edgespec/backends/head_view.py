@@ -45,7 +45,7 @@ class HeadView(SelfDraftView[M]):
 
     @property
     def last_position(self) -> int:
-        """The last position at which the log has the hidden state that a token needs."""
+        """The last position for which the log has the hidden state that the head needs."""
         return self.log.end
 
     def _logged_states(self, start: int, count: int) -> NDArray[np.float32]:
@@ -80,7 +80,7 @@ class CachedHeadView(HeadView[M]):
     _length: int
     # Maximum number of tokens per pass of a prefill.
     _batch_tokens: int
-    # Number of nodes in the current draft tree that were run with the target's hidden states.
+    # Number of nodes in the current draft tree that the head processed with the target's own hidden states.
     _known_nodes = 0
 
     @property
