@@ -11,6 +11,7 @@ between replies, and nothing is known about the models at the start. The first t
 are not counted.
 
 x none      speed divided by that of plain decoding of the same prompt: geometric mean over the prompts
+long        the same for replies with at least 64 tokens. The loss limit of auto hardly matters for them
 worst       lowest of these ratios, over replies with at least 64 tokens if there are any
 equal       replies with the same tokens as plain decoding
 passes      target passes per token
@@ -221,7 +222,7 @@ def _traffic(proxies: Sequence[Proxy]) -> list[int]:
 
 
 def _report(replies: dict[str, list[TimedReply]]) -> str:
-    lines = ["method       x none   worst   equal   passes      KiB    trips   ms/token"]
+    lines = ["method       x none    long   worst   equal   passes      KiB    trips   ms/token"]
     for name, of_name in replies.items():
         ratios = [plain.seconds / each.seconds for plain, each in zip(replies[PLAIN], of_name, strict=True)]
         long = [
@@ -234,7 +235,8 @@ def _report(replies: dict[str, list[TimedReply]]) -> str:
         passes = sum(each.passes for each in of_name) / len(of_name)
         seconds = geometric_mean(each.seconds for each in of_name)
         lines.append(
-            f"{name:12} {geometric_mean(ratios):6.2f} {min(long or ratios):7.2f} {equal:4} / {len(ratios):2}"
+            f"{name:12} {geometric_mean(ratios):6.2f} {geometric_mean(long or ratios):7.2f}"
+            f" {min(long or ratios):7.2f} {equal:4} / {len(ratios):2}"
             f" {passes:6.2f} {(sent + received) / 1024:8.1f} {trips:8.2f} {seconds * 1000:10.1f}"
         )
     return "\n".join(lines)

@@ -250,7 +250,7 @@ class LiveCosts:
         ratio = seconds / self.pass_seconds(mean_width)
         self._record(mean_width, seconds)
         self.last_width = self.curve.padded(width)
-        self._bucket.record_ratio(ratio, width, _LINK_DECAY if self.curve.is_padded else _TARGET_STEP_DECAY)
+        self._bucket.record_ratio(ratio, width, _LINK_DECAY if self.curve.pass_widths else _TARGET_STEP_DECAY)
         if width == 1 < mean_width:
             # Other replies drafted tokens in this pass. Count the pass as a target step anyway, because there
             # may never be a pass without drafts.

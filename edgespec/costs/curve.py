@@ -56,7 +56,8 @@ class CostCurve:
     Attributes:
         widths: The measured widths in tokens, in ascending order starting at 1.
         seconds: The duration of a pass at each width, in seconds.
-        is_padded: Whether the model pads its passes to the next measured width.
+        pass_widths: Widths in ascending order, starting with 1, to which the model pads its passes. Wide ones
+            may not be measured. Empty if it does not pad them.
         change_seconds: How much longer a pass takes if the pass before it had another width. Measured only
             for models that pad their passes. `seconds` does not include this time.
 
@@ -66,7 +67,7 @@ class CostCurve:
 
     widths: tuple[int, ...]
     seconds: tuple[float, ...]
-    is_padded: bool = False
+    pass_widths: tuple[int, ...] = ()
     change_seconds: float = 0.0
 
     def __post_init__(self) -> None:
@@ -87,11 +88,7 @@ class CostCurve:
 
     def padded(self, width: int) -> int:
         """Return the number of tokens in a pass of `width` tokens, including padding."""
-        return (
-            self.widths[bisect_left(self.widths, width)]
-            if self.is_padded and width <= self.widths[-1]
-            else width
-        )
+        return next((each for each in self.pass_widths if each >= width), width)
 
     def v(self, width: int) -> float:
         """Return the duration of a pass of `width` tokens, relative to a single-token pass.
@@ -184,7 +181,7 @@ def measure_costs(
         return CostCurve(measured, tuple(plausible))
     step = median(steady)
     change = max(median(seconds[1][2:] or steady) - step, 0.0)
-    return CostCurve(measured, (step, *(max(each - change, step) for each in plausible[1:])), True, change)
+    return CostCurve(measured, (step, *(max(each - change, step) for each in plausible[1:])), able.pass_widths, change)
 
 
 def _pass_seconds(model: LanguageModel, width: int) -> float:

@@ -146,7 +146,7 @@ class LinkWorld(World):
 def test_loss_limit_holds_if_changes_of_the_width_cost_time(
     costs: list[float], change: float, draft_cost: float, said: list[Text], limits: LossLimits
 ) -> None:
-    curve = CostCurve((1, 2, 3, 5, 9), (1.0, *costs), True, change)
+    curve = CostCurve((1, 2, 3, 5, 9), (1.0, *costs), (1, 2, 3, 5, 9), change)
     world = LinkWorld(SimulatedMachine("link", curve, draft_cost, "any", 0.01))
     drafter = make_controller(world, limits=limits, lookup=True)
     for text in said:
@@ -156,7 +156,7 @@ def test_loss_limit_holds_if_changes_of_the_width_cost_time(
 
 
 def test_drafts_keep_the_width_if_changes_cost_much() -> None:
-    curve = CostCurve((1, 2, 3, 5, 9), (1.0, 1.02, 1.04, 1.08, 1.16), True, 1.0)
+    curve = CostCurve((1, 2, 3, 5, 9), (1.0, 1.02, 1.04, 1.08, 1.16), (1, 2, 3, 5, 9), 1.0)
     text = Text("right", Trace(np.ones(400, np.bool_), np.full(400, 0.99)), None, 40)
     world = LinkWorld(SimulatedMachine("link", curve, 0.02, "any", 0.001))
     assert world.reply(make_controller(world), text) < 400 / 4

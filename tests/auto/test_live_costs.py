@@ -22,7 +22,7 @@ def test_initial_costs_are_those_of_the_curve() -> None:
 
 
 def test_a_change_of_the_width_is_part_of_the_cost() -> None:
-    costs = LiveCosts(CostCurve((1, 2, 3, 5), (0.1, 0.11, 0.12, 0.15), True, 0.05))
+    costs = LiveCosts(CostCurve((1, 2, 3, 5), (0.1, 0.11, 0.12, 0.15), (1, 2, 3, 5), 0.05))
     assert [costs.v(width) for width in (2, 3, 4, 5)] == pytest.approx([1.6, 1.7, 2.0, 2.0])
     costs.record_pass(4, 0.2)
     assert [costs.v(width) for width in (2, 3, 4, 5)] == pytest.approx([1.6, 1.7, 1.5, 1.5])

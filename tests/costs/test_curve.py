@@ -224,9 +224,12 @@ def test_changes_of_the_width_are_measured_for_models_that_pad_their_passes(
     able = replace(model.facts.capabilities, pass_widths=tuple(seconds))
     model.facts = replace(model.facts, capabilities=able)
     curve = measure_costs(model, budget_seconds=1e9)
-    assert curve == CostCurve(tuple(seconds), tuple(seconds.values()), True, 0.5)
+    assert curve == CostCurve(tuple(seconds), tuple(seconds.values()), tuple(seconds), 0.5)
     assert [curve.v(width) for width in (1, 3, 4, 6, 9, 10)] == [1.0, 1.5, 2.0, 3.0, 3.0, 5.0]
     assert curve.v(19) == pytest.approx(5.5)
     # The widest pass is measured only if there is time.
     seen.clear()
-    assert measure_costs(model, budget_seconds=0.0).widths == (1, 2, 3, 5, 9)
+    curve = measure_costs(model, budget_seconds=0.0)
+    assert curve.widths == (1, 2, 3, 5, 9)
+    assert curve.padded(10) == 17
+    assert curve.v(10) == curve.v(17) > curve.v(9), "a pass of 10 tokens is padded to a width not measured"
