@@ -59,8 +59,7 @@ def list_models(as_json: bool, workers: str | None) -> None:
     listed = [(entry, _files(entry)) for entry in entries]
     speeds = {entry.name: None if entry.embedded_file else predict_entry(entry) for entry in entries}
     own, pairs, installed = user_aliases(), user_pairs(), find_installed()
-    checked = _check(workers)
-    fits = {} if workers is None else {entry.name: _fits(entry, workers, checked) for entry in entries}
+    checked, fits = _check(workers, entries) if workers is not None else ([], {})
     if as_json:
         print_json(
             {
@@ -148,32 +147,40 @@ def list_models(as_json: bool, workers: str | None) -> None:
         note(f"{more} more models are not usable. `edgespec models list --json` shows why.")
 
 
-def _check(workers: str | None) -> list[CheckedWorker]:
-    if workers is None:
-        return []
+def _check(workers: str, entries: Sequence[ModelEntry]) -> tuple[list[CheckedWorker], dict[str, str]]:
+    """Check the workers, and return them with the result of `_fits` for each model."""
     from edgespec.cli.checked_workers import check_workers
+    from edgespec.cluster.machines import parse_machines
     from edgespec.machine import inspect_machine
 
-    return check_workers(workers, inspect_machine().llama_cpp.version)
+    machine = inspect_machine()
+    checked = check_workers(workers, machine.llama_cpp.version)
+    local_bytes = parse_machines("--workers", workers).local_bytes
+    here_bytes = machine.memory_available_bytes
+    return checked, {entry.name: _fits(entry, here_bytes, local_bytes, checked) for entry in entries}
 
 
-def _fits(entry: ModelEntry, workers: str, checked: Sequence[CheckedWorker]) -> str:
-    """Return where a catalogue model fits: `this machine`, `workers`, or an empty string for nowhere."""
+def _fits(entry: ModelEntry, here_bytes: int, local_bytes: int, checked: Sequence[CheckedWorker]) -> str:
+    """Return where a catalogue model fits: `this machine`, `workers`, or an empty string for nowhere.
+
+    Args:
+        entry: The model.
+        here_bytes: Available memory of this machine.
+        local_bytes: Memory of this machine for layers if the others are on workers.
+        checked: The workers.
+    """
     from edgespec.assembly.speed_prediction import recommended_draft
     from edgespec.catalog.suggestion import needed_bytes
-    from edgespec.cluster.machines import parse_machines
-    from edgespec.memory import available_bytes
 
     draft = recommended_draft(entry)
     draft_bytes = draft.approximate_file_bytes if draft else 0
-    if needed_bytes(entry.approximate_file_bytes + draft_bytes, entry.parameters) <= available_bytes():
+    if needed_bytes(entry.approximate_file_bytes + draft_bytes, entry.parameters) <= here_bytes:
         return "this machine"
     library = entry.file_format.worker_library
     shared = sum(worker.memory_for(library()) for worker in checked) if library else 0
-    local = parse_machines("--workers", workers).local_bytes
     # The draft model is always on this machine.
     needed = needed_bytes(entry.approximate_file_bytes, entry.parameters)
-    return "workers" if shared and needed <= shared + local else ""
+    return "workers" if shared and needed <= shared + local_bytes else ""
 
 
 def _short_names(entry: ModelEntry) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
 
 import edgespec
-import edgespec.memory
+import edgespec.machine
 from edgespec.cli.checked_workers import check_workers
 from edgespec.cli.models_list import list_models
 from edgespec.cluster.libraries import installed_mlx
@@ -60,7 +61,8 @@ def test_the_list_of_models_says_which_fit_on_the_workers(
         assert [each["reachable"] for each in listed["workers"]] == [True]
         return {each["name"]: each["fits"] for each in listed["models"]}
 
-    monkeypatch.setattr(edgespec.memory, "available_bytes", lambda: 2 << 30)
+    machine = replace(edgespec.machine.inspect_machine(), memory_available_bytes=2 << 30)
+    monkeypatch.setattr(edgespec.machine, "inspect_machine", lambda: machine)
     assert "fits" not in json.loads(CliRunner().invoke(list_models, ["--json"]).stdout)["models"][0]
     small = fits(f"{workers[0].address}=1MiB")
     assert (small["demo"], small["llama-3.1-8b"], small["llama-3.1-70b"]) == ("this machine", "", "")
