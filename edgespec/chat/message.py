@@ -161,9 +161,8 @@ def as_message(number: int, item: Message | Mapping[str, Any]) -> Message:
 def _seconds(number: int, value: object) -> float | None:
     if value is None:
         return None
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    # A Python integer can exceed all floats.
-    if not (is_number and 0 <= value <= sys.float_info.max):
+    # An integer can exceed all floats.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
         raise OptionError(
             f"the reasoning_seconds of message {number} must be a number of seconds, not {value!r}",
             "pass a number that is at least 0, or leave it out",
