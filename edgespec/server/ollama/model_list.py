@@ -28,7 +28,7 @@ __all__ = [
 
 
 class ModelDetails(TypedDict):
-    """Properties of a model. Unknown properties are empty. `parent_model` is always empty, but clients require it."""
+    """Properties of a model. Unknown properties and `parent_model`, which clients require, are empty."""
 
     parent_model: str
     format: str
