@@ -117,11 +117,6 @@ class WorkerServer:
     def _is_idle(self) -> bool:
         return self._leader is None and not self._is_closed
 
-    @property
-    def child_pid(self) -> int:
-        """The process id of the RPC server."""
-        return self._child.pid
-
     def status(self) -> WorkerStatus:
         """Return the worker's status, with the memory that is free now."""
         child = self._child
