@@ -65,7 +65,7 @@ def command(as_json: bool, workers: str | None) -> int:
     followed by what to do next. With --workers, it also checks each worker and measures the connection to it.
     The exit status is 1 if the demo model does not run, or a worker cannot be used.
     """
-    from edgespec.cli.doctor_workers import check_workers
+    from edgespec.cli.checked_workers import check_workers
     from edgespec.machine import inspect_machine
 
     machine = inspect_machine()

@@ -11,13 +11,14 @@ import click
 
 from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.models_shown import STORED_BY, entry_json, installed_json, prepared_json
-from edgespec.cli.options import json_option
+from edgespec.cli.options import WORKER_NAMES, declared_options, json_option
 from edgespec.cli.screen import is_terminal, note, print_json, print_table, rate
 from edgespec.errors import ModelFileError, ModelNotFoundError
 from edgespec.files import format_bytes
 
 if TYPE_CHECKING:
     from edgespec.catalog import ModelEntry
+    from edgespec.cli.checked_workers import CheckedWorker
 
 __all__ = ["list_models"]
 
@@ -29,10 +30,15 @@ _MAX_UNUSABLE = 3
     "list",
     cls=HelpfulCommand,
     short_help="List known models and those on this machine.",
-    examples=("edgespec models list", "edgespec models list --json"),
+    params=declared_options(*WORKER_NAMES),
+    examples=(
+        "edgespec models list",
+        "edgespec models list --json",
+        "edgespec models list --workers 192.168.1.20:50052=16GiB,local=8GiB",
+    ),
 )
 @json_option
-def list_models(as_json: bool) -> None:
+def list_models(as_json: bool, workers: str | None) -> None:
     """List the models edgespec knows by name, the models on this machine, and your aliases and pairs.
 
     The DOWNLOADED column shows which versions of a model are on this machine; others are downloaded on first
@@ -40,6 +46,10 @@ def list_models(as_json: bool) -> None:
     recommend` has measured this machine. The second table lists models from Ollama, LM Studio and the
     Hugging Face cache, which edgespec uses without copying them. A narrow terminal shows fewer columns. For
     details of one model, run `edgespec models show REF`.
+
+    With --workers, FITS shows where a model and its draft model fit with a context of 8,192 tokens, estimated
+    from their sizes: on this machine alone, or with the layers on the workers. `edgespec plan` computes it
+    for one model.
     """
     from edgespec.assembly.speed_prediction import predict_entry
     from edgespec.catalog import find_installed, load_catalogue
@@ -49,6 +59,7 @@ def list_models(as_json: bool) -> None:
     listed = [(entry, _files(entry)) for entry in entries]
     speeds = {entry.name: None if entry.embedded_file else predict_entry(entry) for entry in entries}
     own, pairs, installed = user_aliases(), user_pairs(), find_installed()
+    checked, fits = _check(workers, entries) if workers is not None else ([], {})
     if as_json:
         print_json(
             {
@@ -56,6 +67,7 @@ def list_models(as_json: bool) -> None:
                     entry_json(entry)
                     | {"on_this_machine": bool(files), "files": files}
                     | {"expected_speed": speed.to_json() if (speed := speeds[entry.name]) else None}
+                    | ({"fits": fits[entry.name]} if fits else {})
                     for entry, files in listed
                 ],
                 "local": [installed_json(model) for model in installed.models],
@@ -64,6 +76,7 @@ def list_models(as_json: bool) -> None:
                 "aliases": own,
                 "pairs": pairs,
             }
+            | ({"workers": [worker.to_json() for worker in checked]} if checked else {})
         )
         return
     columns = ["NAME", "ALSO CALLED", "FORMAT", "SIZE", "DOWNLOADED"]
@@ -81,6 +94,22 @@ def list_models(as_json: bool) -> None:
         columns.insert(-1, "TOKENS/S")
         for row, speed in zip(rows, speeds.values(), strict=True):
             row.insert(-1, rate(speed.fastest_tokens_per_second) if speed else "-")
+    if fits:
+        columns.insert(-1, "FITS")
+        for row, place in zip(rows, fits.values(), strict=True):
+            row.insert(-1, place or "-")
+    _print_list(
+        ("WORKER", "MEMORY", "ROUND TRIP", "STATUS"),
+        [
+            (
+                str(worker.address),
+                format_bytes(worker.status.memory_bytes) if worker.status else "-",
+                f"{worker.link.round_trip_seconds * 1e3:.2g} ms" if worker.link else "-",
+                worker.error.what if worker.error else "ok",
+            )
+            for worker in checked
+        ],
+    )
     _print_list(columns, rows, optional=("FORMAT", "ALSO CALLED", "TOKENS/S"))
     _print_list(
         ("ON THIS MACHINE", "FORMAT", "SIZE", "QUANTISATION", "STORED BY"),
@@ -116,6 +145,42 @@ def list_models(as_json: bool) -> None:
     if len(installed.unusable) > _MAX_UNUSABLE:
         more = len(installed.unusable) - _MAX_UNUSABLE
         note(f"{more} more models are not usable. `edgespec models list --json` shows why.")
+
+
+def _check(workers: str, entries: Sequence[ModelEntry]) -> tuple[list[CheckedWorker], dict[str, str]]:
+    """Check the workers, and return them with the result of `_fits` for each model."""
+    from edgespec.cli.checked_workers import check_workers
+    from edgespec.cluster.machines import parse_machines
+    from edgespec.machine import inspect_machine
+
+    machine = inspect_machine()
+    checked = check_workers(workers, machine.llama_cpp.version)
+    local_bytes = parse_machines("--workers", workers).local_bytes
+    here_bytes = machine.memory_available_bytes
+    return checked, {entry.name: _fits(entry, here_bytes, local_bytes, checked) for entry in entries}
+
+
+def _fits(entry: ModelEntry, here_bytes: int, local_bytes: int, checked: Sequence[CheckedWorker]) -> str:
+    """Return where a catalogue model fits: `this machine`, `workers`, or an empty string for nowhere.
+
+    Args:
+        entry: The model.
+        here_bytes: Available memory of this machine.
+        local_bytes: Memory of this machine for layers if the others are on workers.
+        checked: The workers.
+    """
+    from edgespec.assembly.speed_prediction import recommended_draft
+    from edgespec.catalog.suggestion import needed_bytes
+
+    draft = recommended_draft(entry)
+    draft_bytes = draft.approximate_file_bytes if draft else 0
+    if needed_bytes(entry.approximate_file_bytes + draft_bytes, entry.parameters) <= here_bytes:
+        return "this machine"
+    library = entry.file_format.worker_library
+    shared = sum(worker.memory_for(library()) for worker in checked) if library else 0
+    # The draft model is always on this machine.
+    needed = needed_bytes(entry.approximate_file_bytes, entry.parameters)
+    return "workers" if shared and needed <= shared + local_bytes else ""
 
 
 def _short_names(entry: ModelEntry) -> str:

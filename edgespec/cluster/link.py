@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from edgespec.cluster.libraries import MLX, Library
-from edgespec.cluster.machines import WorkerAddress
+from edgespec.cluster.machines import SshAddress, WorkerAddress
 from edgespec.cluster.status import LAYERS, LEAD, MAX_STATUS_BYTES, PROBE, WorkerStatus
 from edgespec.errors import MemoryBudgetError, WorkerError
 from edgespec.files import format_bytes
@@ -62,7 +62,7 @@ def open_layers(address: WorkerAddress) -> socket.socket:
     return connection
 
 
-def usable_bytes(address: WorkerAddress, status: WorkerStatus, library: Library) -> int:
+def usable_bytes(address: WorkerAddress | SshAddress, status: WorkerStatus, library: Library) -> int:
     """Return the memory that a target may use on a worker.
 
     Args:

@@ -181,7 +181,9 @@ def measure_costs(
         return CostCurve(measured, tuple(plausible))
     step = median(steady)
     change = max(median(seconds[1][2:] or steady) - step, 0.0)
-    return CostCurve(measured, (step, *(max(each - change, step) for each in plausible[1:])), able.pass_widths, change)
+    return CostCurve(
+        measured, (step, *(max(each - change, step) for each in plausible[1:])), able.pass_widths, change
+    )
 
 
 def _pass_seconds(model: LanguageModel, width: int) -> float:

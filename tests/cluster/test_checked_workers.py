@@ -1,13 +1,19 @@
-"""`edgespec doctor --workers`: what it says about each worker."""
+"""`edgespec doctor --workers` and `edgespec models list --workers`."""
 
 from __future__ import annotations
 
 import json
 import socket
 from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
 
 import edgespec
-from edgespec.cli.doctor_workers import check_workers
+import edgespec.machine
+from edgespec.cli.checked_workers import check_workers
+from edgespec.cli.models_list import list_models
 from edgespec.cluster.libraries import installed_mlx
 from tests.cluster.conftest import Worker
 from tests.cluster.test_spread_targets import run
@@ -44,3 +50,24 @@ def test_each_error_is_one_line(workers: tuple[Worker, Worker], start_worker: Ca
     for each in (*checked, *other):
         assert "MB/s" in each.finding
         assert "\n" not in each.finding
+
+
+def test_the_list_of_models_says_which_fit_on_the_workers(
+    workers: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fits(machines: str) -> dict[str, str]:
+        done = CliRunner().invoke(list_models, ["--workers", machines, "--json"])
+        listed = json.loads(done.stdout)
+        assert [each["reachable"] for each in listed["workers"]] == [True]
+        return {each["name"]: each["fits"] for each in listed["models"]}
+
+    machine = replace(edgespec.machine.inspect_machine(), memory_available_bytes=2 << 30)
+    monkeypatch.setattr(edgespec.machine, "inspect_machine", lambda: machine)
+    assert "fits" not in json.loads(CliRunner().invoke(list_models, ["--json"]).stdout)["models"][0]
+    small = fits(f"{workers[0].address}=1MiB")
+    assert (small["demo"], small["llama-3.1-8b"], small["llama-3.1-70b"]) == ("this machine", "", "")
+    large = fits(f"{workers[0].address}=1MiB,local=8GiB")
+    assert (large["demo"], large["llama-3.1-8b"], large["llama-3.1-70b"]) == ("this machine", "workers", "")
+    shown = CliRunner().invoke(list_models, ["--workers", workers[0].address]).stdout
+    assert shown.splitlines()[0].split() == ["WORKER", "MEMORY", "ROUND", "TRIP", "STATUS"]
+    assert "FITS" in shown

@@ -1,4 +1,4 @@
-"""Check the workers that are named in the option `--workers` of `edgespec doctor`."""
+"""Check the workers in `--workers`, for `edgespec doctor` and `edgespec models list`."""
 
 from __future__ import annotations
 
@@ -51,6 +51,18 @@ class CheckedWorker:
             speed = f"{rate(self.link.bytes_per_second / 1e6)} MB/s"
             facts.append(f"round trip {self.link.round_trip_seconds * 1e3:.2g} ms, {speed}")
         return "; ".join(filter(None, (self.error.what if self.error else "", *facts)))
+
+    def memory_for(self, library: Library) -> int:
+        """Return the memory in bytes that a target may use there, or 0 if the worker cannot run it.
+
+        `library` is the library that runs the target, with its version on this machine.
+        """
+        if self.status is None:
+            return 0
+        try:
+            return usable_bytes(self.address, self.status, library)
+        except EdgespecError:
+            return 0
 
     def to_json(self) -> dict[str, Any]:
         """Return the findings as JSON-compatible values."""
