@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,8 +10,7 @@ import pytest
 
 import edgespec
 from edgespec.assembly.loading import always_draft
-from edgespec.backends import mlx
-from edgespec.backends.base import LanguageModel, LoadOptions
+from edgespec.backends.base import LanguageModel
 from edgespec.backends.head_files import head_at, head_info
 from edgespec.backends.registry import format_at
 from edgespec.backends.self_draft_methods import Head
@@ -20,31 +18,10 @@ from edgespec.drafters.head_cache import HeadCache
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, CapabilityError, MemoryBudgetError, ModelFileError
 from edgespec.prepare.head import prepare_head
-from tests.backends.eagle1_targets import CONTEXT, SIZE, YARN, head_of, load, write_eagle1, write_files
+from tests.backends.eagle1.targets import CONTEXT, SIZE, YARN, head_of, load, write_eagle1
 from tests.backends.head_histories import first_logits
 from tests.backends.published_heads import VOCAB
 from tests.heads.published import write_head
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("eagle1")
-    write_files(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def mlx_target(folder: Path) -> Iterator[LanguageModel]:
-    model = mlx.load(str(folder / "mlx"), "mlx", LoadOptions(context_tokens=CONTEXT))
-    yield model
-    model.close()
-
-
-@pytest.fixture
-def target(folder: Path) -> Iterator[LanguageModel]:
-    model = load(folder / "llama.gguf")
-    yield model
-    model.close()
 
 
 @pytest.mark.parametrize(

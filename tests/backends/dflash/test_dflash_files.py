@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,7 +23,7 @@ from edgespec.backends.self_draft_methods import Head
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, EdgespecError, ModelFileError
 from edgespec.heads.dflash_config import MAX_BLOCK_TOKENS
-from tests.backends.dflash_targets import (
+from tests.backends.dflash.targets import (
     CONTEXT,
     KINDS,
     LAYERS,
@@ -36,18 +35,6 @@ from tests.backends.dflash_targets import (
 )
 from tests.backends.tiny_models import write_llama
 from tests.cases import first
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    return Files(tmp_path_factory.mktemp("dflash"))
-
-
-@pytest.fixture
-def target(files: Files) -> Iterator[LlamaCppModel]:
-    model = files.load()
-    yield model
-    model.close()
 
 
 @pytest.mark.parametrize(
