@@ -8,8 +8,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-import edgespec
-from edgespec.assembly.loading import always_draft
 from edgespec.backends.base import LanguageModel
 from edgespec.backends.head_files import head_at, head_info
 from edgespec.backends.registry import format_at
@@ -18,6 +16,7 @@ from edgespec.drafters.head_cache import HeadCache
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, CapabilityError, MemoryBudgetError, ModelFileError
 from edgespec.prepare.head import prepare_head
+from tests.backends.damaged_heads import check_same_replies
 from tests.backends.eagle1.targets import CONTEXT, SIZE, YARN, head_of, load, write_eagle1
 from tests.backends.head_histories import first_logits
 from tests.backends.published_heads import VOCAB
@@ -76,17 +75,7 @@ def test_a_truncated_head_is_refused(target: LanguageModel, tmp_path: Path) -> N
 def test_a_head_with_huge_weights_changes_no_reply(folder: Path, tmp_path: Path) -> None:
     changes = {"layer.mlp.down_proj.weight": np.full((SIZE, 64), 1e30, np.float32)}
     head = write_eagle1(tmp_path / "head", changes=changes)
-    path = str(folder / "llama.gguf")
-    with (
-        always_draft(),
-        edgespec.load(path, "none", method="none", context=256) as plain,
-        edgespec.load(
-            path, "none", method="eagle", head=head, draft_branches=(2, 2), context=256
-        ) as drafting,
-    ):
-        for temperature in (0.0, 0.8):
-            asked: dict[str, Any] = {"max_tokens": 24, "temperature": temperature, "seed": 3}
-            assert drafting.generate("the file", **asked).tokens == plain.generate("the file", **asked).tokens
+    check_same_replies(folder / "llama.gguf", "eagle", head, draft_branches=(2, 2))
 
 
 def test_a_head_that_does_not_fit_in_memory_is_refused(folder: Path, target: LanguageModel) -> None:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import edgespec
-from edgespec.assembly.loading import always_draft
 from edgespec.backends.base import LanguageModel
 from edgespec.backends.gguf_header import read_header
 from edgespec.backends.llamacpp.mtp_files import read_mtp_layers
 from edgespec.drafters.head_cache import HeadCache
 from edgespec.errors import CapabilityError, EdgespecError, ModelFileError, OptionError
+from tests.backends.damaged_heads import BYTE_CHANGES, check_changed_bytes, check_same_replies
 from tests.backends.head_histories import first_logits
 from tests.backends.mtp.targets import Files, head_of
 from tests.backends.tiny_models import write_llama
@@ -187,35 +185,15 @@ def test_layers_whose_logits_are_not_finite_are_refused(
 @pytest.mark.parametrize("temperature", first([0.8, 0.0]))
 def test_useless_layers_change_no_reply(glm: Files, tmp_path: Path, temperature: float) -> None:
     head = damaged(write_mtp_sidecar(tmp_path / "mtp.gguf", glm.target), 1e30)
-    asked: dict[str, Any] = {"max_tokens": 24, "temperature": temperature, "seed": 3}
-    with (
-        always_draft(),
-        edgespec.load(str(glm.target), "none", method="none", context=256) as plain,
-        edgespec.load(str(glm.target), "none", method="mtp", head=head, context=256) as drafting,
-    ):
-        assert drafting.generate("the file", **asked).tokens == plain.generate("the file", **asked).tokens
+    check_same_replies(glm.target, "mtp", head, [temperature])
 
 
 @settings(max_examples=4, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 255)), min_size=1, max_size=4))
+@given(BYTE_CHANGES)
 def test_random_bytes_in_a_file_give_an_error_or_the_same_reply(
     glm: Files, changes: list[tuple[int, int]]
 ) -> None:
-    """Damaged layers may crash llama.cpp, but only in the process that tries them first."""
-    data = bytearray(glm.sidecar.read_bytes())
-    for position, value in changes:
-        data[position % _HEADER_BYTES] = value
-    asked: dict[str, Any] = {"max_tokens": 12, "temperature": 0.0}
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "head.gguf"
-        path.write_bytes(data)
-        options: dict[str, Any] = {"methods": ["none", "mtp"], "head": path, "context": 256}
-        try:
-            with always_draft(), edgespec.load(str(glm.target), "none", **options) as runtime:
-                reply = runtime.generate("the file", method="mtp", **asked)
-                assert reply.tokens == runtime.generate("the file", method="none", **asked).tokens
-        except EdgespecError:
-            pass
+    check_changed_bytes(glm.target, "mtp", glm.sidecar, changes, _HEADER_BYTES)
 
 
 def test_more_layers_than_llama_cpp_can_run_are_refused(tmp_path: Path) -> None:

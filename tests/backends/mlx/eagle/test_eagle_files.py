@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-import edgespec
-from edgespec.assembly.loading import always_draft
 from edgespec.backends import mlx
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.mlx.eagle_loading import estimate_eagle_head
 from edgespec.backends.mlx.model import MlxModel
 from edgespec.backends.self_draft_methods import Head
 from edgespec.errors import CapabilityError, MemoryBudgetError, ModelFileError
+from tests.backends.damaged_heads import check_same_replies
 from tests.backends.mlx.eagle.targets import CONTEXT, SIZE, STATES, Files, head_of
 from tests.backends.mlx.tiny_checkpoints import ROWS
 from tests.heads.published import write_head
@@ -103,14 +102,7 @@ def test_a_head_with_huge_weights_changes_no_reply(files: Files, tmp_path: Path)
         changes=dict(changes),
         eagle_aux_hidden_state_layer_ids=STATES,
     )
-    path = str(files.target("llama"))
-    asked: dict[str, Any] = {"max_tokens": 24, "temperature": 0.8, "seed": 3}
-    with (
-        always_draft(),
-        edgespec.load(path, "none", method="none", context=256) as plain,
-        edgespec.load(path, "none", method="eagle", head=head, context=256) as drafting,
-    ):
-        assert drafting.generate("the file", **asked).tokens == plain.generate("the file", **asked).tokens
+    check_same_replies(files.target("llama"), "eagle", head, [0.8])
 
 
 def test_a_head_that_does_not_fit_in_memory_is_refused(files: Files) -> None:
