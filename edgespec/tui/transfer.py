@@ -55,7 +55,8 @@ def file_to_import(argument: str) -> Path:
     if not argument:
         raise OptionError(
             "/import needs the path of a file",
-            "type /import and a JSON or ZIP file that ChatGPT, Claude, Open WebUI or edgespec exported",
+            "type /import and the path of a JSON or ZIP file exported from ChatGPT, Claude, Open WebUI or"
+            " edgespec",
         )
     return Path(os.path.expanduser(argument))
 

@@ -192,7 +192,7 @@ def test_the_model_is_switched(chat: Chat, tmp_path: Path) -> None:
     assert chat.switched_to == str(path)
     listed = out.partition("On this machine:\n")[2]
     assert listed.startswith("demo: 12.0 MiB, draft model demo-draft\n")
-    assert "to download fit in memory. `edgespec models list` shows them." in listed
+    assert "that you can download fit in memory. `edgespec models list` shows them." in listed
     assert "smollm2" not in listed
     assert len(saved(tmp_path)[0]["messages"]) == 4
 
