@@ -61,8 +61,8 @@ def _help(chat: PlainChat, _argument: str) -> None:
         if each.name in _COMMANDS:
             chat.answer(f"/{each.name} {each.arguments}".rstrip() + f": {_HELP.get(each.name, each.help)}")
     chat.answer(
-        "To attach a file or a folder, write @ and its path in your message. @src/*.py attaches all files that"
-        " match."
+        "To attach a file or a folder, write @ and its path in your message. @src/*.py attaches all matching"
+        " files."
     )
     chat.answer(
         'Press Ctrl-C to stop a reply, or twice to quit. To write several lines, enclose them in """.'
