@@ -47,6 +47,8 @@ _MAX_KEY_DOTS = 100
 _HEAD_BYTES = 1 << 20
 _BLOCK_BYTES = 1 << 16
 _BLOCKS = 16
+# Newer temporary files may still be written by another process. Chosen.
+_STALE_SECONDS = 3600.0
 _SIZE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _WRITE_REASONS = {
     ENOSPC: "the disk is full",
@@ -205,20 +207,18 @@ def touch_private(path: Path) -> None:
     path.touch(mode=0o600)
 
 
-def delete_stale_temporaries(folder: Path, name: str = "", older_seconds: float = 3600.0) -> None:
+def delete_stale_temporaries(folder: Path, name: str = "") -> None:
     """Delete temporary files left behind in a folder when `write_private_file` was killed.
 
     Args:
         folder: The folder to clean.
         name: Delete only temporary files for the file with this name. If empty, delete the temporary files
             for all files.
-        older_seconds: Keep files newer than this many seconds, because another process may still be writing
-            them.
     """
     with suppress(OSError):
         for path in folder.glob(f".{glob.escape(name)}.*.tmp" if name else ".*.tmp"):
             with suppress(OSError):
-                if path.stat().st_mtime < time.time() - older_seconds:
+                if path.stat().st_mtime < time.time() - _STALE_SECONDS:
                     path.unlink()
 
 

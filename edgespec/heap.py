@@ -16,7 +16,6 @@ __all__ = [
     "address_space_is_limited",
     "limit_malloc_arenas",
     "release_free_memory",
-    "retained_bytes",
     "unmap_freed_buffers",
 ]
 
@@ -51,11 +50,6 @@ def unmap_freed_buffers() -> None:
     """
     _set_malloc_option(_MMAP_THRESHOLD, _LARGE_BUFFER_BYTES)
     _set_malloc_option(_TRIM_THRESHOLD, _RETAINED_BYTES)
-
-
-def retained_bytes() -> int:
-    """Return the maximum number of freed bytes that malloc keeps after `unmap_freed_buffers`."""
-    return _RETAINED_BYTES if sys.platform == "linux" else 0
 
 
 def release_free_memory() -> None:

@@ -222,7 +222,6 @@ class DrafterSet:
             costs, loss_limit = config.costs, LossLimit(config.limits)
             combined = CombinedDrafter(
                 [self._with_adaptive_length(self._drafters[name], config) for name in names],
-                self._target.capabilities.tree,
                 limits=PassLimits.of(self._target.capabilities),
                 v=costs.v,
                 allowance_seconds=lambda: loss_limit.allowance_seconds(costs.target_step_seconds),
@@ -258,7 +257,6 @@ class DrafterSet:
         if names not in self._combinations:
             self._combinations[names] = CombinedDrafter(
                 [self._drafters[name] for name in names],
-                self._target.capabilities.tree,
                 limits=PassLimits.of(self._target.capabilities),
                 v=self._v,
             )

@@ -64,9 +64,8 @@ class CombinedDrafter(Drafter):
 
     Args:
         drafters: The drafters, in the order in which their drafts are merged.
-        can_branch: False for a target that verifies only chains. Then only the most promising chain is
-            verified.
-        limits: Maximum width and number of branches of a verify pass.
+        limits: Maximum width and number of branches of a verify pass. Without branches, only the most
+            promising chain is verified.
         v: Function that returns the duration of a verify pass of a given width, relative to a single-token
             target pass.
         allowance_seconds: Function that returns how much time the next round can lose compared with plain
@@ -83,7 +82,6 @@ class CombinedDrafter(Drafter):
     def __init__(
         self,
         drafters: Sequence[Drafter],
-        can_branch: bool,
         *,
         limits: PassLimits | None = None,
         v: CostFunction = assumed_cost,
@@ -99,7 +97,6 @@ class CombinedDrafter(Drafter):
         self._lookups = tuple(stats for stats in self._stats if stats.is_lookup)
         self._models = {stats.drafter.name: stats for stats in self._stats if not stats.is_lookup}
         self._has_grammar = any(drafter.name == "grammar" for drafter in drafters)
-        self._can_branch = can_branch
         self._limits = limits or PassLimits()
         self._v = v
         self._clock = clock
@@ -110,7 +107,6 @@ class CombinedDrafter(Drafter):
         self._selector = ModelSelector(
             self._models,
             self._target_step_seconds,
-            can_branch,
             self._limits,
             v,
             allowance_seconds,
@@ -228,7 +224,7 @@ class CombinedDrafter(Drafter):
         return [stats for stats in self._stats if stats in self._proposals]
 
     def _merged_tree(self) -> TokenTree:
-        chosen = self._asked if self._can_branch else self._best_chain()
+        chosen = self._asked if self._limits.can_branch else self._best_chain()
         proposals = [self._proposals[stats] for stats in chosen]
         return prune_optional(
             merge_trees([each.tree for each in proposals]),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate, chain, repeat, zip_longest
 
 from edgespec.costs.curve import CostFunction
+from edgespec.costs.pass_limits import PassLimits
 
 __all__ = ["RoundEstimate"]
 
@@ -46,8 +47,7 @@ class RoundEstimate:
         rows: int,
         cost: float,
         v: CostFunction,
-        max_width: int,
-        can_branch: bool,
+        limits: PassLimits,
     ) -> float:
         """Return the expected speed-up over plain decoding if a new draft is combined with the current one.
 
@@ -59,8 +59,7 @@ class RoundEstimate:
             cost: Time to create the new draft, relative to a single-token target pass.
             v: Function that returns the duration of a verify pass of a given width, relative to a
                 single-token target pass.
-            max_width: Maximum number of tokens in a verify pass.
-            can_branch: Whether the target can verify trees. If False, only the new draft is verified.
+            limits: Limits of a verify pass. Without branches, only the new draft is verified.
         """
         alone = chain(reach_probs, repeat(0.0))
         either = _either_prob(self.reach_probs, reach_probs)
@@ -68,8 +67,8 @@ class RoundEstimate:
         tokens = accumulate(added, initial=1.0 + sum(reach_probs))
         widths = list(accumulate(self.rows, initial=1))
         return max(
-            expected / (self.cost + cost + v(min(width + rows, max_width)))
-            for expected, width in zip(tokens, widths if can_branch else widths[:1], strict=False)
+            expected / (self.cost + cost + v(min(width + rows, limits.max_width)))
+            for expected, width in zip(tokens, widths if limits.can_branch else widths[:1], strict=False)
         )
 
 

@@ -40,7 +40,6 @@ class ModelSelector:
     Args:
         models: The drafters that run a model, by name.
         target_step_seconds: Mean duration of a single-token target pass, which the caller updates.
-        can_branch: Whether the target can verify token trees.
         limits: Maximum width and number of branches of a verify pass.
         v: Function that returns the duration of a verify pass of a given width, relative to a single-token
             target pass.
@@ -57,7 +56,6 @@ class ModelSelector:
         self,
         models: Mapping[str, DrafterStats],
         target_step_seconds: RunningMean,
-        can_branch: bool,
         limits: PassLimits,
         v: CostFunction,
         allowance_seconds: Callable[[], float],
@@ -67,7 +65,7 @@ class ModelSelector:
         self.prefill_seconds = 0.0
         self._models = models
         self._target_step_seconds = target_step_seconds
-        self._can_branch, self._limits, self._v = can_branch, limits, v
+        self._limits, self._v = limits, v
         self._allowance_seconds, self._exploration_seconds = allowance_seconds, exploration_seconds
         self._clock = clock
         self._estimate = self._other_estimate = RoundEstimate()
@@ -239,8 +237,7 @@ class ModelSelector:
                 round(levels * acceptance.level_rows),
                 self.draft_cost(stats, levels),
                 self._v,
-                self._limits.max_width,
-                self._can_branch,
+                self._limits,
             )
             for levels in (_DRAFT_LENGTHS if stats.drafter.chooses_length else (usual,))
             if levels <= draft_length

@@ -104,11 +104,6 @@ class WorkerServer:
         threading.Thread(target=self._forward_beats, args=(child,), daemon=True).start()
         return child
 
-    @property
-    def child_pid(self) -> int:
-        """The process id of the RPC server."""
-        return self._child.pid
-
     def status(self) -> WorkerStatus:
         """Return the worker's status, with the memory that is free now."""
         child = self._child

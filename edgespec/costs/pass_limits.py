@@ -24,6 +24,11 @@ class PassLimits:
     max_branches: int = 8
     max_draft_passes: int = 1 << 20
 
+    @property
+    def can_branch(self) -> bool:
+        """Whether the tree can have branches."""
+        return self.max_branches > 1
+
     @classmethod
     def of(cls, target: Capabilities, draft: Capabilities | None = None) -> PassLimits:
         """Return the limits that the target and the draft model, if any, both support."""

@@ -34,7 +34,7 @@ __all__ = [
     "ReplyFields",
     "RequestFields",
     "combined_options",
-    "ignored_in",
+    "ignored_in_messages",
     "reply_options",
     "require_fields",
 ]
@@ -245,12 +245,12 @@ def combined_options(options: dict[str, Any], more: dict[str, Any]) -> dict[str,
     return {**options, **more}
 
 
-def ignored_in(place: str, items: Sequence[ItemFields]) -> list[str]:
-    """Return the ignored fields of items, such as messages. Each name is listed where it comes first."""
+def ignored_in_messages(messages: Sequence[ItemFields]) -> list[str]:
+    """Return the ignored fields of messages. Each name is listed where it comes first."""
     first: dict[str, str] = {}
-    for index, item in enumerate(items[:_MAX_SEARCHED_ITEMS]):
-        for name in item.ignored_fields():
-            first.setdefault(name[:_MAX_NAME_CHARACTERS], f"{place}.{index}.{name[:_MAX_NAME_CHARACTERS]}")
+    for index, message in enumerate(messages[:_MAX_SEARCHED_ITEMS]):
+        for name in message.ignored_fields():
+            first.setdefault(name[:_MAX_NAME_CHARACTERS], f"messages.{index}.{name[:_MAX_NAME_CHARACTERS]}")
     return list(first.values())[:_MAX_UNKNOWN_FIELDS]
 
 

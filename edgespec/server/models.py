@@ -63,14 +63,12 @@ class LoadedModel:
         name: The name used in the first request for the model.
         runtime: The loaded model. Only the queue's threads may generate with it.
         queue: Runs the model's requests.
-        loaded_at: Load time of the model (Unix time in seconds).
     """
 
     def __init__(self, name: str, runtime: Runtime, max_waiting: int) -> None:
         self.name = name
         self.runtime = runtime
         self.queue = RequestQueue(runtime, max_waiting=max_waiting)
-        self.loaded_at = time.time()
 
     @property
     def memory_bytes(self) -> int:

@@ -250,7 +250,8 @@ class ChatView(Screen[None]):
         elif self.sidebar.has_focus:
             hint = chat_list_hint(narrow=narrow)
         elif editing:
-            hint = "Esc cancels" if narrow else "Enter resends · Esc cancels"
+            enter = "Enter resends" if role == "user" else "Enter saves"
+            hint = "Esc cancels" if narrow else f"{enter} · Esc cancels"
         elif typed := commands.hint(prompt.text, prompt.size.width - 2):
             hint = typed
         elif self.writing:

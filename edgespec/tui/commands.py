@@ -15,7 +15,7 @@ from edgespec.tui.chat_list import restore_chat
 from edgespec.tui.chat_settings import set_settings, set_system
 from edgespec.tui.copying import copy_text, unknown_copy_argument
 from edgespec.tui.editor import show_message
-from edgespec.tui.model_choice import choose_model
+from edgespec.tui.model_choice import choose_or_list
 from edgespec.tui.presets import preset
 from edgespec.tui.saved_chats import continue_reply, open_by_title, save_as
 from edgespec.tui.setting_commands import SettingsChange, changed_schema, changed_settings, unquoted
@@ -148,7 +148,7 @@ async def _undo(screen: ChatScreen, _argument: str) -> None:
 
 async def _model(screen: ChatScreen, argument: str) -> None:
     if argument:
-        await choose_model(screen, unquoted(argument))
+        await choose_or_list(screen, unquoted(argument))
     else:
         screen.action_models()
 

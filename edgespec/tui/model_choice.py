@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from edgespec.errors import EdgespecError, NotDownloadedError, OptionError
+import edgespec
+from edgespec.errors import EdgespecError, ModelNotFoundError, NotDownloadedError, OptionError
 from edgespec.files import format_bytes
 from edgespec.tui.downloads import Download
-from edgespec.tui.screens.models import ModelsScreen
+from edgespec.tui.screens.models import ModelsScreen, is_match
 from edgespec.tui.texts import sentences
 
 if TYPE_CHECKING:
     from edgespec.tui.chat_screen import ChatScreen
 
-__all__ = ["choose_model", "pick_model"]
+__all__ = ["choose_model", "choose_or_list", "pick_model"]
 
 _TICK_SECONDS = 0.2
 
@@ -40,10 +41,34 @@ async def choose_model(screen: ChatScreen, reference: str) -> None:
     screen.post_message(screen.ModelChosen(reference))
 
 
-async def pick_model(screen: ChatScreen) -> None:
-    """Let the user choose a model from the list, then switch to it or download it."""
+async def choose_or_list(screen: ChatScreen, typed: str) -> None:
+    """Switch to a model. If `typed` is only a part of names, such as `8b`, open the list of these models.
+
+    Raises:
+        OptionError: No model has this name or a name that contains it, or the model's file is unreadable.
+    """
+    try:
+        await choose_model(screen, typed)
+    except OptionError as error:
+        if not isinstance(error.__cause__, ModelNotFoundError):
+            raise
+        models = await asyncio.to_thread(edgespec.list_models)
+        if not any(is_match(typed, model.reference) for model in models):
+            raise
+        screen.run_worker(pick_model(screen, typed))
+
+
+async def pick_model(screen: ChatScreen, typed: str = "") -> None:
+    """Let the user choose from the list of models, then switch to the model or download it.
+
+    Args:
+        screen: The chat screen.
+        typed: Initial text of the list's filter.
+    """
     model = await screen.app.push_screen_wait(
-        ModelsScreen(screen.runtime, screen.plan_model, screen.downloads, is_writing=screen.writing)
+        ModelsScreen(
+            screen.runtime, screen.plan_model, screen.downloads, is_writing=screen.writing, typed=typed
+        )
     )
     if model is None:
         return

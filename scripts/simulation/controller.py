@@ -50,7 +50,6 @@ def make_controller(
     ]
     combined = CombinedDrafter(
         drafters,
-        can_branch=True,
         v=costs.v,
         allowance_seconds=lambda: loss_limit.allowance_seconds(costs.target_step_seconds),
         exploration_seconds=lambda: loss_limit.exploration_seconds(costs.target_step_seconds),

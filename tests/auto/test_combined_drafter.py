@@ -108,10 +108,11 @@ TEXTS = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "can_branch", "costs"), covering(list(TEXTS), (True, False), ((0.05, 0.15), (0.3, 0.05)))
+    ("kind", "limits", "costs"),
+    covering(list(TEXTS), (PassLimits(), PassLimits(max_branches=1)), ((0.05, 0.15), (0.3, 0.05))),
 )
 def test_combination_is_about_as_fast_as_the_better_drafter(
-    kind: str, can_branch: bool, costs: tuple[float, float]
+    kind: str, limits: PassLimits, costs: tuple[float, float]
 ) -> None:
     """Within 3 % after one reply, for any text and any cost of drafts and rows."""
     cost, rise = costs
@@ -122,7 +123,7 @@ def test_combination_is_about_as_fast_as_the_better_drafter(
         looked_up, known = (mixed(random, rates, len(text)) for rates in TEXTS[kind])
         simulation = Simulation(text, lambda rows: 1.0 + rise * (rows - 1))
         lookup, model = simulation.drafter(looked_up), simulation.drafter(known, cost)
-        both = CombinedDrafter([model, lookup], can_branch, v=simulation.curve, clock=simulation.clock)
+        both = CombinedDrafter([model, lookup], limits=limits, v=simulation.curve, clock=simulation.clock)
         better_half = min(simulation.run(drafter, 5, LENGTH) for drafter in (lookup, model))
         simulation.run(both, 5, LENGTH)
         ratios.append(simulation.run(both, 5, LENGTH) / better_half)
@@ -140,7 +141,7 @@ def test_model_is_not_asked_where_the_lookup_is_reliable() -> None:
         return [text[at % len(text)] for at in range(len(tokens), len(tokens) + draft_length)]
 
     lookup = simulation.drafter([at > 100 for at in range(len(text))])
-    both = CombinedDrafter([Saying(model), lookup], True, clock=simulation.clock)
+    both = CombinedDrafter([Saying(model), lookup], clock=simulation.clock)
     simulation.run(both, 6, 390)
     assert len([at for at in asked if at < 100]) > 10
     # Sparse tries apart.
@@ -150,7 +151,7 @@ def test_model_is_not_asked_where_the_lookup_is_reliable() -> None:
 def test_drafts_of_all_drafters_are_verified_in_one_pass() -> None:
     """Where rows are cheap and both drafters are new."""
     drafters = [Saying(lambda tokens, length: [1, 2]), lookup_of([1, 3])]
-    both = CombinedDrafter(drafters, True, v=lambda rows: 1.0 + 0.001 * rows)
+    both = CombinedDrafter(drafters, v=lambda rows: 1.0 + 0.001 * rows)
     both.begin([0])
     tree = both.propose(Sampler(SamplingParams(), 0, [0]), Invariant(), 2)
     assert tree.tokens == (0, 1, 2, 3)
@@ -161,7 +162,7 @@ def test_a_model_that_drafted_nothing_is_asked_again_for_a_longer_draft() -> Non
     """A new model may find that one token does not pay, but three do."""
     model = Saying(lambda tokens, length: [1, 2, 3] if length >= 3 else [])
     model.is_lookup, model.chooses_length = False, True
-    alone = CombinedDrafter([model], True)
+    alone = CombinedDrafter([model])
     alone.begin([0])
 
     def drafted(length: int) -> int:
@@ -190,7 +191,7 @@ class TestSameTokens:
                 lookup_of([3, 4]),
                 NgramDrafter(),
             ]
-            with with_drafter(target, CombinedDrafter(drafters, tree, limits=limits)) as pair:
+            with with_drafter(target, CombinedDrafter(drafters, limits=limits)) as pair:
                 options: dict[str, Any] = {"seed": seed, "max_tokens": 60, "temperature": temperature}
                 plain = pair.generate("abcab", method="none", **options)
                 reply = pair.generate("abcab", method="ngram", draft_length=5, **options)
@@ -219,7 +220,7 @@ class TestExactDistributions:
             limits = PassLimits(5, 3 if can_branch else 1)
             growth = AdaptiveTreeGrowth(limits, lambda rows: 1.0 + 0.02 * (rows - 1), 2, lambda: 0.0)
             drafters = [ModelDrafter(model, 3, branches=growth), Lookup(guess)]
-            return CombinedDrafter(drafters, can_branch, limits=limits, clock=lambda: 0.0)
+            return CombinedDrafter(drafters, limits=limits, clock=lambda: 0.0)
 
         assert_law(one_round(rule, target, proposal(both, 2)), target, ROOT, 3)
 
@@ -231,7 +232,7 @@ class TestExactDistributions:
         def both() -> CombinedDrafter:
             model: Any = ExactModel(law, 3)
             drafters = [ModelDrafter(model, 3, branches=(2,)), Lookup((1, 2))]
-            combined = CombinedDrafter(drafters, True, v=lambda rows: 0.9 + 0.1 * rows, clock=lambda: 0.0)
+            combined = CombinedDrafter(drafters, v=lambda rows: 0.9 + 0.1 * rows, clock=lambda: 0.0)
             for _ in range(30):
                 combined._stats[1].acceptance.record_outcome(
                     TokenTree.chain(0, [1, 2]), (1, 2) if right else (0,)

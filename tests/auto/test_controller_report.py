@@ -29,7 +29,7 @@ class Reply:
         saying = Saying(lambda tokens, _: [0] if len(tokens) >= guesses_at else [])
         saying.is_lookup = True
         costs = LiveCosts(CostCurve((1, 2, 3), (plain_seconds, 1.1 * plain_seconds, 1.2 * plain_seconds)))
-        both = CombinedDrafter([saying], True, v=costs.v, clock=self.clock)
+        both = CombinedDrafter([saying], v=costs.v, clock=self.clock)
         self._drafter = AutoController(both, LossLimit(), costs, clock=self.clock)
         self._drafter.begin([0])
 

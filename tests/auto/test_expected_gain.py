@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from edgespec.auto.expected_gain import RoundEstimate
 from edgespec.costs.curve import CostCurve
+from edgespec.costs.pass_limits import PassLimits
 
 CURVE = CostCurve((1, 2, 3, 4, 5, 8), (1.0, 1.5, 2.4, 1.7, 2.5, 3.0))
 # Level by level the chance that the text is still in a draft: it never rises.
@@ -34,7 +35,8 @@ def test_speed_without_drafts_is_one() -> None:
 @given(CHANCES, COSTS)
 def test_a_single_added_draft_is_verified_whole(chances: list[float], cost: float) -> None:
     whole = (1.0 + sum(chances)) / (cost + CURVE.v(1 + len(chances)))
-    assert RoundEstimate().speed_with(chances, len(chances), cost, CURVE.v, 64, True) == pytest.approx(whole)
+    found = RoundEstimate().speed_with(chances, len(chances), cost, CURVE.v, PassLimits())
+    assert found == pytest.approx(whole)
 
 
 @given(CHANCES, CHANCES, COSTS, COSTS, st.booleans())
@@ -51,7 +53,8 @@ def test_speed_with_an_added_draft_is_the_best_over_all_cuts(
         for level in range(max(levels, len(second))):
             tokens += either(level) if level < levels else second[level]
         every.append(tokens / (cost + more + CURVE.v(1 + levels + len(second))))
-    found = said_of(first, cost).speed_with(second, len(second), more, CURVE.v, 64, joined)
+    limits = PassLimits(max_branches=2 if joined else 1)
+    found = said_of(first, cost).speed_with(second, len(second), more, CURVE.v, limits)
     assert found == pytest.approx(max(every))
 
 

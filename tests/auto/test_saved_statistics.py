@@ -47,7 +47,7 @@ def make_controller(world: World, notes: Memory) -> AutoController:
     costs, loss_limit = LiveCosts(world.machine.curve), LossLimit()
     growth = AdaptiveTreeGrowth(v=costs.v, siblings=1, clock=world.clock)
     drafter = world.model(growth)
-    combined = CombinedDrafter([drafter], True, v=costs.v, clock=world.clock)
+    combined = CombinedDrafter([drafter], v=costs.v, clock=world.clock)
     return AutoController(combined, loss_limit, costs, store=notes, clock=world.clock)
 
 

@@ -150,9 +150,7 @@ class TestTableModels:
     @pytest.mark.parametrize("sampling", SETTINGS.values(), ids=SETTINGS.keys())
     def test_combined_with_a_draft_model(self, sampling: dict[str, Any]) -> None:
         target = table(2)
-        both = CombinedDrafter(
-            [ModelDrafter(near(table(2), 3), VOCAB), forced(LookaheadWindow(3, 3, 2))], True
-        )
+        both = CombinedDrafter([ModelDrafter(near(table(2), 3), VOCAB), forced(LookaheadWindow(3, 3, 2))])
         with with_drafter(target, both) as pair:
             asked: dict[str, Any] = {"seed": 1, "max_tokens": 60, **sampling}
             expected = pair.generate(PROMPT, method="none", **asked)
@@ -265,7 +263,7 @@ class TestUnbiased:
             stats = Stats()
             if beside:
                 draft: Any = ExactModel(random_table(seed + 9, 2, zeros=0), 2)
-                drafter = CombinedDrafter([ModelDrafter(draft, 2), drafter], True)
+                drafter = CombinedDrafter([ModelDrafter(draft, 2), drafter])
             drafter.begin((0,))
             steps = decode(
                 ExactModel(target, 2),  # type: ignore[arg-type]

@@ -36,7 +36,7 @@ def low_bit(target: LanguageModel, copy: Path, how: str) -> Drafter:
     view = target.self_draft(LowBit(str(copy), 4, window))
     branches = (3, 2) if how == "tree" else ()
     drafter = ModelDrafter(view, target.facts.vocab_size, branches=branches, name="lowbit")
-    return CombinedDrafter([drafter, NgramDrafter()], can_branch=True) if "ngram" in how else drafter
+    return CombinedDrafter([drafter, NgramDrafter()]) if "ngram" in how else drafter
 
 
 @pytest.mark.parametrize("how", first(["chain", "tree", "window 16", "window 64", "with ngram"], 3))

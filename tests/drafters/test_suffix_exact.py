@@ -86,7 +86,7 @@ def test_combined_with_a_draft_model() -> None:
 
     def both() -> CombinedDrafter:
         model: Any = ExactModel(draft, 2)
-        return CombinedDrafter([ModelDrafter(model, 2), suffix(WIDE, 2)], can_branch=True)
+        return CombinedDrafter([ModelDrafter(model, 2), suffix(WIDE, 2)])
 
     emitted, _ = law_of(target, both, block_verification=True, depth=2, max_tokens=3)
     assert_law(emitted, target, ROOT, 2)

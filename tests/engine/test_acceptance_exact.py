@@ -170,9 +170,7 @@ class TestOneRound:
         target, draft = random_table(seed, 3), random_table(seed + 100, 3)
 
         def both() -> CombinedDrafter:
-            return CombinedDrafter(
-                [model_drafter(draft, branches=branches), FixedGuess(guess)], can_branch=True
-            )
+            return CombinedDrafter([model_drafter(draft, branches=branches), FixedGuess(guess)])
 
         assert_law(one_round(block_wise, target, proposal(both, 2)), target, ROOT, 3)
 
@@ -187,7 +185,7 @@ class TestOneRound:
 
         def propose(sampler: ExactSampler, acceptance: Any) -> TokenTree:
             drafters: list[Any] = [model_drafter(draft, branches=(2,)), FixedGuess(guess)]
-            make = proposal(lambda: CombinedDrafter(drafters, can_branch=True), 2)
+            make = proposal(lambda: CombinedDrafter(drafters), 2)
             return make(sampler, acceptance).pruned(3, 2, *limits)
 
         assert_law(one_round(block_wise, target, propose), target, ROOT, 3)
@@ -273,7 +271,7 @@ class TestSeveralRounds:
         target, draft = random_table(5, 2, zeros=0), random_table(6, 2, zeros=0)
 
         def both() -> CombinedDrafter:
-            return CombinedDrafter([model_drafter(draft), FixedGuess((1, 0))], can_branch=True)
+            return CombinedDrafter([model_drafter(draft), FixedGuess((1, 0))])
 
         assert_law(self.run(block_wise, target, both, 2), target, ROOT, 2)
 
@@ -306,7 +304,7 @@ class TestWrongRulesAreDetected:
 
         def propose(sampler: ExactSampler, acceptance: Any) -> TokenTree:
             drafters: list[Any] = [model_drafter(draft), FixedGuess((1,))]
-            tree = proposal(lambda: CombinedDrafter(drafters, can_branch=True), 1)(sampler, acceptance)
+            tree = proposal(lambda: CombinedDrafter(drafters), 1)(sampler, acceptance)
             return tree if tree.width <= 2 else TokenTree.chain(0)
 
         assert self.refuted(propose)

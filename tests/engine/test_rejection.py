@@ -72,9 +72,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "stopping": lambda: model_drafter(min_confidence=0.3),
     "tree": lambda: model_drafter(branches=(3, 2)),
     "certain": lambda: Saying(lambda tokens, length: [1, 2, 3][:length]),
-    "both": lambda: CombinedDrafter(
-        [model_drafter(), Saying(lambda tokens, length: [1, 2, 3][:length])], can_branch=True
-    ),
+    "both": lambda: CombinedDrafter([model_drafter(), Saying(lambda tokens, length: [1, 2, 3][:length])]),
 }
 
 

@@ -71,7 +71,7 @@ class TestTheLaw:
             model: Any = SlowDraft(draft, 2, pass_seconds)
             costs = LiveCosts(CostCurve((1, 2, 3, 4), seconds))
             own = ModelDrafter(model, 2, branches=branches)
-            both = CombinedDrafter([own], True, v=costs.v, clock=model.clock)
+            both = CombinedDrafter([own], v=costs.v, clock=model.clock)
             auto = AutoController(both, LossLimit(LossLimits(0.0, 1.3)), costs, clock=model.clock)
             auto.begin(ROOT)
             stats = Stats()

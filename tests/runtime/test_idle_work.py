@@ -167,7 +167,7 @@ class TestFailures:
             raise BackendError("no")
 
         one.step = fail
-        both = CombinedDrafter([one, other, Saying(lambda tokens, length: [2])], True)
+        both = CombinedDrafter([one, other, Saying(lambda tokens, length: [2])])
         with with_drafter(table(1), both) as runtime:
             runtime.generate(PROMPT, max_tokens=4)
             assert other.started.wait(SECONDS)

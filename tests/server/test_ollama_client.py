@@ -225,12 +225,14 @@ def test_models_are_described(client: ollama.Client, http: httpx.Client) -> None
     assert tags["demo"].size
     assert tags["demo"].digest
     assert tags["demo"].details
+    assert tags["demo"].details.parent_model == "", "clients require a string"
     client.chat("demo")  # loads it
     (loaded,) = client.ps().models
     assert (loaded.name, loaded.context_length) == ("demo", 1024)
     assert loaded.size
     shown = client.show("demo")
     assert shown.modelinfo
+    assert (shown.modelfile, shown.template) == ("", ""), "clients require strings"
     architecture = shown.modelinfo["general.architecture"]
     assert shown.modelinfo[f"{architecture}.context_length"] == 1024
     assert shown.capabilities == ["completion", "tools"]

@@ -90,6 +90,16 @@ async def test_the_list_filters_and_switches_with_the_keyboard(tmp_path: Path) -
         assert d.chat.runtime.target.name == "demo-mlx"
 
 
+async def test_a_part_of_a_name_opens_the_list_of_matching_models(tmp_path: Path) -> None:
+    async with driving(load_here("demo"), tmp_path, load_other=load_here) as d:
+        await d.send("/model mlx")
+        await until(d.pilot, lambda: highlighted(d) == "demo-mlx", "the filtered list")
+        assert d.chat.prompt.text == ""
+        assert "smollm2-135m " not in "\n".join(d.screen_text())
+        await d.press("enter")
+        await d.said("This chat now uses demo-mlx.")
+
+
 async def test_models_that_do_not_fit_are_not_downloaded(tmp_path: Path) -> None:
     async with driving(load_here("demo"), tmp_path, size=(100, 40)) as d:
         await open_list(d)

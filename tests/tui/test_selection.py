@@ -160,6 +160,7 @@ async def test_an_edited_reply_is_a_version_that_can_be_continued(tmp_path: Path
         await d.say("first")
         await act(d, "shift+up", "e")
         await d.sees("Editing the reply")
+        await d.sees("Enter saves · Esc cancels")
         await d.say("Two")
         assert conversation(d) == ["first", "Two"]
         assert "‹ 2/2 ›" in d.transcript()

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import FailFast, Field
 from typing_extensions import TypeAliasType
 
-from edgespec.server.fields import Ignored, ItemFields, ReplyFields, RequestFields, ignored_in
+from edgespec.server.fields import Ignored, ItemFields, ReplyFields, RequestFields, ignored_in_messages
 
 __all__ = [
     "AnthropicCountRequest",
@@ -134,7 +134,7 @@ class AnthropicCountRequest(RequestFields):
     def ignored_fields(self) -> list[str]:
         """Return the names of the ignored fields and the positions of the skipped tools."""
         skipped = [f"tools.{at}" for at, tool in enumerate(self.tools or ()) if not tool.is_function]
-        return [*super().ignored_fields(), *ignored_in("messages", self.messages), *skipped]
+        return [*super().ignored_fields(), *ignored_in_messages(self.messages), *skipped]
 
 
 class AnthropicMessageRequest(AnthropicCountRequest, ReplyFields):

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from typing_extensions import TypeAliasType, TypedDict
 
 from edgespec.chat.tool_calls.calls import ToolCall, parse_object
-from edgespec.server.fields import ItemFields, ignored_in
+from edgespec.server.fields import ItemFields, ignored_in_messages
 from edgespec.server.generation import ChatPrompt, ReplyRequest
 from edgespec.server.ollama.fields import OllamaFields, options_of, refuse_images
 from edgespec.server.ollama.replying import OllamaReply, Part, load_model, respond
@@ -45,7 +45,7 @@ class OllamaChatRequest(OllamaFields):
 
     def ignored_fields(self) -> list[str]:
         """Return the names of the ignored fields that the request sets, including those of messages."""
-        return [*super().ignored_fields(), *ignored_in("messages", self.messages or ())]
+        return [*super().ignored_fields(), *ignored_in_messages(self.messages or ())]
 
 
 class OllamaReplyMessage(TypedDict):

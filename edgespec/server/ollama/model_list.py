@@ -28,8 +28,9 @@ __all__ = [
 
 
 class ModelDetails(TypedDict):
-    """Properties of a model. Unknown properties are empty."""
+    """Properties of a model. Unknown properties and `parent_model`, which clients require, are empty."""
 
+    parent_model: str
     format: str
     family: str
     families: list[str]
@@ -76,8 +77,10 @@ class ShowRequest(RequestFields):
 
 
 class ShownModel(TypedDict):
-    """A description of a model."""
+    """A description of a model. `modelfile` and `template` are always empty, but clients require them."""
 
+    modelfile: str
+    template: str
     modified_at: str
     details: ModelDetails
     model_info: dict[str, Any]
@@ -122,6 +125,8 @@ def _shown(known: KnownModel) -> ShownModel:
     # Clients shorten conversations to this length, so report the loaded model's context if there is one.
     context = known.loaded.runtime.context_tokens if known.loaded else trained
     return {
+        "modelfile": "",
+        "template": "",
         "modified_at": _time(known),
         "details": _details(known),
         "model_info": {
@@ -156,6 +161,7 @@ def _details(known: KnownModel) -> ModelDetails:
     info = known.info
     family = info.architecture if info else ""
     return {
+        "parent_model": "",
         "format": known.format,
         "family": family,
         "families": [family] if family else [],

@@ -17,7 +17,7 @@ from edgespec import Reply, TextChunk
 from edgespec.chat.tool_calls.calls import ToolCallDelta
 from edgespec.reply import TokenLogprobs
 from edgespec.server.errors import invalid_request
-from edgespec.server.fields import Ignored, combined_options, ignored_in
+from edgespec.server.fields import Ignored, combined_options, ignored_in_messages
 from edgespec.server.generation import ReplyRequest
 from edgespec.server.openai.errors import error_event
 from edgespec.server.openai.fields import ChoiceFields, requests_options
@@ -61,7 +61,7 @@ class ChatRequest(ReasoningFields, ChoiceFields):
 
     def ignored_fields(self) -> list[str]:
         """Return the names of the ignored fields that the request sets, including those of messages."""
-        return [*super().ignored_fields(), *ignored_in("messages", self.messages)]
+        return [*super().ignored_fields(), *ignored_in_messages(self.messages)]
 
 
 class ReplyMessage(TypedDict):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from edgespec import AvailableModel, Preview, Runtime
     from edgespec.tui.worker import PlanModel
 
-__all__ = ["ModelsScreen"]
+__all__ = ["ModelsScreen", "is_match"]
 
 _SEARCH_DELAY_SECONDS = 0.5
 _MIN_SEARCHED_CHARACTERS = 2
@@ -48,6 +48,7 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
         plan_model: Plans a model on this machine, given its reference and a memory limit in bytes.
         downloads: The downloads whose progress the list shows. Enter on a running download stops it.
         is_writing: Whether a reply is being generated. The machine cannot be measured at the same time.
+        typed: Initial text of the filter.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -60,7 +61,13 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
     ]
 
     def __init__(
-        self, runtime: Runtime, plan_model: PlanModel, downloads: Downloads, *, is_writing: bool
+        self,
+        runtime: Runtime,
+        plan_model: PlanModel,
+        downloads: Downloads,
+        *,
+        is_writing: bool,
+        typed: str = "",
     ) -> None:
         super().__init__()
         self._plan_model = plan_model
@@ -75,7 +82,7 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
         self._shown: dict[str, AvailableModel] = {}
         self._message = ""
         self._left = Event()
-        self._filter = Input(placeholder="Filter, or search on Hugging Face", compact=True)
+        self._filter = Input(typed, placeholder="Filter, or search on Hugging Face", compact=True)
         self._list = OptionList(compact=True)
         self._details = Static(classes="hint")
 
@@ -141,20 +148,19 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
     def _show(self) -> None:
         """Show the models that match the filter. The same model stays highlighted if it is still listed."""
         highlighted = self._highlighted
-        words = self._query.lower().split()
+        query = self._query
 
         def matching(is_installed: bool) -> list[AvailableModel]:
             return [
                 model
                 for model in self._models or ()
-                if model.is_installed == is_installed
-                and all(word in f"{model.reference} {model.family}".lower() for word in words)
+                if model.is_installed == is_installed and is_match(query, f"{model.reference} {model.family}")
             ]
 
         downloads = [
             each.model or _unknown_model(each.reference)
             for each in self._downloads.unfinished
-            if all(word in each.reference.lower() for word in words)
+            if is_match(query, each.reference)
         ]
         downloading = {model.reference for model in downloads}
         listed = {name for model in self._models or () for name in (model.reference, model.path) if name}
@@ -323,6 +329,11 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
     def _show_measuring(self, fraction: float) -> None:
         self._message = f"Measuring this machine, {fraction:.0%}. This takes about 20 seconds; Esc stops it."
         self._show_details()
+
+
+def is_match(query: str, name: str) -> bool:
+    """Return whether `name` contains all words of `query`."""
+    return all(word in name.lower() for word in query.lower().split())
 
 
 def _unknown_model(reference: str) -> AvailableModel:

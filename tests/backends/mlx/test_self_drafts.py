@@ -108,7 +108,7 @@ class TestReplies:
             ModelDrafter(view, model.facts.vocab_size, branches=branches, name=way)
             for branches in ((), (3, 2))
         )
-        drafters = {0.0: chains, 0.8: trees, 1.2: CombinedDrafter([chains, NgramDrafter()], can_branch=True)}
+        drafters = {0.0: chains, 0.8: trees, 1.2: CombinedDrafter([chains, NgramDrafter()])}
         accepted = 0
         for temperature, drafter in drafters.items():
             said, stats = reply(model, drafter, temperature)
