@@ -144,7 +144,7 @@ async def test_a_chat_that_is_too_long_takes_no_further_messages(
         await d.say("second")
         assert len(d.chat.current_chat.entries) == 4
         await d.press("ctrl+r")
-        await d.said("the most that a chat can have.")
+        await d.said("the maximum for a chat.")
         d.chat.prompt.clear()
         await d.say("/new")
         await d.say("third")
