@@ -75,11 +75,26 @@ def _matching(path: str, folder: Path, *pattern: str) -> tuple[Path, ...]:
 
 def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
     """Return whether a path matches a pattern. Both are given as the parts between slashes."""
-    if not pattern or not parts:
-        return not pattern and not parts
-    if pattern[0] == "**":
-        return any(_matches(parts[start:], pattern[1:]) for start in range(len(parts)))
-    return fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])
+    # The numbers of parts of the pattern that can match the parts of the path so far. Trying each number of
+    # folders for each `**` would take exponential time.
+    matched = _skip_stars({0}, pattern)
+    for part in parts:
+        next_matched = set()
+        for number in matched:
+            if number < len(pattern) and pattern[number] == "**":
+                next_matched.add(number)
+            elif number < len(pattern) and fnmatchcase(part, pattern[number]):
+                next_matched.add(number + 1)
+        matched = _skip_stars(next_matched, pattern)
+    return len(pattern) in matched
+
+
+def _skip_stars(matched: set[int], pattern: Sequence[str]) -> set[int]:
+    """Add the numbers of matched parts for which `**` matches no folder."""
+    for number, part in enumerate(pattern):
+        if part == "**" and number in matched:
+            matched.add(number + 1)
+    return matched
 
 
 def shown_path(path: Path) -> str:

@@ -21,6 +21,9 @@ _GENERATED = ("__pycache__", "node_modules")
 # A repository's settings can name any program as its file system monitor. `core.fsmonitor=false` stops Git
 # from running that program.
 _GIT = ("git", "-c", "core.fsmonitor=false", "--no-optional-locks")
+# If objects are missing, Git would fetch them, and a repository's settings can name any program for that.
+# Older versions of Git do not read the first variable, but can then use no protocol.
+_NO_FETCH = {"GIT_NO_LAZY_FETCH": "1", "GIT_ALLOW_PROTOCOL": "none"}
 
 
 class Listing(NamedTuple):
@@ -55,6 +58,7 @@ def _listed_by_git(folder: Path) -> list[str] | None:
         listed = subprocess.run(
             command,
             cwd=folder,
+            env={**os.environ, **_NO_FETCH},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

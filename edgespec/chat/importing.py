@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from edgespec.chat.json_items import ItemTooLargeError, json_items
 from edgespec.chat.message import Message, Role
 from edgespec.chat.message_tree import MessageTree
-from edgespec.chat.saved_chat import SavedChat, chat_from_json
+from edgespec.chat.saved_chat import SavedChat, chat_from_json, in_utc
 from edgespec.errors import ChatFileError
 from edgespec.files import error_reason, regular_file_bytes
 
@@ -270,8 +270,7 @@ def _time(value: Any) -> datetime:
     """Convert a time in seconds since 1970 or in ISO 8601. Return 1970 if the format is unknown."""
     try:
         if isinstance(value, str):
-            time = datetime.fromisoformat(value)
-            return time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
-        return datetime.fromtimestamp(float(value or 0), UTC)
+            return in_utc(datetime.fromisoformat(value))
+        return in_utc(datetime.fromtimestamp(float(value or 0), UTC))
     except (ValueError, OverflowError, TypeError, OSError):
         return datetime.fromtimestamp(0, UTC)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -161,7 +161,8 @@ def as_message(number: int, item: Message | Mapping[str, Any]) -> Message:
 def _seconds(number: int, value: object) -> float | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+    # An integer can exceed all floats.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
         raise OptionError(
             f"the reasoning_seconds of message {number} must be a number of seconds, not {value!r}",
             "pass a number that is at least 0, or leave it out",

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
+from datetime import MAXYEAR, MINYEAR, UTC, datetime
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,7 +15,7 @@ from edgespec.chat.message_tree import MessageTree
 from edgespec.errors import ChatFileError, OptionError
 from edgespec.files import error_reason, format_bytes, regular_file_bytes
 
-__all__ = ["MAX_CHAT_BYTES", "SavedChat", "Setting", "chat_from_json", "read_chat", "title_of"]
+__all__ = ["MAX_CHAT_BYTES", "SavedChat", "Setting", "chat_from_json", "in_utc", "read_chat", "title_of"]
 
 Setting = str | int | float | bool | list[str]
 """Type of the value of one setting in a chat file."""
@@ -245,10 +245,22 @@ def _typed(value: object, kind: type[_T], name: str) -> _T:
     return value
 
 
+def in_utc(time: datetime) -> datetime:
+    """Convert a time to UTC. A time without a time zone is in UTC.
+
+    Raises:
+        ValueError, OverflowError: The year is the first or last one that Python supports. Converting such
+            times to local ones can fail.
+    """
+    converted = time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
+    if not MINYEAR < converted.year < MAXYEAR:
+        raise ValueError(f"the year must be between {MINYEAR + 1} and {MAXYEAR - 1}, not {converted.year}")
+    return converted
+
+
 def _time(name: str, text: str) -> datetime:
     try:
-        moment = datetime.fromisoformat(text)
-        return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
+        return in_utc(datetime.fromisoformat(text))
     except (ValueError, OverflowError):
         raise ValueError(f"`{name}` must be an ISO 8601 time, not {text[:40]!r}") from None
 

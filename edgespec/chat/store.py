@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from edgespec.chat.saved_chat import SavedChat, read_chat
+from edgespec.chat.saved_chat import SavedChat, in_utc, read_chat
 from edgespec.errors import ChatFileError
 from edgespec.files import (
     data_folder,
@@ -204,9 +204,10 @@ class ChatStore:
         """Return the IDs of chats that were hidden before `time`, given in seconds since 1970."""
         hidden = []
         for path in self.folder.glob(".*.deleted"):
+            chat_id = path.name[1 : -len(".deleted")]
             with suppress(OSError):
-                if path.stat().st_mtime < time:
-                    hidden.append(path.name[1 : -len(".deleted")])
+                if _ID.fullmatch(chat_id) and path.is_file() and path.stat().st_mtime < time:
+                    hidden.append(chat_id)
         return hidden
 
     def _hidden_path(self, chat_id: str) -> Path:
@@ -251,8 +252,8 @@ def _entry(path: Path) -> StoredChat:
         chat = read_chat(path, path.stem)
     except ChatFileError as error:
         updated = datetime.fromtimestamp(0, UTC)
-        with suppress(OSError):
-            updated = datetime.fromtimestamp(path.stat().st_mtime, UTC)
+        with suppress(OSError, ValueError, OverflowError):
+            updated = in_utc(datetime.fromtimestamp(path.stat().st_mtime, UTC))
         return StoredChat(path.stem, path, path.name, updated, 0, problem=error.what)
     text = "\n".join(message.content for message in chat.tree.messages)
     return StoredChat(

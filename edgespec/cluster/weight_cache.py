@@ -1,20 +1,41 @@
-"""A bounded folder of weights that a worker received, so that loading a model again sends less data."""
+"""A bounded folder of weights that a worker received, so that loading a model again sends less data.
+
+llama.cpp reads and writes its files itself. It does not notice that a file is incomplete, for example because
+the disk was full, and would then compute with wrong weights. So it must not see a file before edgespec has
+compared the file's hash with its name. New files are in the subfolder `unverified` until then.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
+import threading
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from edgespec.cluster.messages import Buffer
 from edgespec.errors import WorkerError
-from edgespec.files import error_reason, make_private_folder, write_advice, write_private_file
+from edgespec.files import (
+    error_reason,
+    file_state,
+    make_private_folder,
+    read_regular_file,
+    sync_to_disk,
+    write_advice,
+    write_private_file,
+)
 
-__all__ = ["WeightCache", "read_weight", "weight_digest", "write_weight"]
+__all__ = ["WeightCache", "hide_unverified", "read_weight", "weight_digest", "write_weight"]
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+# llama.cpp names its files after the FNV-1a hash of their contents.
+_LLAMA_CPP_NAME = re.compile(r"[0-9a-f]{16}")
+_UNVERIFIED, _STATES = "unverified", ".verified.json"
+# Two threads must not verify the same file, or write `_STATES` at the same time.
+_verifying = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +48,25 @@ class WeightCache:
     def prepare(self) -> Path:
         """Create the folder, delete the files that were unused for longest, and return the folder.
 
+        Files of llama.cpp that were not verified, or have changed since, are hidden until `verify`.
+
         Raises:
             WorkerError: The folder cannot be written to.
         """
+        unverified = self.folder / _UNVERIFIED
         try:
+            make_private_folder(unverified)
             make_private_folder(self.folder)
-            files = [(path, path.stat()) for path in self.folder.iterdir() if path.is_file()]
+            known = self._states()
+            files = []
+            for path in (*self.folder.iterdir(), *unverified.iterdir()):
+                # `verify` can move and delete files at the same time.
+                with suppress(FileNotFoundError):
+                    if not path.is_file() or path.name == _STATES:
+                        continue
+                    if path.parent == self.folder and _LLAMA_CPP_NAME.fullmatch(path.name):
+                        path = path if file_state(path) == known.get(path.name) else hide_unverified(path)
+                    files.append((path, path.stat()))
             # llama.cpp reads its files itself. Not all file systems record the time of the last access.
             files.sort(key=lambda file: max(file[1].st_atime, file[1].st_mtime))
             total = sum(state.st_size for _, state in files)
@@ -47,6 +81,49 @@ class WeightCache:
                 write_advice(error, self.folder),
             ) from error
         return self.folder
+
+    def verify(self, goes_on: Callable[[], bool]) -> None:
+        """Let llama.cpp use the hidden files whose hash is that in their name, and delete the others.
+
+        Ends early if `goes_on` returns False, or if a file cannot be read or moved.
+        """
+        from edgespec.cluster.fnv1a import fnv1a
+
+        with _verifying, suppress(OSError):
+            for path in (self.folder / _UNVERIFIED).iterdir():
+                sync_to_disk(path)
+                with path.open("rb") as file:
+                    value = fnv1a(file, goes_on)
+                if value is None:
+                    return
+                if f"{value:016x}" != path.name:
+                    path.unlink()
+                    continue
+                place = self.folder / path.name
+                path.rename(place)
+                states = {name: state for name, state in self._states().items() if self._has(name)}
+                data = json.dumps({**states, path.name: file_state(place)}).encode()
+                write_private_file(self.folder / _STATES, data)
+
+    def _has(self, name: str) -> bool:
+        return (self.folder / name).exists()
+
+    def _states(self) -> Mapping[str, object]:
+        """Return the state of each verified file when it was verified, by name."""
+        with suppress(OSError, ValueError, RecursionError):
+            states = json.loads(read_regular_file(self.folder / _STATES))
+            if isinstance(states, dict):
+                return states
+        return {}
+
+
+def hide_unverified(path: Path) -> Path:
+    """Hide a file that llama.cpp has written until `WeightCache.verify`, and return its new path.
+
+    Raises:
+        OSError: The file cannot be moved.
+    """
+    return path.replace(path.parent / _UNVERIFIED / path.name)
 
 
 def weight_digest(data: Buffer) -> str:

@@ -64,7 +64,7 @@ class WorkerServer:
         note: Called with a line of text when a target comes or goes.
 
     Raises:
-        WorkerError: The port is in use, or the RPC server cannot be started.
+        WorkerError: The port is in use, the RPC server cannot be started, or the cache cannot be used.
     """
 
     def __init__(
@@ -88,6 +88,8 @@ class WorkerServer:
         self._is_closed = False
         self._failure: WorkerError | None = None
         self._slots = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        if cache is not None:
+            cache.prepare()
         self._listener = _listen(host, port)
         self.host, self.port = host, int(self._listener.getsockname()[1])
         try:
@@ -97,12 +99,23 @@ class WorkerServer:
             raise
 
     def _start_child(self) -> RpcChild:
-        folder: Path | None = None
-        if self._cache is not None:
-            folder = self._cache.prepare()
-        child = RpcChild(folder, self._threads)
+        child = RpcChild(self._prepared_cache(), self._threads)
         threading.Thread(target=self._forward_beats, args=(child,), daemon=True).start()
+        if self._cache is not None:
+            # Hashing takes a while. It must not delay the next target or compete with it for the processor.
+            threading.Thread(target=self._cache.verify, args=(self._is_idle,), daemon=True).start()
         return child
+
+    def _prepared_cache(self) -> Path | None:
+        """Return the folder of the weight cache, or None if there is no cache or it cannot be used now."""
+        try:
+            return None if self._cache is None else self._cache.prepare()
+        except WorkerError as error:
+            self._note(str(error))
+            return None
+
+    def _is_idle(self) -> bool:
+        return self._leader is None and not self._is_closed
 
     def status(self) -> WorkerStatus:
         """Return the worker's status, with the memory that is free now."""
@@ -189,6 +202,9 @@ class WorkerServer:
             if self._leader is not None and _has_ended(self._leader):
                 self._released.wait(_RELEASE_SECONDS)
             is_busy = self._leader is not None
+            if not is_busy:
+                # Hides files that have changed since the RPC server started.
+                self._prepared_cache()
             connection.sendall(self._status_line(busy=is_busy))
             if is_busy:
                 return

@@ -233,11 +233,20 @@ class Archive:
         """Delete all hidden chats, including chats hidden by an earlier run that ended before deleting them.
 
         Call this after closing the model, because closing can save a cache that contains their text.
+
+        Raises:
+            ChatFileError: A chat could not be deleted. All others were.
         """
         old = self._store.hidden_before(time() - 2 * UNDO_SECONDS)
+        failure: ChatFileError | None = None
         for chat_id in {*self.hidden, *old}:
-            self._delete(chat_id)
+            try:
+                self._delete(chat_id)
+            except ChatFileError as error:
+                failure = error
         self.hidden.clear()
+        if failure is not None:
+            raise failure
 
     async def delete(self, chat_id: str) -> None:
         """Delete a chat and the cached data of all chats. See `edgespec.saved_data.delete_chat`."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from textual.color import Color, ColorParseError
+from textual.css.constants import VALID_STYLE_FLAGS
 from textual.theme import Theme
 
 from edgespec.errors import ConfigurationError, OptionError
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["DARK", "HIGH_CONTRAST", "LIGHT", "THEMES", "choose_theme", "find_theme", "theme_names"]
 
 _NAME = re.compile(r"[A-Za-z0-9][\w-]{0,39}", re.ASCII)
+_TEXT_STYLE = "block-cursor-text-style"
 _COLOURS = (
     *("primary", "secondary", "warning", "error", "success", "accent"),
     *("foreground", "background", "surface", "panel", "boost"),
@@ -32,7 +34,7 @@ def _built_in(*, background: str, muted: str, faint: str, code: str, border: str
     scrollbar_parts = ("", "-hover", "-active")
     variables = {"muted": muted, "faint": faint, "code": code, "border-blurred": border, "scrollbar": border}
     variables |= {f"scrollbar-background{part}": background for part in scrollbar_parts}
-    return Theme(background=background, variables={**variables, "block-cursor-text-style": "none"}, **colours)
+    return Theme(background=background, variables={**variables, _TEXT_STYLE: "none"}, **colours)
 
 
 DARK = _built_in(
@@ -147,9 +149,20 @@ def _theme(name: str, path: Path, text: str) -> Theme:
             raise error_at(
                 path, text, ("variables", key), f"themes have no variable named {key[:60]!r}", advice
             )
-        if key != "block-cursor-text-style":
+        if key == _TEXT_STYLE:
+            _check_text_style(path, text, value)
+        else:
             _check_colour(path, text, ("variables", key), value)
     return replace(base, name=f"user-{name}", dark=dark, variables={**base.variables, **variables}, **given)
+
+
+def _check_text_style(path: Path, text: str, value: Any) -> None:
+    words = value.split() if isinstance(value, str) else []
+    # "not" and "none" cannot be combined with all other words.
+    if value != "none" and not (words and VALID_STYLE_FLAGS - {"none", "not"} >= {*words}):
+        problem = f"{_TEXT_STYLE!r} is {value!r}, which is not a text style"
+        advice = 'write "none", "bold", "reverse", "underline" or "bold underline"'
+        raise error_at(path, text, ("variables", _TEXT_STYLE), problem, advice)
 
 
 def _check_colour(path: Path, text: str, keys: tuple[str, ...], value: Any) -> None:

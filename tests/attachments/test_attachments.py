@@ -67,10 +67,45 @@ def test_files_that_git_ignores_are_left_out() -> None:
     assert _names("build/made.py") == ["build/made.py"]
 
 
+def test_many_stars_take_no_exponential_time() -> None:
+    deep = Path(*"a" * 25)
+    deep.mkdir(parents=True)
+    (deep / "b.txt").write_text("x")
+    assert _names("**/" * 20 + "b.txt") == [str(deep / "b.txt")]
+    with pytest.raises(AttachmentError, match="contains no files"):
+        read_files("**/a/" * 12 + "c.txt")
+
+
 def test_git_starts_no_program_named_in_the_settings_of_a_repository() -> None:
     Path("a.txt").write_text("x")
     subprocess.run(["git", "init", "-q", "."], check=True)
     subprocess.run(["git", "config", "core.fsmonitor", "touch started; false"], check=True)
+    assert _names(".") == ["a.txt"]
+    assert not Path("started").exists()
+
+
+def test_git_fetches_no_missing_objects() -> None:
+    def git(*arguments: str) -> str:
+        who = ("-c", "user.name=x", "-c", "user.email=x")
+        return subprocess.run(["git", *who, *arguments], check=True, capture_output=True, text=True).stdout
+
+    Path("inside").mkdir()
+    for name in ("a.txt", "inside/b.txt"):
+        Path(name).write_text("x")
+    git("init", "-q", ".")
+    git("add", ".")
+    git("commit", "-qm", "x")
+    git("sparse-checkout", "set", "--cone", "--sparse-index", "nothing")
+    for name, value in {
+        "core.repositoryFormatVersion": "1",
+        "extensions.partialClone": "origin",
+        "remote.origin.promisor": "true",
+        "remote.origin.url": "ssh://nowhere/x",
+        "core.sshCommand": "touch started; false",
+    }.items():
+        git("config", name, value)
+    tree = git("rev-parse", "HEAD:inside").strip()
+    Path(".git/objects", tree[:2], tree[2:]).unlink()
     assert _names(".") == ["a.txt"]
     assert not Path("started").exists()
 

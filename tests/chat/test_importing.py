@@ -20,6 +20,7 @@ from edgespec.chat.importing import ExportedChats
 from edgespec.chat.message import Message
 from edgespec.chat.message_tree import MessageTree
 from edgespec.chat.saved_chat import SavedChat
+from edgespec.chat.store import ChatStore
 from edgespec.chat.tool_calls.calls import ToolCall
 from edgespec.errors import ChatFileError
 
@@ -208,6 +209,13 @@ def test_damage_never_raises_another_error(chat: dict[str, Any], pick: int, valu
     with tempfile.TemporaryDirectory() as folder, suppress(ChatFileError):
         for read in imported(Path(folder), [damaged]):
             assert len(read.messages) <= len(read.tree.messages)
+
+
+@pytest.mark.parametrize("time", ["9999-12-31T23:59:59Z", "0001-01-01T00:00:00Z", 253402300799, 1e400, "x"])
+def test_a_chat_with_an_impossible_time_can_be_saved_and_read(time: object, tmp_path: Path) -> None:
+    store = ChatStore(tmp_path / "chats")
+    (chat,) = imported(tmp_path, [{**CHATGPT, "create_time": time, "update_time": time}])
+    assert store.load(store.add(chat).id).updated.year == 1970
 
 
 def test_exports_are_readable_and_html_runs_nothing() -> None:

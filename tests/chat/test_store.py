@@ -8,13 +8,14 @@ import stat
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from edgespec.chat.message import Message
 from edgespec.chat.message_tree import MessageTree
 from edgespec.chat.saved_chat import SavedChat, title_of
-from edgespec.chat.store import ChatStore
+from edgespec.chat.store import ChatStore, _entry
 from edgespec.chat.tool_calls.calls import ToolCall
 from edgespec.errors import ChatFileError
 
@@ -97,7 +98,7 @@ def test_the_time_of_the_reasoning_comes_back(store: ChatStore) -> None:
     path = store.save(chat(messages=(TALK[0], reply)))
     assert store.load("one").messages[1].reasoning_seconds == 1.23456
     text = path.read_text("utf-8")
-    for bad in ("-1", "true", '"1"', "Infinity", "NaN"):
+    for bad in ("-1", "true", '"1"', "Infinity", "NaN", "1" + "0" * 400):
         path.write_text(text.replace("1.23456", bad), "utf-8")
         with pytest.raises(ChatFileError, match="reasoning_seconds of message 2"):
             store.load("one")
@@ -243,6 +244,10 @@ BROKEN = {
     "a title as a list": (_with(title=[]), "`title` must be text, not a list"),
     "no time": (_with(updated="yesterday"), "`updated` must be an ISO 8601 time, not 'yesterday'"),
     "an impossible time": (_with(updated="0001-01-01T00:00:00+23:00"), "must be an ISO 8601 time"),
+    "a time in the last year": (
+        _with(updated="9999-12-31T23:59:59.999999+00:00"),
+        "must be an ISO 8601 time",
+    ),
     "another id": (_with(id="other"), "does not match the file name"),
     "sampling as a list": (_with(sampling=[]), "`sampling` must be an object, not a list"),
     "a setting as an object": (_with(sampling={"top_k": {}}), "'top_k' must not be an object"),
@@ -264,6 +269,15 @@ def test_a_broken_file_is_listed_with_its_reason_and_kept(store: ChatStore, text
     assert problems["good"] == ""
     assert problems["one"] == caught.value.what
     assert path.read_text("utf-8") == text
+
+
+def test_a_broken_file_of_a_far_year_is_listed(store: ChatStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some file systems accept any time."""
+    store.folder.mkdir()
+    (store.folder / "one.json").write_text("broken")
+    far = SimpleNamespace(st_mtime=9e11, st_mode=stat.S_IFREG, st_size=6)
+    monkeypatch.setattr(Path, "stat", lambda _path: far)
+    assert _entry(store.folder / "one.json").updated.year == 1970
 
 
 def test_invalid_utf8_is_a_broken_chat(store: ChatStore) -> None:

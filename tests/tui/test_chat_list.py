@@ -171,6 +171,23 @@ def test_a_deletion_that_a_killed_program_did_not_finish_is_finished_later(
     assert "replies" in deleted
 
 
+def test_files_that_are_no_chats_do_not_stop_the_deletion_of_chats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saved_data, "delete_data", lambda kind: 0)
+    (tmp_path / ".no chat.deleted").write_text("")
+    (tmp_path / ".folder.deleted").mkdir()
+    (tmp_path / ".one.deleted").write_text("{}")
+    # The program deleted this one, and another program has put a folder in its place.
+    (tmp_path / "two.json").mkdir()
+    chats = Archive(ChatStore(tmp_path))
+    chats.hidden.append("two")
+    monkeypatch.setattr(archive, "time", lambda: 1e10)
+    with pytest.raises(ChatFileError, match=r"two\.json"):
+        chats.finish_all_deletions()
+    assert {path.name for path in tmp_path.iterdir()} == {".no chat.deleted", ".folder.deleted", "two.json"}
+
+
 async def test_a_deleted_chat_that_another_program_continues_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

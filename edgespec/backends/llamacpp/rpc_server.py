@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 import socket
 import sys
 import threading
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import IO
 
 from edgespec.backends.llamacpp.loading import default_threads
 from edgespec.backends.llamacpp.native import ggml, library
 from edgespec.backends.llamacpp.rpc_library import lent_devices, serve_devices
 from edgespec.cluster.rpc_child import LOOPBACK
+from edgespec.cluster.weight_cache import hide_unverified
 from edgespec.errors import EdgespecError
 
 __all__ = ["main"]
 
 _BEAT_SECONDS = 1.0
+_SAVED = re.compile(r"\[set_tensor\] saved to '(.+)'")
+
+
+class _SavedWeights(logging.Handler):
+    """Hides each weight that llama.cpp saves before the server runs its next command, which could read it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Hide the file if this line of llama.cpp's log says that it was saved."""
+        if saved := _SAVED.fullmatch(record.getMessage()):
+            with suppress(OSError):
+                hide_unverified(Path(saved[1]))
 
 
 def main() -> None:
@@ -32,6 +48,7 @@ def main() -> None:
     except EdgespecError as error:
         parent.write(json.dumps({"error": error.what, "next_step": error.next_step}).encode() + b"\n")
         return
+    logging.getLogger("edgespec.llamacpp").addHandler(_SavedWeights())
     port = _free_port()
     started = {
         "port": port,
