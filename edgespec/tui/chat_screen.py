@@ -145,9 +145,8 @@ class ChatScreen(TurnScreen):
         elif self.sidebar.has_focus and self.sidebar.clear_query():
             return
         elif self._panels and (self._width_class == "-narrow" or not self.prompt.has_focus):
-            if self._width_class == "-narrow":
-                await self.show_panels(set())
-            elif "sidebar" in self._panels:
+            await self.uncover()
+            if "sidebar" in self._panels:
                 await self.toggle_panel("sidebar")
         self.clear_selection()
         self.prompt.focus()

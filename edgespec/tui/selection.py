@@ -46,6 +46,7 @@ async def select(screen: ChatScreen, step: int) -> None:
     Moving down from the last message returns focus to the input.
     """
     selected = screen.selected
+    await screen.uncover()
     message = await screen.transcript.neighbour(selected, step)
     if message is None and selected is None:
         # An empty chat has no messages to select, so Shift+Tab moves focus as in other programs.

@@ -63,7 +63,7 @@ def file_to_import(argument: str) -> Path:
 
 def imported_text(chats: ExportedChats, hint: str) -> str:
     """Return a note that says how many chats were imported, and what was left out."""
-    text = f"Imported {count(chats.read_count, 'chat')}. {hint}"
+    text = f"Imported {count(chats.read_count, 'chat')} from {chats.path.name}. {hint}"
     if left_out := +chats.left_out:
         text += (
             " Not imported: " + "; ".join(f"{what} ({number:,})" for what, number in left_out.items()) + "."

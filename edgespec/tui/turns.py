@@ -34,6 +34,7 @@ _MAX_PAUSE_SECONDS = 0.2
 class TurnScreen(ChatView):
     """The chat screen without key bindings and commands. It generates, shows and saves replies."""
 
+    tool_use: ToolUse
     _job: Future[ChatState] | None = None
     _reply: ReplyMessage | None = None
     _after_reply: Callable[[], Awaitable[None]] | None = None

@@ -119,7 +119,7 @@ def test_chats_are_exported_imported_and_found(chat: Chat, tmp_path: Path) -> No
     lines += ["/search OAKS", "/search pines", "/pin", "/load", "/load sizes"]
     out, err = chat.typed(lines, "Pines are tall.")
     assert f"Exported this chat to {tmp_path / 'one.json'}.\n" in out
-    assert "Imported 1 chat. Type /load for the list of chats.\n" in out
+    assert "Imported 1 chat from one.json. Type /load for the list of chats.\n" in out
     assert out.count("sizes (now, 2 messages): Pines are tall.\n") == 2
     assert "sizes (pinned, now, 2 messages)\n" in out
     for text in (
