@@ -118,7 +118,7 @@ def test_chats_are_exported_imported_and_found(chat: Chat, tmp_path: Path) -> No
     lines += ["/search OAKS", "/search pines", "/pin", "/load", "/load sizes"]
     out, err = chat.typed(lines, "Pines are tall.")
     assert f"Exported this chat to {tmp_path / 'one.json'}.\n" in out
-    assert "Imported 1 chat. Type /load for the list of chats.\n" in out
+    assert "Imported 1 chat from one.json. Type /load for the list of chats.\n" in out
     assert out.count("sizes (now, 2 messages): Pines are tall.\n") == 2
     assert "sizes (pinned, now, 2 messages)\n" in out
     for text in (
@@ -191,7 +191,7 @@ def test_the_model_is_switched(chat: Chat, tmp_path: Path) -> None:
     assert chat.switched_to == str(path)
     listed = out.partition("On this machine:\n")[2]
     assert listed.startswith("demo: 12.0 MiB, draft model demo-draft\n")
-    assert "to download fit in memory. `edgespec models list` shows them." in listed
+    assert "that you can download fit in memory. `edgespec models list` shows them." in listed
     assert "smollm2" not in listed
     assert len(saved(tmp_path)[0]["messages"]) == 4
 

@@ -307,6 +307,7 @@ async def test_tools_are_off_until_the_user_turns_them_on(tmp_path: Path) -> Non
         before = len(d.chat.tool_use.tools)
         await d.press("down", "enter", "escape")
         assert len(d.chat.tool_use.tools) == before - 1
+        await d.sees(f"{before - 1} tools on")
         assert "good_add" not in [tool.call_name for tool in d.chat.tool_use.tools]
         await d.say("Hello")
         await d.say("/tools off")

@@ -266,7 +266,7 @@ async def test_failed_save_is_shown_and_the_chat_continues(
 
 
 async def test_a_busy_processor_is_mentioned_once(tmp_path: Path) -> None:
-    note = "slower than usual, because other programs use the processor"
+    note = "slower than usual, because other programs were using the processor"
     busy = Script(busy_passes=1000)
     async with driving(loading(ScriptedRuntime([Script(), busy, busy])), tmp_path, size=(120, 40)) as d:
         await d.say("one")
