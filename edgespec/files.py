@@ -309,8 +309,8 @@ def write_advice(error: OSError, folder: Path, setting: str = "") -> str:
     Args:
         error: The error.
         folder: The folder to write to.
-        setting: The option or environment variable that chooses another folder, such as `--to` or `HF_HOME`.
-            Empty if there is none.
+        setting: The option or environment variable that chooses another folder, such as `--to` or
+            `HF_HUB_CACHE`. Empty if there is none.
     """
     choose = f"use {setting} with" if setting.startswith("-") else f"set {setting} to"
     if error.errno in (ENOSPC, EDQUOT):

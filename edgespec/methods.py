@@ -9,7 +9,7 @@ from typing import NamedTuple
 from edgespec.auto.combined_drafter import CombinedDrafter
 from edgespec.auto.controller import AutoConfig, AutoController
 from edgespec.auto.live_costs import LiveCosts
-from edgespec.auto.loss_limit import LossLimit
+from edgespec.auto.loss_limit import LossTracker
 from edgespec.auto.text_kind import text_kind
 from edgespec.backends.base import LanguageModel
 from edgespec.backends.model_facts import Capabilities
@@ -219,17 +219,17 @@ class DrafterSet:
         if names not in self._controllers:
             for name in names:
                 self._drafters[name].warm_up()
-            costs, loss_limit = config.costs, LossLimit(config.limits)
+            costs, loss_tracker = config.costs, LossTracker(config.limits)
             combined = CombinedDrafter(
                 [self._with_adaptive_length(self._drafters[name], config) for name in names],
                 limits=PassLimits.of(self._target.capabilities),
                 v=costs.v,
-                allowance_seconds=lambda: loss_limit.allowance_seconds(costs.target_step_seconds),
-                exploration_seconds=lambda: loss_limit.exploration_seconds(costs.target_step_seconds),
+                allowance_seconds=lambda: loss_tracker.allowance_seconds(costs.target_step_seconds),
+                exploration_seconds=lambda: loss_tracker.exploration_seconds(costs.target_step_seconds),
             )
             self._controllers[names] = AutoController(
                 combined,
-                loss_limit,
+                loss_tracker,
                 costs,
                 text_kind=self._text_kind,
                 run_ahead=self._model.run_ahead,

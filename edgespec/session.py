@@ -238,7 +238,7 @@ class Session:
                 reason=progress.reason,
                 gain=None if progress.speed_up is None else progress.speed_up - 1.0,
                 gain_uncertainty=progress.uncertainty,
-                loss_limits=drafter.loss_limit.limits,
+                loss_limits=drafter.loss_tracker.limits,
             )
         return report
 

@@ -10,7 +10,7 @@ GGUF models, the layers run in llama.cpp's RPC server. The script then checks th
 
 - the child process still runs,
 - the text so far is the beginning of the reply without workers, or all of it if there was no error,
-- an error is a WorkerLostError or WorkerError, and comes within `--max-seconds`, or within 21 seconds if the
+- an error is a WorkerLostError or WorkerError, and comes within `--max-seconds`, or within 23 seconds if the
   worker was starting the process for its layers,
 - the same process can load the model again on the same workers, and generates the whole reply.
 
@@ -43,7 +43,7 @@ REPLY: dict[str, Any] = {"max_tokens": 40, "temperature": 0.0, "seed": 3}
 LOAD: dict[str, Any] = {"context": 512}
 # A worker that was killed needs some seconds to start again, and a load waits for it.
 _HANG_SECONDS = 60
-_MAX_START_SECONDS = 21.0
+_MAX_START_SECONDS = 23.0
 _HELLO = bytes([HELLO]) + (24).to_bytes(8, "little") + bytes(24)
 _ERRORS = ("WorkerLostError", "WorkerError")
 

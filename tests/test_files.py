@@ -113,9 +113,9 @@ def test_a_file_size_limit_is_not_a_full_disk(tmp_path: Path) -> None:
     for error in errors:
         assert error is not None
         assert error_reason(error) == "the file size limit was reached"
-        assert write_advice(error, tmp_path, "HF_HOME") == (
+        assert write_advice(error, tmp_path, "HF_HUB_CACHE") == (
             "raise the limit with `ulimit -f unlimited` (a FAT32 disk allows at most 4 GiB per file),"
-            " or set HF_HOME to a folder on another disk"
+            " or set HF_HUB_CACHE to a folder on another disk"
         )
 
 

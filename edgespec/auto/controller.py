@@ -11,7 +11,7 @@ from edgespec.auto.backoff import Backoff
 from edgespec.auto.combined_drafter import CombinedDrafter
 from edgespec.auto.explanation import ControllerReport, DraftingStatus
 from edgespec.auto.live_costs import Conditions, LiveCosts
-from edgespec.auto.loss_limit import LossLimit, LossLimits
+from edgespec.auto.loss_limit import LossLimits, LossTracker
 from edgespec.auto.worst_case import WorstCaseCosts
 from edgespec.drafters.base import Drafter, DrafterMemory
 from edgespec.drafters.running_stats import RunningMean
@@ -90,7 +90,7 @@ class AutoController(Drafter):
 
     Args:
         drafter: The drafters. They must not be shared with another controller.
-        loss_limit: The loss limit, which can be shared with `drafter`.
+        loss_tracker: Tracks the loss of each reply. It can be shared with `drafter`.
         costs: Live costs of the target's passes.
         text_kind: Returns the kind of text in a prompt.
         run_ahead: Called with True if the next rounds are target steps, which the target can start early.
@@ -105,7 +105,7 @@ class AutoController(Drafter):
     def __init__(
         self,
         drafter: CombinedDrafter,
-        loss_limit: LossLimit,
+        loss_tracker: LossTracker,
         costs: LiveCosts,
         *,
         text_kind: Callable[[Sequence[int]], str] = lambda _: "",
@@ -116,9 +116,9 @@ class AutoController(Drafter):
         count_threads: Callable[[], int] = lambda: 0,
     ) -> None:
         self.name = drafter.name
-        self.loss_limit = loss_limit
+        self.loss_tracker = loss_tracker
         self.costs = costs
-        self._default_limits = loss_limit.limits
+        self._default_limits = loss_tracker.limits
         self._drafter = drafter
         self._text_kind = text_kind
         self._run_ahead = run_ahead
@@ -152,7 +152,7 @@ class AutoController(Drafter):
     @property
     def allowance_seconds(self) -> float:
         """Maximum time that the next draft can lose compared with plain decoding."""
-        return self.loss_limit.allowance_seconds(self.target_step_seconds)
+        return self.loss_tracker.allowance_seconds(self.target_step_seconds)
 
     def limit_loss(self, rate: float | None) -> None:
         """Set the loss limit of the next reply, as a share of its plain decoding time. None means default.
@@ -160,7 +160,7 @@ class AutoController(Drafter):
         Call this before `begin`.
         """
         limits = self._default_limits
-        self.loss_limit.limits = limits if rate is None else limits._replace(rate=rate)
+        self.loss_tracker.limits = limits if rate is None else limits._replace(rate=rate)
 
     @property
     def memory_use(self) -> DrafterMemory:
@@ -175,11 +175,11 @@ class AutoController(Drafter):
             self.save_statistics()
         self._tokens = list(tokens)
         self._is_drafting, self._round = False, None
-        self.loss_limit.begin()
+        self.loss_tracker.begin()
         # The first step after the prompt is slower in plain decoding too, so drafting is not charged
         # for it.
         self.costs.last_width = 0
-        self.loss_limit.record_target_step(0, -self.costs.return_seconds)
+        self.loss_tracker.record_target_step(0, -self.costs.return_seconds)
         self.costs.set_context_tokens(len(tokens))
         self._follow_conditions()
         self._run_ahead(self._backoff.is_paused)
@@ -222,7 +222,7 @@ class AutoController(Drafter):
         prefill_seconds = self._drafter.planned_prefill_seconds
         lengths = {
             name: worst_case.model_draft_length(
-                draft_length, allowance - prefill_seconds.get(name, 0.0), self.loss_limit.draft_rounds
+                draft_length, allowance - prefill_seconds.get(name, 0.0), self.loss_tracker.draft_rounds
             )
             for name, worst_case in self._worst_cases.items()
         }
@@ -280,7 +280,7 @@ class AutoController(Drafter):
         if tokens and self._round:
             self._record_round(self._round, len(tokens), self._clock() - self._round.started)
         else:
-            self.loss_limit.record_target_step(len(tokens), self.costs.return_seconds)
+            self.loss_tracker.record_target_step(len(tokens), self.costs.return_seconds)
             self.costs.last_width = 1
         self._round = None
 
@@ -291,7 +291,7 @@ class AutoController(Drafter):
         own_pass_seconds = self.costs.comparable_seconds(pass_seconds, width, other_tokens)
         own_seconds = seconds - pass_seconds + own_pass_seconds
         if width == 1:
-            self.loss_limit.record_target_step(0, self.costs.return_seconds)
+            self.loss_tracker.record_target_step(0, self.costs.return_seconds)
         # Ignore the duration of the pass if another reply began or ended meanwhile, or the number of threads
         # changed.
         if self._current_conditions() == self._now:
@@ -302,11 +302,11 @@ class AutoController(Drafter):
         # A prefill also benefits later drafts, so its duration is not counted as drafting time.
         prefill_seconds = self._drafter.prefill_seconds
         if width == 1:
-            self.loss_limit.record_target_step(tokens, draft_seconds)
+            self.loss_tracker.record_target_step(tokens, draft_seconds)
             self._tokens_since_target_step = 0
             self._backoff.record_empty_draft((draft_seconds - prefill_seconds) / step_seconds)
         else:
-            self.loss_limit.record_draft_round(tokens, own_seconds, step_seconds)
+            self.loss_tracker.record_draft_round(tokens, own_seconds, step_seconds)
             self._tokens_since_target_step += tokens
             self._backoff.record_draft(tokens - (own_seconds - prefill_seconds) / step_seconds)
         for name, worst_case in self._worst_cases.items():
@@ -321,7 +321,7 @@ class AutoController(Drafter):
         self._overhead_seconds.add(seconds - this_round.pass_seconds - draft_seconds)
         for worst_case in self._worst_cases.values():
             worst_case.record_target_step()
-        self.loss_limit.record_target_step(tokens, draft_seconds if this_round.was_considered else 0.0)
+        self.loss_tracker.record_target_step(tokens, draft_seconds if this_round.was_considered else 0.0)
         self._tokens_since_target_step = 0
         if this_round.was_considered:
             self._backoff.record_unaffordable_draft(draft_seconds / step_seconds)
@@ -333,22 +333,22 @@ class AutoController(Drafter):
 
     def report(self) -> ControllerReport:
         """Return a report on how much drafting speeds up the current or last reply."""
-        step_seconds, loss_limit = self.target_step_seconds, self.loss_limit
-        speed_up = loss_limit.speed_up(step_seconds)
+        step_seconds, loss_tracker = self.target_step_seconds, self.loss_tracker
+        speed_up = loss_tracker.speed_up(step_seconds)
         shortest_loss = min(each.loss_seconds(1, each.level_seconds) for each in self._worst_cases.values())
-        drafts_often = loss_limit.draft_rounds * _TOKENS_PER_RETRY >= loss_limit.tokens
+        drafts_often = loss_tracker.draft_rounds * _TOKENS_PER_RETRY >= loss_tracker.tokens
         return ControllerReport(
             step_seconds,
-            loss_limit.credit_seconds,
-            loss_limit.max_loss,
-            speed_up if loss_limit.tokens >= _MIN_COMPARED_TOKENS else None,
+            loss_tracker.credit_seconds,
+            loss_tracker.max_loss,
+            speed_up if loss_tracker.tokens >= _MIN_COMPARED_TOKENS else None,
             speed_up * self.costs.uncertainty,
-            tuple(self._contributors) if loss_limit.credit_seconds > 0.0 or drafts_often else (),
+            tuple(self._contributors) if loss_tracker.credit_seconds > 0.0 or drafts_often else (),
             DraftingStatus(
                 name=self.name,
                 is_drafting=self._is_drafting,
-                is_faster=loss_limit.credit_seconds > 0.0,
-                tokens=loss_limit.tokens,
+                is_faster=loss_tracker.credit_seconds > 0.0,
+                tokens=loss_tracker.tokens,
                 has_drafted=bool(self._contributors),
                 asked_rounds=self._asked_rounds,
                 unaffordable_rounds=self._unaffordable_rounds,

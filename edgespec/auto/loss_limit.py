@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["LossLimit", "LossLimits"]
+__all__ = ["LossLimits", "LossTracker"]
 
 # Maximum time for trying drafters that do not seem to help, as a share of a reply's plain decoding time.
 _EXPLORATION_RATE = 0.01
@@ -26,7 +26,7 @@ class LossLimits(NamedTuple):
     steps: float = 2.0
 
 
-class LossLimit:
+class LossTracker:
     """Tracks how much time speculation has saved or cost in one reply, to limit the loss.
 
     Costs are the time for drafting, verify passes over several tokens, prefill of a draft model, and deciding

@@ -142,7 +142,7 @@ class LoadedResidualHeads:
         return PrefixHeadView(*parts, self._prefix.with_own_cache())
 
     def close(self) -> None:
-        """See `LoadedHead` of the llama.cpp backend. Python frees the weights together with the last view."""
+        """See `SharedHead` of the llama.cpp backend. Python frees the weights together with the last view."""
 
 
 def _check_attention(

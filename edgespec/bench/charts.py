@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from edgespec.bench.figures import PHASES, MethodFigures
-from edgespec.bench.report import Report
+from edgespec.bench.report import BenchReport
 from edgespec.costs.curve import CostCurve
 
 __all__ = ["Bar", "bar_chart", "charts"]
@@ -56,7 +56,7 @@ def _drawn(bar: Bar, longest: float, room: int) -> str:
     return drawn
 
 
-def charts(report: Report, width: int) -> list[str]:
+def charts(report: BenchReport, width: int) -> list[str]:
     """Draw bar charts of speed-up, acceptance rate, time per phase and verify pass costs."""
     lines: list[str] = []
     for temperature in dict.fromkeys(each.temperature for each in report.figures):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from edgespec.bench.figures import PHASES, MethodFigures
 from edgespec.bench.plan import PLAIN, MethodConfig
-from edgespec.bench.report import Report
+from edgespec.bench.report import BenchReport
 from edgespec.errors import BackendMissingError
 from edgespec.installation import setup_command
 
@@ -31,7 +31,7 @@ def check_plots() -> None:
         )
 
 
-def save_plots(report: Report, folder: Path) -> list[Path]:
+def save_plots(report: BenchReport, folder: Path) -> list[Path]:
     """Plot speed by method, acceptance by depth, time by phase and pass costs.
 
     Returns:
@@ -63,7 +63,7 @@ def _save(path: Path, count: int, draw: Callable[[Sequence[Axes]], None]) -> Pat
 
 
 def _for_each(
-    report: Report, temperatures: Sequence[float], draw: Callable[[Axes, Sequence[MethodFigures]], None]
+    report: BenchReport, temperatures: Sequence[float], draw: Callable[[Axes, Sequence[MethodFigures]], None]
 ) -> Callable[[Sequence[Axes]], None]:
     def draw_all(all_axes: Sequence[Axes]) -> None:
         for axes, temperature in zip(all_axes, temperatures, strict=True):
@@ -121,7 +121,7 @@ def _phases(axes: Axes, found: Sequence[MethodFigures]) -> None:
     _add_legend(axes)
 
 
-def _passes(report: Report, axes: Axes) -> None:
+def _passes(report: BenchReport, axes: Axes) -> None:
     from matplotlib.ticker import FormatStrFormatter
 
     widths = report.curve.widths

@@ -10,11 +10,11 @@ from edgespec.bench.runs import BenchRun, Ending, Measurement
 from edgespec.costs.curve import CostCurve
 from edgespec.runtime import Runtime
 
-__all__ = ["Report", "make_report"]
+__all__ = ["BenchReport", "make_report"]
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class BenchReport:
     """The results of a benchmark run and the settings used to measure them.
 
     Attributes:
@@ -59,14 +59,14 @@ class Report:
         return summary | ({"rows": [row.to_json() for row in self.rows]} if rows else {})
 
 
-def make_report(runtime: Runtime, plan: BenchPlan, bench_run: BenchRun) -> Report:
+def make_report(runtime: Runtime, plan: BenchPlan, bench_run: BenchRun) -> BenchReport:
     """Create the report for a complete or partial benchmark run."""
     rows = bench_run.rows
 
     def equal_tokens(temperature: float) -> bool:
         return plan.acceptance == "invariant" or temperature == 0
 
-    return Report(
+    return BenchReport(
         target=runtime.target.name,
         target_quantisation=runtime.target.quantisation,
         draft=runtime.draft.name if runtime.draft else None,

@@ -164,7 +164,8 @@ def _check_disk(repository: str, files: list[HubFile]) -> None:
         raise DownloadError(
             f"{repository} needs {format_bytes(needed_bytes)},"
             f" but {cache} has only {format_bytes(free_bytes)} free",
-            "free some space, choose a smaller quantisation, or set HF_HOME to a folder on a larger disk",
+            "free some space, choose a smaller quantisation, or set HF_HUB_CACHE to a folder on a larger"
+            " disk",
         )
 
 
@@ -360,12 +361,13 @@ def _translated(repository: str, error: Exception) -> EdgespecError:
             )
         case NotImplementedError():
             return DownloadError(
-                f"the file system of {cache} cannot lock files", "set HF_HOME to a folder on a local disk"
+                f"the file system of {cache} cannot lock files",
+                "set HF_HUB_CACHE to a folder on a local disk",
             )
         case OSError():
             return DownloadError(
                 f"{repository} cannot be stored in {cache}: {error_reason(error)}",
-                f"{write_advice(error, cache, 'HF_HOME')}; then try again to resume the download",
+                f"{write_advice(error, cache, 'HF_HUB_CACHE')}; then try again to resume the download",
             )
     return DownloadError(f"{repository} cannot be downloaded: {error_reason(error)}", "try again later")
 

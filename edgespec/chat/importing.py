@@ -52,6 +52,7 @@ class ExportedChats:
         path: The file.
 
     Attributes:
+        path: The file.
         read_count: The number of chats read so far.
         left_out: The number of items that could not be imported so far, by kind, such as `attached files`.
     """
@@ -59,7 +60,7 @@ class ExportedChats:
     def __init__(self, path: Path) -> None:
         self.read_count = 0
         self.left_out: Counter[str] = Counter()
-        self._path = path
+        self.path = path
 
     def __iter__(self) -> Iterator[SavedChat]:
         for item in self._items():
@@ -72,12 +73,12 @@ class ExportedChats:
                 yield chat
         if not self.read_count:
             raise ChatFileError(
-                f"{self._path.name} contains no chats in a known format",
+                f"{self.path.name} contains no chats in a known format",
                 "choose a file that ChatGPT, Claude, Open WebUI or edgespec exported",
             )
 
     def _items(self) -> Iterator[Any]:
-        path = self._path
+        path = self.path
         try:
             with _opened(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig") as text:
                 yield from json_items(text, _MAX_CHAT_CHARACTERS)

@@ -33,7 +33,7 @@ from edgespec.errors import OptionError
 from edgespec.option_kinds import Integer, ListOf, Text
 
 if TYPE_CHECKING:
-    from edgespec.bench import BenchPlan, Report
+    from edgespec.bench import BenchPlan, BenchReport
     from edgespec.losslessness import Prompt
 
 __all__ = ["command"]
@@ -172,7 +172,7 @@ def _check_outputs(save: Path | None, plots: Path | None) -> None:
             raise OptionError(f"--plots {plots} is a file", "specify a folder")
 
 
-def _bench(stop: Stop, texts: Sequence[Prompt], options: dict[str, Any]) -> Report:
+def _bench(stop: Stop, texts: Sequence[Prompt], options: dict[str, Any]) -> BenchReport:
     from edgespec.bench import BenchPlan, make_report, method_configs, run
 
     settings = pick(options, ("temperatures", "repeats", "max_tokens", "seed", "acceptance"))

@@ -11,7 +11,7 @@ from edgespec.cli.screen import print_table, printable, terminal_width
 from edgespec.files import format_bytes
 
 if TYPE_CHECKING:
-    from edgespec.bench import Report
+    from edgespec.bench import BenchReport
     from edgespec.bench.figures import MethodFigures, OracleComparison
 
 __all__ = ["print_report"]
@@ -38,7 +38,7 @@ AUTO/...      speed-up of auto, the default method, as a share of BEST SINGLE or
 _ENDINGS = {"cancelled": "interrupted", "time": "time limit reached", "failed": "an error occurred"}
 
 
-def print_report(report: Report, machine: Mapping[str, object], *, plot: bool) -> None:
+def print_report(report: BenchReport, machine: Mapping[str, object], *, plot: bool) -> None:
     """Print a benchmark report. If `plot` is true, include bar charts."""
     from edgespec.bench.charts import charts
 
@@ -130,7 +130,7 @@ def _print_columns(columns: Mapping[str, Callable[[_Item], str]], items: Sequenc
     print_table(tuple(columns), [[cell(item) for cell in columns.values()] for item in items])
 
 
-def _print_notes(report: Report) -> None:
+def _print_notes(report: BenchReport) -> None:
     click.echo("")
     click.echo(f"Peak memory across all methods: {format_bytes(report.peak_memory_bytes)}.")
     if report.no_energy:
@@ -147,7 +147,7 @@ def _print_notes(report: Report) -> None:
         )
 
 
-def _verdict(report: Report) -> str:
+def _verdict(report: BenchReport) -> str:
     """Return the report's conclusion in one sentence."""
     of_all = [
         each

@@ -146,7 +146,7 @@ def _folders(machine: MachineInfo) -> list[Check]:
     folders = machine.folders
     logs = "" if sys.platform == "darwin" else "XDG_STATE_HOME"
     return [
-        _folder("models", folders.models, "HF_HOME"),
+        _folder("models", folders.models, "HF_HUB_CACHE"),
         _folder("chats", folders.chats, "EDGESPEC_DATA_DIR"),
         _folder("cache", folders.cache, "EDGESPEC_CACHE_DIR"),
         _folder("logs", folders.logs, logs),

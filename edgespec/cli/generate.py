@@ -101,7 +101,7 @@ def _with_files(prompt: str, paths: tuple[str, ...]) -> str:
         read = read_files(path)
         files += read.files
         if read.skipped or len(read.files) > 1:
-            left_out = f", {read.skipped} without text left out" if read.skipped else ""
+            left_out = f", {read.skipped} skipped (no text)" if read.skipped else ""
             note(f"{path}: {len(read.files)} files{left_out}")
     return with_files(prompt, files)
 

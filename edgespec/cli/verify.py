@@ -29,7 +29,7 @@ from edgespec.option_kinds import Number
 from edgespec.reply_options import CONSTRAINT_NAMES
 
 if TYPE_CHECKING:
-    from edgespec.losslessness import Prompt, Report
+    from edgespec.losslessness import Prompt, VerifyReport
 
 __all__ = ["SMALLEST_P_VALUE", "command"]
 
@@ -137,7 +137,7 @@ def _verify(
     methods: tuple[str, ...] | None,
     acceptance: str,
     options: dict[str, Any],
-) -> Report:
+) -> VerifyReport:
     from edgespec.assembly.loading import always_draft
     from edgespec.losslessness import all_cases, check_at_once, count_replies, verify
 

@@ -2,14 +2,14 @@
 
 from edgespec.losslessness.cases import all_cases, check_at_once, count_replies
 from edgespec.losslessness.prompts import Prompt, prompt_tokens, read_prompts
-from edgespec.losslessness.report import Divergence, MethodResult, Report
+from edgespec.losslessness.report import Divergence, MethodResult, VerifyReport
 from edgespec.losslessness.verify import verify
 
 __all__ = [
     "Divergence",
     "MethodResult",
     "Prompt",
-    "Report",
+    "VerifyReport",
     "all_cases",
     "check_at_once",
     "count_replies",

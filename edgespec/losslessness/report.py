@@ -8,7 +8,7 @@ from typing import Literal
 from edgespec.losslessness.statistics import holm
 from edgespec.reply import Reply
 
-__all__ = ["Divergence", "MethodFindings", "MethodResult", "Report", "Verdict"]
+__all__ = ["Divergence", "MethodFindings", "MethodResult", "Verdict", "VerifyReport"]
 
 Verdict = Literal["near_tie", "violation"]
 
@@ -116,7 +116,7 @@ class MethodFindings:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class VerifyReport:
     """The result of `verify`: one entry per method, and the names of the target and the draft model.
 
     Attributes:

@@ -22,7 +22,7 @@ from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, OptionError, shorten
 from edgespec.losslessness.cases import DEFAULT_SAMPLES, Case, all_cases, check_at_once, count_case_replies
 from edgespec.losslessness.prompts import Prompt, prompt_tokens
-from edgespec.losslessness.report import Divergence, MethodFindings, Report, Verdict
+from edgespec.losslessness.report import Divergence, MethodFindings, Verdict, VerifyReport
 from edgespec.losslessness.rescore import Rescored, is_near_tie, rescore, score_gap
 from edgespec.losslessness.sharing import measure_sharing
 from edgespec.losslessness.statistics import Sample, p_value
@@ -57,7 +57,7 @@ def verify(
     at_once: bool = False,
     progress: _Progress | None = None,
     **options: Any,
-) -> Report:
+) -> VerifyReport:
     """Compare every method with plain decoding, for every prompt, temperature and draft length.
 
     In invariant mode, and in any mode at temperature 0, the tokens must be equal. If they differ, the logits
@@ -136,7 +136,7 @@ def verify(
     results = {method: each.finished_result() for method, each in findings.items()}
     heads = tuple(head.name for head in runtime.heads)
     at_a_time = runtime.parallel if at_once else 1
-    return Report(runtime.target.name, draft, acceptance, results, at_a_time, heads)
+    return VerifyReport(runtime.target.name, draft, acceptance, results, at_a_time, heads)
 
 
 @dataclass

@@ -54,9 +54,10 @@ class Archive:
         added = len(turn.sent) + sum(len(file.text) for file in files)
         if size_bytes + added > MAX_CHAT_BYTES:
             raise OptionError(
-                f"This chat has {format_bytes(size_bytes)}, and with your message it would exceed"
-                f" {format_bytes(MAX_CHAT_BYTES)}, the most that a chat can have",
-                "Start a new chat with /new, or with a part of this one: select a message and press f",
+                f"This chat takes up {format_bytes(size_bytes)}. With your message it would exceed"
+                f" {format_bytes(MAX_CHAT_BYTES)}, the maximum for a chat",
+                "Type /new to start an empty chat. To start one from a part of this chat, select a message"
+                " and press f",
             )
 
     async def save(self, chat: OpenChat, target: str) -> None:

@@ -143,12 +143,15 @@ class BrowserChat(Server):
         """Handle the request if its Host, Origin and key are valid. Reject it otherwise."""
         host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
         if host not in self._hosts:
-            raise web.HTTPForbidden(text=f"The host name {host[:100]!r} is not the address of this chat.\n")
+            raise web.HTTPForbidden(
+                text=f"This chat cannot be opened as {host[:100]!r}."
+                " Open the address that the terminal shows.\n"
+            )
         if origin is not None and origin != f"http://{host}":
             raise web.HTTPForbidden(text=f"The web page {origin[:100]!r} may not use this chat.\n")
         is_static = request.path.startswith("/static/")
         if not is_static and not self._is_key(request.match_info.get("key") or request.query.get("key", "")):
-            raise web.HTTPUnauthorized(text="The key is wrong. Open the address from the terminal.\n")
+            raise web.HTTPUnauthorized(text="The key is wrong. Open the address that the terminal shows.\n")
         response = await handler(request)
         if not response.prepared:
             response.headers.update(_HEADERS)

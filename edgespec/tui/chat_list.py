@@ -109,5 +109,7 @@ async def restore_in_list(screen: ChatScreen) -> None:
         await screen.show_error(error)
         return
     await screen.refresh_sidebar()
+    if stored is not None:
+        screen.sidebar.highlight(stored.id)
     screen.app.clear_notifications()
     screen.say("There is no deleted chat to restore." if stored is None else f"Restored “{stored.title}”.")

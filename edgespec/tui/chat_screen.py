@@ -41,7 +41,7 @@ class ChatScreen(TurnScreen):
     BINDINGS: ClassVar[list[BindingType]] = [
         _key("escape", "back", "stop the reply or cancel editing", MOST_USED),
         _key("ctrl+r", "regenerate", "regenerate the last reply", MOST_USED),
-        _key("f3", "details", "speed and memory of a reply", MOST_USED),
+        _key("f3", "details", "speed and memory use of a reply", MOST_USED),
         _key("ctrl+q", "app.quit", "quit; the chat is saved", MOST_USED),
         _key("ctrl+n", "new_chat", "new chat", MOST_USED),
         _key("f2,ctrl+b", "chats", "list of saved chats", MOST_USED),
@@ -145,9 +145,8 @@ class ChatScreen(TurnScreen):
         elif self.sidebar.has_focus and self.sidebar.clear_query():
             return
         elif self._panels and (self._width_class == "-narrow" or not self.prompt.has_focus):
-            if self._width_class == "-narrow":
-                await self.show_panels(set())
-            elif "sidebar" in self._panels:
+            await self.uncover()
+            if "sidebar" in self._panels:
                 await self.toggle_panel("sidebar")
         self.clear_selection()
         self.prompt.focus()

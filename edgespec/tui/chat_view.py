@@ -29,6 +29,7 @@ from edgespec.tui.open_chat import OpenChat, version_label
 from edgespec.tui.preferences import Preferences
 from edgespec.tui.speed_history import SpeedHistory
 from edgespec.tui.texts import drafter_names, error_text, notices, speed_up_short, welcome_rows
+from edgespec.tui.tool_access import ToolAccess
 from edgespec.tui.widgets.details import Details, details_content
 from edgespec.tui.widgets.files import FileChips, PathList
 from edgespec.tui.widgets.message_widget import MessageWidget
@@ -62,6 +63,8 @@ class ChatView(Screen[None]):
     BLANK = True
     # By default, Textual redraws the whole screen whenever another widget gets the focus.
     focused: Reactive[Widget | None] = Reactive(None, repaint=False)
+    # Set by `TurnScreen`.
+    tool_use: ToolAccess
 
     class PreferencesChanged(Event):
         """Posted when the user changes the theme or the visible columns."""
@@ -205,6 +208,7 @@ class ChatView(Screen[None]):
             context_tokens=self.runtime.context_tokens,
             memory_bytes=self._memory_bytes,
             dropped_messages=self._state.dropped_messages,
+            tools=len(self.tool_use.tools),
             downloads=self.downloads.status,
         )
         drafters = drafter_names(self.runtime)
@@ -249,6 +253,8 @@ class ChatView(Screen[None]):
             hint = "u undoes · Esc back"
         elif self.sidebar.has_focus:
             hint = chat_list_hint(narrow=narrow)
+        elif self.paths.display:
+            hint = "Enter chooses · Esc closes the list"
         elif editing:
             enter = "Enter resends" if role == "user" else "Enter saves"
             hint = "Esc cancels" if narrow else f"{enter} · Esc cancels"
@@ -282,6 +288,7 @@ class ChatView(Screen[None]):
         self.prompt.follow_references()
 
     @on(Collapsible.Toggled)
+    @on(PathList.Toggled)
     @on(PromptInput.ModeChanged)
     def _hints_changed(self) -> None:
         self._refresh_hints()
@@ -317,6 +324,11 @@ class ChatView(Screen[None]):
         self._details.display = "details" in panels
         self.query_one("#middle").set_class(self._width_class == "-narrow" and bool(panels), "-covered")
         self.call_after_refresh(self.refresh_facts)
+
+    async def uncover(self) -> None:
+        """In a narrow terminal, close the panel that covers the conversation."""
+        if self._width_class == "-narrow" and self._panels:
+            await self.show_panels(set())
 
     async def toggle_panel(self, name: str) -> bool:
         """Show or hide a panel, `sidebar` or `details`. Return True if it is now visible."""

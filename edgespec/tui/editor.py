@@ -38,7 +38,7 @@ def write_prompt(screen: ChatScreen) -> None:
         return
     if len(text) > MAX_INPUT_CHARACTERS:
         screen.say(
-            f"The text was not changed: it has {len(text):,} characters, but the input takes at most"
+            f"The edited text was not used: it has {len(text):,} characters, but the input takes at most"
             f" {MAX_INPUT_CHARACTERS:,}."
         )
     elif text != prompt.text:

@@ -88,7 +88,7 @@ async def _download(screen: ChatScreen, download: Download) -> None:
     """Start a download, and show its result when it ends."""
     name, model = download.reference, download.model
     if screen.downloads.is_running(name):
-        await screen.transcript.note(f"{name} is being downloaded already. Press F9 to see the progress.")
+        await screen.transcript.note(f"{name} is already being downloaded. Press F9 to see the progress.")
         return
     screen.downloads.start(download)
     size = f" ({format_bytes(model.download_bytes)})" if model and model.download_bytes else ""

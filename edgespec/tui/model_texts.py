@@ -91,7 +91,7 @@ def details_text(
         is_downloading: Whether the model is being downloaded.
     """
     memory = "Its size is unknown."
-    budget = f" {format_bytes(budget_bytes)} may be used." if budget_bytes is not None else ""
+    budget = f" edgespec may use {format_bytes(budget_bytes)}." if budget_bytes is not None else ""
     if plan is not None:
         memory = f"It needs {format_bytes(plan.total_bytes)} of memory.{budget}"
     elif model.needed_bytes:

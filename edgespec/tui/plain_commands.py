@@ -60,7 +60,10 @@ def _help(chat: PlainChat, _argument: str) -> None:
     for each in commands.COMMANDS:
         if each.name in _COMMANDS:
             chat.answer(f"/{each.name} {each.arguments}".rstrip() + f": {_HELP.get(each.name, each.help)}")
-    chat.answer("To attach a file, a folder or a pattern, write @ and its path in your message.")
+    chat.answer(
+        "To attach a file or a folder, write @ and its path in your message. @src/*.py attaches all matching"
+        " files."
+    )
     chat.answer(
         'Press Ctrl-C to stop a reply, or twice to quit. To write several lines, enclose them in """.'
     )
@@ -350,9 +353,9 @@ _HELP = {
 # The commands that only the full-screen chat has, and what to do instead.
 _INSTEAD = {
     "edit": "Type /delete, then send the edited message",
-    "editor": "Type /copy, which prints the last reply",
-    "details": "Type /why for the speed of the last reply, or /memory",
-    "colours": "Type /why, which says how many guesses were accepted",
+    "editor": "Type /copy to print the last reply",
+    "details": "Type /why for the speed of the last reply, or /memory for the memory use",
+    "colours": "Type /why to see how many guesses were accepted",
     "vi": "Your terminal handles the keys here. For vi keys, start the chat with rlwrap",
     "theme": "The plain chat uses the colours of your terminal",
 }

@@ -44,5 +44,5 @@ def with_files(text: str, reader: AttachmentReader, note: Callable[[str], None])
 
 def _attached_text(attachment: Attachment) -> str:
     files = "" if len(attachment.files) == 1 else f", {count(len(attachment.files), 'file')}"
-    skipped = f", {attachment.skipped} without text left out" if attachment.skipped else ""
+    skipped = f", {attachment.skipped} skipped (no text)" if attachment.skipped else ""
     return f"Attached {attachment.path} ({count(attachment.token_count, 'token')}{files}{skipped})."

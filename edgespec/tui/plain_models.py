@@ -33,7 +33,7 @@ def list_models(chat: PlainChat) -> None:
         if model.is_installed:
             chat.answer(_line(model, is_used=str(model.path) == chat.runtime.target.path))
     number = count(sum(not model.is_installed and model.fits for model in models), "model")
-    chat.answer(f"{number} to download fit in memory. `edgespec models list` shows them.")
+    chat.answer(f"{number} that you can download fit in memory. `edgespec models list` shows them.")
     chat.note("To switch to a model or to download it, type /model and its name.")
 
 

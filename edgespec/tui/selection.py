@@ -46,6 +46,7 @@ async def select(screen: ChatScreen, step: int) -> None:
     Moving down from the last message returns focus to the input.
     """
     selected = screen.selected
+    await screen.uncover()
     message = await screen.transcript.neighbour(selected, step)
     if message is None and selected is None:
         # An empty chat has no messages to select, so Shift+Tab moves focus as in other programs.
@@ -200,15 +201,15 @@ async def _show(screen: ChatScreen, tree: MessageTree[ChatEntry], index: int) ->
 ACTIONS = (
     MessageAction("e", "e edit", "edit it; Enter saves a new version", edit),
     MessageAction("r", "r re-run", "generate another reply", rerun),
-    MessageAction("g", "g go on", "continue the reply from its end", go_on),
+    MessageAction("g", "g go on", "continue the reply from where it stopped", go_on),
     MessageAction("c", "c copy", "copy it", copy),
     MessageAction("d", "d delete", "delete it and the messages after it", delete),
     MessageAction("f", "f fork", "start a new chat with the messages up to this one", fork),
     MessageAction("b", "b copy code", "copy its last code block; press again for the one before", copy_code),
     MessageAction("o", "o open in editor", "read it in your text editor", open_in_editor),
     MessageAction("u", "", "restore the messages that were deleted last", undo),
-    MessageAction("left", "", "show the version before", _older_version),
-    MessageAction("right", "", "show the version after", _newer_version),
+    MessageAction("left", "", "show the previous version", _older_version),
+    MessageAction("right", "", "show the next version", _newer_version),
 )
 _BY_KEY = {action.key: action for action in ACTIONS}
 

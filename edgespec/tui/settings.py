@@ -48,9 +48,9 @@ SETTINGS = {
     "seed": Description("Seed", "the same seed gives the same reply"),
     "stop": Description("Stop strings", "strings that end the reply: a,b"),
     "thinking": Description("Reasoning", "whether to reason: auto, on or off"),
-    "method": Description("Speed-up method", "auto, none, or e.g. model+suffix"),
+    "method": Description("Speed-up method", "auto, none, or several: model+suffix"),
     "draft_length": Description("Draft length", "tokens to guess at a time, 1 to 64"),
-    "acceptance": Description("Acceptance", "invariant or rejection; see --help"),
+    "acceptance": Description("Acceptance", "checking: invariant or rejection"),
 }
 # The JSON schema of replies, as JSON text. /schema sets it from a file. It is not in the settings form.
 SCHEMA = "schema"

@@ -44,7 +44,7 @@ _SOURCES = {
     "lowbit": "a low-precision copy of the model",
     "medusa": "Medusa heads",
     "model": "draft model",
-    "mtp": "the model's own layers for several tokens at once",
+    "mtp": "the model's built-in layers that predict several tokens",
     "ngram": "repeated text",
     "suffix": "repeated text",
     "swift": "some layers of the model",
@@ -52,7 +52,7 @@ _SOURCES = {
 # If the standard error of a speed-up exceeds this value, the status line shows the speed-up as approximate.
 _ROUGH_GAIN = 0.1
 _AFTER_LOSS = (
-    "/continue or your next message loads the model again. To go on with a model on this machine instead,"
+    "To load the model again, type /continue or send a message. To use a model on this machine instead,"
     " type /model."
 )
 # Matches the words for drafts, but not `draft model`.
@@ -151,7 +151,7 @@ def welcome_rows(runtime: Runtime) -> list[tuple[str, str]]:
         if method.requested == "auto":
             explanation += " When that happens, edgespec stops guessing; press F3 for details."
         else:
-            explanation += f" edgespec guesses all the same, because you chose the method {method.requested}."
+            explanation += f" edgespec still guesses, because you chose the method {method.requested}."
     return [*rows, ("", ""), ("", explanation)]
 
 
@@ -243,7 +243,7 @@ def worst_case(
     if stats.worst_case_loss is None or method.gain is None or limits is None:
         return None
     rate, steps = limits
-    why = f"{percent(rate)} plus the time of {steps:g} tokens, a larger share of a short reply"
+    why = f"{percent(rate)} plus the time of {steps:g} tokens, which matters more in short replies"
     return percent(stats.worst_case_loss), why
 
 

@@ -115,7 +115,8 @@ def find_theme(name: str) -> Theme:
         meant = f"did you mean {' or '.join(near)}? " if near else ""
         raise OptionError(
             f"there is no theme {name[:60]!r}",
-            f"{meant}Themes: {', '.join(theme_names())}. Your own are TOML files in {_themes_folder()}",
+            f"{meant}Themes: {', '.join(theme_names())}. To add your own, put TOML files into"
+            f" {_themes_folder()}",
         )
     return _theme(name, path, text)
 

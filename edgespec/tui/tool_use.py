@@ -60,7 +60,7 @@ class ToolUse(ToolAccess):
             if word == "on":
                 self._screen.run_worker(self.start_servers())
             else:
-                self._screen.app.push_screen(ToolsScreen(self))
+                self._screen.app.push_screen(ToolsScreen(self), lambda _: self._screen.refresh_facts())
 
     async def _has_servers(self) -> bool:
         """Read the user's servers. If there are none, explain how to add one."""
@@ -83,12 +83,14 @@ class ToolUse(ToolAccess):
         await asyncio.gather(*(asyncio.wrap_future(toolbox.start(name)) for name in toolbox.servers))
         for problem in self.start_problems():
             await note(problem)
+        self._screen.refresh_facts()
         if text := self.started_text("Type /tools to see them or turn them off."):
             await note(text)
 
     async def _stop_servers(self) -> None:
         self.stop()
         toolbox, self.toolbox = self.toolbox, Toolbox(())
+        self._screen.refresh_facts()
         await asyncio.to_thread(toolbox.close)
 
     def stop(self) -> None:

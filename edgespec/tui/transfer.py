@@ -55,14 +55,15 @@ def file_to_import(argument: str) -> Path:
     if not argument:
         raise OptionError(
             "/import needs the path of a file",
-            "type /import and a JSON or ZIP file that ChatGPT, Claude, Open WebUI or edgespec exported",
+            "type /import and the path of a JSON or ZIP file exported from ChatGPT, Claude, Open WebUI or"
+            " edgespec",
         )
     return Path(os.path.expanduser(argument))
 
 
 def imported_text(chats: ExportedChats, hint: str) -> str:
     """Return a note that says how many chats were imported, and what was left out."""
-    text = f"Imported {count(chats.read_count, 'chat')}. {hint}"
+    text = f"Imported {count(chats.read_count, 'chat')} from {chats.path.name}. {hint}"
     if left_out := +chats.left_out:
         text += (
             " Not imported: " + "; ".join(f"{what} ({number:,})" for what, number in left_out.items()) + "."

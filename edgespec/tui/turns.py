@@ -34,6 +34,7 @@ _MAX_PAUSE_SECONDS = 0.2
 class TurnScreen(ChatView):
     """The chat screen without key bindings and commands. It generates, shows and saves replies."""
 
+    tool_use: ToolUse
     _job: Future[ChatState] | None = None
     _reply: ReplyMessage | None = None
     _after_reply: Callable[[], Awaitable[None]] | None = None
@@ -70,7 +71,7 @@ class TurnScreen(ChatView):
             if "method" in self.current_chat.settings:
                 runtime.method_for(str(self.current_chat.settings["method"]))
         except OptionError as error:
-            problem = sentences("The setting method was removed", error.what)
+            problem = sentences("The setting `method` was removed", error.what)
             del self.current_chat.settings["method"]
         await self._show_current_chat()
         if problem:
@@ -292,7 +293,7 @@ class TurnScreen(ChatView):
             self.say("The reply was already complete.")
         elif was_cpu_busy(ended.stats) and not self._is_cpu_busy:
             await self.transcript.note(
-                "This reply was slower than usual, because other programs use the processor."
+                "This reply was slower than usual, because other programs were using the processor."
             )
         elif ended.finish_reason == "cancelled" and not self._leaving and self._after_reply is None:
             self.say("Stopped. Type /continue to finish the reply.")

@@ -40,8 +40,8 @@ def why_text(
     """Return the three sentences of `/why` about the last reply in a chat with these settings."""
     if stats is None:
         return (
-            "No reply was generated since this chat was opened or its model was changed. Send a message, then"
-            " type /why."
+            "No reply has been generated since this chat was opened or its model was changed. Send a message,"
+            " then type /why."
         )
     temperature = settings.get("temperature", REPLY_OPTIONS["temperature"].default)
     return "\n".join(
@@ -114,7 +114,7 @@ def _reason(method: MethodReport, stats: Stats) -> str:
     if stats.acceptance_rate < _LOW_ACCEPTANCE:
         return f"Only {accepted}, and rejected guesses cost time."
     if _is_same_speed(method) or (method.gain or (stats.speedup_estimate or 1.0) - 1) < 0:
-        return f"Guessing and checking took as long as they saved, or longer: {accepted}."
+        return f"Guessing and checking took at least as much time as they saved: {accepted}."
     return f"Guessing and checking take time too, which limits the speed-up: {accepted}."
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from edgespec.auto.combined_drafter import CombinedDrafter
 from edgespec.auto.controller import AutoController
 from edgespec.auto.live_costs import LiveCosts
-from edgespec.auto.loss_limit import LossLimit, LossLimits
+from edgespec.auto.loss_limit import LossLimits, LossTracker
 from edgespec.costs.curve import CostCurve
 from edgespec.costs.pass_limits import PassLimits
 from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
@@ -36,7 +36,7 @@ def make_controller(
         others: Further draft models and heads.
         count_replies: See `AutoController`.
     """
-    costs, loss_limit = LiveCosts(initial_curve or world.machine.curve), LossLimit(limits)
+    costs, loss_tracker = LiveCosts(initial_curve or world.machine.curve), LossTracker(limits)
 
     def growth(pass_cost: float) -> AdaptiveTreeGrowth:
         return AdaptiveTreeGrowth(
@@ -51,8 +51,8 @@ def make_controller(
     combined = CombinedDrafter(
         drafters,
         v=costs.v,
-        allowance_seconds=lambda: loss_limit.allowance_seconds(costs.target_step_seconds),
-        exploration_seconds=lambda: loss_limit.exploration_seconds(costs.target_step_seconds),
+        allowance_seconds=lambda: loss_tracker.allowance_seconds(costs.target_step_seconds),
+        exploration_seconds=lambda: loss_tracker.exploration_seconds(costs.target_step_seconds),
         clock=world.clock,
     )
-    return AutoController(combined, loss_limit, costs, clock=world.clock, count_replies=count_replies)
+    return AutoController(combined, loss_tracker, costs, clock=world.clock, count_replies=count_replies)

@@ -11,7 +11,7 @@ from edgespec.auto.combined_drafter import CombinedDrafter
 from edgespec.auto.controller import AutoController
 from edgespec.auto.explanation import ControllerReport
 from edgespec.auto.live_costs import LiveCosts
-from edgespec.auto.loss_limit import LossLimit
+from edgespec.auto.loss_limit import LossTracker
 from edgespec.costs.curve import CostCurve
 from edgespec.engine.acceptance import Invariant
 from edgespec.engine.logits import HostLogits
@@ -30,7 +30,7 @@ class Reply:
         saying.is_lookup = True
         costs = LiveCosts(CostCurve((1, 2, 3), (plain_seconds, 1.1 * plain_seconds, 1.2 * plain_seconds)))
         both = CombinedDrafter([saying], v=costs.v, clock=self.clock)
-        self._drafter = AutoController(both, LossLimit(), costs, clock=self.clock)
+        self._drafter = AutoController(both, LossTracker(), costs, clock=self.clock)
         self._drafter.begin([0])
 
     def clock(self) -> float:

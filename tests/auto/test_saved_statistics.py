@@ -15,7 +15,7 @@ from edgespec.auto.combined_drafter import CombinedDrafter
 from edgespec.auto.controller import AutoController
 from edgespec.auto.drafter_stats import DrafterStats
 from edgespec.auto.live_costs import LiveCosts
-from edgespec.auto.loss_limit import LossLimit
+from edgespec.auto.loss_limit import LossTracker
 from edgespec.auto.retry_schedule import RetrySchedule
 from edgespec.costs.curve import CostCurve
 from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
@@ -44,11 +44,11 @@ class Memory(SavedArrays):
 
 def make_controller(world: World, notes: Memory) -> AutoController:
     """Return a controller of the draft model."""
-    costs, loss_limit = LiveCosts(world.machine.curve), LossLimit()
+    costs, loss_tracker = LiveCosts(world.machine.curve), LossTracker()
     growth = AdaptiveTreeGrowth(v=costs.v, siblings=1, clock=world.clock)
     drafter = world.model(growth)
     combined = CombinedDrafter([drafter], v=costs.v, clock=world.clock)
-    return AutoController(combined, loss_limit, costs, store=notes, clock=world.clock)
+    return AutoController(combined, loss_tracker, costs, store=notes, clock=world.clock)
 
 
 @pytest.mark.parametrize("rate", [0.05, 0.9])

@@ -30,6 +30,7 @@ from edgespec.errors import (
     ModelNotFoundError,
     OptionError,
 )
+from tests.backends.damaged_heads import check_same_replies
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
 from tests.backends.published_heads import VOCAB, write_published
 from tests.backends.tiny_heads import write_eagle
@@ -299,13 +300,7 @@ def test_a_head_whose_logits_are_not_finite_is_refused(
 @pytest.mark.parametrize("temperature", first([0.8, 0.0]))
 def test_a_head_with_huge_weights_changes_no_reply(files: Files, tmp_path: Path, temperature: float) -> None:
     head = damaged(write_eagle(tmp_path / "head.gguf", layers=(0, 1, 2)), 1e30)
-    asked: dict[str, Any] = {"max_tokens": 24, "temperature": temperature, "seed": 3}
-    with (
-        always_draft(),
-        edgespec.load(str(files.target), "none", method="none", context=256) as plain,
-        edgespec.load(str(files.target), "none", method="eagle", head=head, context=256) as drafting,
-    ):
-        assert drafting.generate("the file", **asked).tokens == plain.generate("the file", **asked).tokens
+    check_same_replies(files.target, "eagle", head, [temperature])
 
 
 def test_errors_about_a_converted_head_name_its_folder(

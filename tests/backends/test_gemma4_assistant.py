@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, cast
 
 import gguf
@@ -28,10 +27,10 @@ from edgespec.engine.tree import TokenTree
 from edgespec.errors import (
     CapabilityError,
     ContextFullError,
-    EdgespecError,
     MemoryBudgetError,
     ModelFileError,
 )
+from tests.backends.damaged_heads import BYTE_CHANGES, check_changed_bytes, check_same_replies
 from tests.backends.gemma4_reference import GemmaReference
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
 from tests.backends.tiny_gemma4_models import WINDOW, Gemma4Shape, write_gemma4, write_gemma4_assistant
@@ -298,35 +297,15 @@ def test_a_head_whose_logits_are_not_finite_is_refused(
 
 @pytest.mark.parametrize("temperature", first([0.8, 0.0]))
 def test_a_useless_head_changes_no_reply(plain: Files, tmp_path: Path, temperature: float) -> None:
-    asked: dict[str, Any] = {"max_tokens": 24, "temperature": temperature, "seed": 3}
-    options: dict[str, Any] = {"methods": ["none", "mtp"], "context": 256}
-    options["head"] = damaged(tmp_path / "head.gguf", 1e30)
-    with always_draft(), edgespec.load(str(plain.target), "none", **options) as runtime:
-        reply = runtime.generate("the file", method="mtp", **asked)
-        assert reply.stats.drafted_tokens
-        assert reply.tokens == runtime.generate("the file", method="none", **asked).tokens
+    check_same_replies(plain.target, "mtp", damaged(tmp_path / "head.gguf", 1e30), [temperature])
 
 
 @settings(max_examples=4, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 255)), min_size=1, max_size=4))
+@given(BYTE_CHANGES)
 def test_random_bytes_in_a_file_give_an_error_or_the_same_reply(
     plain: Files, changes: list[tuple[int, int]]
 ) -> None:
-    """Damaged files may crash llama.cpp, but only in the process that tries them first."""
-    data = bytearray(plain.head.read_bytes())
-    for position, value in changes:
-        data[position % _HEADER_BYTES] = value
-    asked: dict[str, Any] = {"max_tokens": 12, "temperature": 0.0}
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "head.gguf"
-        path.write_bytes(data)
-        options: dict[str, Any] = {"methods": ["none", "mtp"], "head": path, "context": 256}
-        try:
-            with always_draft(), edgespec.load(str(plain.target), "none", **options) as runtime:
-                reply = runtime.generate("the file", method="mtp", **asked)
-                assert reply.tokens == runtime.generate("the file", method="none", **asked).tokens
-        except EdgespecError:
-            pass
+    check_changed_bytes(plain.target, "mtp", plain.head, changes, _HEADER_BYTES)
 
 
 def test_the_plan_counts_the_head(plain: Files) -> None:

@@ -21,7 +21,7 @@ from edgespec.backends.self_draft_methods import Head
 from edgespec.drafters.head_cache import HeadCache
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, ClosedError
-from tests.backends.eagle1_targets import write_eagle1
+from tests.backends.eagle1.targets import write_eagle1
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
 from tests.backends.residual_targets import GgufTarget
 from tests.backends.tiny_heads import write_dflash, write_eagle

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.bench import MethodConfig, Report
+from edgespec.bench import BenchReport, MethodConfig
 from edgespec.bench.charts import Bar, bar_chart, charts
 from edgespec.bench.figures import figures, oracle_comparisons
 from edgespec.bench.plots import check_plots, save_plots
@@ -28,7 +28,7 @@ DRAFTED: dict[str, Any] = {
 
 
 @pytest.fixture
-def made() -> Report:
+def made() -> BenchReport:
     rows = tuple(
         row(
             prompt,
@@ -42,7 +42,7 @@ def made() -> Report:
         for temperature in (0.0, 0.8)
         for config, seconds in zip(WAYS, (1.0, 0.5, 2.0), strict=True)
     )
-    return Report(
+    return BenchReport(
         target="t",
         target_quantisation="F16",
         draft=None,
@@ -90,7 +90,7 @@ def test_a_full_bar_may_be_longer_than_any() -> None:
     assert line == "a " + "#" * 20 + " x"
 
 
-def test_every_picture_is_drawn_in_the_terminal(made: Report) -> None:
+def test_every_picture_is_drawn_in_the_terminal(made: BenchReport) -> None:
     lines = charts(made, 72)
     assert all(len(line) <= 72 for line in lines if "(" not in line)  # but for the legends
     text = "\n".join(lines)
@@ -103,7 +103,7 @@ def test_every_picture_is_drawn_in_the_terminal(made: Report) -> None:
     assert lines[-1].endswith(" 4.00")
 
 
-def test_every_plot_is_a_picture_with_something_in_it(made: Report, tmp_path: Path) -> None:
+def test_every_plot_is_a_picture_with_something_in_it(made: BenchReport, tmp_path: Path) -> None:
     from matplotlib.image import imread
 
     folder = tmp_path / "new" / "folder"
@@ -120,7 +120,7 @@ def test_every_plot_is_a_picture_with_something_in_it(made: Report, tmp_path: Pa
     assert again == files
 
 
-def test_a_report_with_nothing_in_it_is_drawn_too(made: Report, tmp_path: Path) -> None:
+def test_a_report_with_nothing_in_it_is_drawn_too(made: BenchReport, tmp_path: Path) -> None:
     empty = replace(made, figures=(), oracle_comparisons=(), rows=())
     assert len(save_plots(empty, tmp_path)) == 1
     assert charts(empty, 72)[0].startswith("time per pass, relative to a pass over one token")

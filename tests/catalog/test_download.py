@@ -257,7 +257,7 @@ def test_a_file_size_limit_keeps_the_partial_file(hub: StandInHub, cache: Path) 
     resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, before[1]))
     try:
         with pytest.raises(
-            DownloadError, match="the file size limit was reached; raise the limit .* or set HF_HOME"
+            DownloadError, match="the file size limit was reached; raise the limit .* or set HF_HUB_CACHE"
         ):
             fetch(REPOSITORY, None)
     finally:

@@ -117,8 +117,8 @@ def test_what_is_amiss_has_a_next_step() -> None:
             "your disk quota is used up; ",
             "free some space on the disk of {}, for example with `edgespec",
         ),
-        (errno.EROFS, "read-only file system; ", "set HF_HOME to a folder that you can write to"),
-        (errno.EACCES, "permission denied; ", "make {} writable for your user, or set HF_HOME to"),
+        (errno.EROFS, "read-only file system; ", "set HF_HUB_CACHE to a folder that you can write to"),
+        (errno.EACCES, "permission denied; ", "make {} writable for your user, or set HF_HUB_CACHE to"),
     ],
 )
 def test_a_folder_that_cannot_be_written(
@@ -128,7 +128,7 @@ def test_a_folder_that_cannot_be_written(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(tempfile, "TemporaryFile", fail)
-    check = _folder("models", tmp_path / "new", "HF_HOME")
+    check = _folder("models", tmp_path / "new", "HF_HUB_CACHE")
     assert not check.ok
     assert check.finding.startswith(f"{tmp_path / 'new'} cannot be written: {finding}")
     assert check.finding.endswith(" free")
@@ -136,7 +136,7 @@ def test_a_folder_that_cannot_be_written(
 
 
 def test_a_folder_that_can_be_written_is_left_as_it_was(tmp_path: Path) -> None:
-    check = _folder("models", tmp_path / "new" / "folder", "HF_HOME")
+    check = _folder("models", tmp_path / "new" / "folder", "HF_HUB_CACHE")
     assert check.ok
     assert "(not created yet); " in check.finding
     assert not (tmp_path / "new").exists()

@@ -89,7 +89,7 @@ def test_commands_work_line_by_line(start: Start, tmp_path: Path) -> None:
     for text in (
         "temperature is now 0.",
         "temperature: 0",
-        "No reply was generated since this chat was opened or its model was changed.",
+        "No reply has been generated since this chat was opened or its model was changed.",
         "System prompt: Be brief.",
     ):
         assert text in out

@@ -15,15 +15,14 @@ from edgespec.catalog import Progress
 from edgespec.chat.store import ChatStore
 from edgespec.chat.template import ChatTemplate
 from edgespec.errors import ModelFileError
-from edgespec.settings_file import quoted
 from edgespec.tools.server_config import servers_path
 from edgespec.tui import commands, plain_commands
 from edgespec.tui.plain_run import run_plain_chat
-from edgespec.tui.tool_access import ToolAccess
 from edgespec.tui.worker import Load
 from tests.cases import first
 from tests.cli.conftest import ROOT
 from tests.tui.scripted import Script, ScriptedRuntime, facts, loading
+from tests.tui.tool_servers import configure, force_calls
 
 WITH_TOOLS: dict[str, Any] = {"settings": {"temperature": 0.0, "max_tokens": 60}, "tools": True}
 CODE = "Use this:\n\n```sh\nls -S\n```\n\nor\n\n```sh\ndu\n```"
@@ -119,7 +118,7 @@ def test_chats_are_exported_imported_and_found(chat: Chat, tmp_path: Path) -> No
     lines += ["/search OAKS", "/search pines", "/pin", "/load", "/load sizes"]
     out, err = chat.typed(lines, "Pines are tall.")
     assert f"Exported this chat to {tmp_path / 'one.json'}.\n" in out
-    assert "Imported 1 chat. Type /load for the list of chats.\n" in out
+    assert "Imported 1 chat from one.json. Type /load for the list of chats.\n" in out
     assert out.count("sizes (now, 2 messages): Pines are tall.\n") == 2
     assert "sizes (pinned, now, 2 messages)\n" in out
     for text in (
@@ -192,7 +191,7 @@ def test_the_model_is_switched(chat: Chat, tmp_path: Path) -> None:
     assert chat.switched_to == str(path)
     listed = out.partition("On this machine:\n")[2]
     assert listed.startswith("demo: 12.0 MiB, draft model demo-draft\n")
-    assert "to download fit in memory. `edgespec models list` shows them." in listed
+    assert "that you can download fit in memory. `edgespec models list` shows them." in listed
     assert "smollm2" not in listed
     assert len(saved(tmp_path)[0]["messages"]) == 4
 
@@ -210,25 +209,8 @@ def test_a_model_that_cannot_be_loaded_leaves_the_old_one(chat: Chat) -> None:
 
 @pytest.fixture
 def forced(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the tools that the demo model must call, one per reply. Later replies must not call any."""
-    names: list[str] = []
-    offered = vars(ToolAccess)["options"].fget
-
-    def options(self: ToolAccess) -> dict[str, Any]:
-        given = offered(self)
-        if not names:
-            return {**given, "tool_choice": "none", "max_tokens": 4} if given else {}
-        return {**given, "tool_choice": {"type": "function", "function": {"name": names.pop(0)}}}
-
-    monkeypatch.setattr(ToolAccess, "options", property(options))
     chat.load = load_demo
-    return names
-
-
-def configure(config: Path) -> None:
-    """Add a server with the tool `colour`."""
-    args = ", ".join(map(quoted, (str(ROOT / "tests" / "tools" / "good_server.py"), "stdio")))
-    servers_path().write_text(f"[good]\ncommand = {quoted(sys.executable)}\nargs = [{args}]\n")
+    return force_calls(monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -243,13 +225,12 @@ def test_a_tool_is_called_after_a_typed_answer(
     chat: Chat,
     forced: list[str],
     tmp_path: Path,
-    config: Path,
     answers: list[str],
     calls: int,
     questions: int,
     results: list[str],
 ) -> None:
-    configure(config)
+    configure("good", "good_server.py", "stdio")
     forced += ["good_colour"] * calls
     out, err = chat.typed(["/tools", "Is red warm?", *answers], **WITH_TOOLS)
     assert "The model can now call" in out
@@ -272,9 +253,9 @@ def test_a_tool_is_called_after_a_typed_answer(
     first([["stop", "/continue", "yes"], ["stop", "Never mind."], []]),
 )
 def test_a_stopped_call_is_not_made(
-    chat: Chat, forced: list[str], tmp_path: Path, config: Path, answers: list[str]
+    chat: Chat, forced: list[str], tmp_path: Path, answers: list[str]
 ) -> None:
-    configure(config)
+    configure("good", "good_server.py", "stdio")
     forced.append("good_colour")
     _, err = chat.typed(["Is red warm?", *answers], **WITH_TOOLS)
     assert "Tool good_colour failed. The user stopped the reply before this call was made." in err

@@ -215,11 +215,11 @@ class Verified:
 
     def __call__(
         self, runtime: object, prompts: list[losslessness.Prompt], **asked: Any
-    ) -> losslessness.Report:
+    ) -> losslessness.VerifyReport:
         self.asked = asked | {"prompts": prompts}
         divergence = losslessness.Divergence("howto-01", 0.8, 4, 12, 3.0, 0.1, None, None, 5, 6, "violation")
         result = losslessness.MethodResult(**{"drafted_tokens": 9} | self._found, divergences=[divergence])
-        return losslessness.Report(
+        return losslessness.VerifyReport(
             "demo", "demo-draft", asked["acceptance"], {"model": result}, self._parallel
         )
 

@@ -17,7 +17,7 @@ from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.llamacpp.slot_model import load_slots
 from edgespec.backends.llamacpp.thread_count import ThreadCount
 from edgespec.errors import CancelledError, OptionError
-from edgespec.losslessness import Report, read_prompts, verify
+from edgespec.losslessness import VerifyReport, read_prompts, verify
 from edgespec.losslessness.rescore import Rescored
 from edgespec.losslessness.sharing import SharingErrors, measure_sharing
 from edgespec.losslessness.verify import _Verification
@@ -35,7 +35,7 @@ def many() -> Iterator[Runtime]:
         yield runtime
 
 
-def prove(runtime: Runtime, **options: Any) -> Report:
+def prove(runtime: Runtime, **options: Any) -> VerifyReport:
     defaults: dict[str, Any] = {
         "methods": ("none", "model", "suffix"),
         "temperatures": (0.0, 0.8),

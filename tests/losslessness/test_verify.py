@@ -18,7 +18,7 @@ from edgespec.engine.acceptance import AcceptedPath, Invariant
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, OptionError
-from edgespec.losslessness import Prompt, Report, count_replies, read_prompts, verify
+from edgespec.losslessness import Prompt, VerifyReport, count_replies, read_prompts, verify
 from tests.tables import Saying, near, runtime, table, with_drafter
 from tests.tabular import TabularModel
 
@@ -47,7 +47,7 @@ def rounding(error: float) -> Runtime:
     return runtime(target, near(table(1), 2))
 
 
-def prove(pair: Runtime, **options: Any) -> Report:
+def prove(pair: Runtime, **options: Any) -> VerifyReport:
     defaults: dict[str, Any] = {
         "methods": METHODS,
         "temperatures": (0.0, 0.8),
@@ -218,7 +218,7 @@ class TestDraftedTokens:
     def no_other_rests(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(idle, "QUIET_SECONDS", 1e6)
 
-    def prove(self, drafter: Learner, **options: Any) -> Report:
+    def prove(self, drafter: Learner, **options: Any) -> VerifyReport:
         with with_drafter(table(1), drafter) as runtime:
             return prove(runtime, methods=("model", "none"), **options)
 

@@ -14,7 +14,7 @@ from edgespec import Runtime
 from edgespec.auto.combined_drafter import CombinedDrafter
 from edgespec.auto.controller import AutoController
 from edgespec.auto.live_costs import LiveCosts
-from edgespec.auto.loss_limit import LossLimit, LossLimits
+from edgespec.auto.loss_limit import LossLimits, LossTracker
 from edgespec.costs.curve import CostCurve
 from edgespec.costs.target_costs import TargetCosts
 from edgespec.drafters.model import ModelDrafter
@@ -72,7 +72,7 @@ class TestTheLaw:
             costs = LiveCosts(CostCurve((1, 2, 3, 4), seconds))
             own = ModelDrafter(model, 2, branches=branches)
             both = CombinedDrafter([own], v=costs.v, clock=model.clock)
-            auto = AutoController(both, LossLimit(LossLimits(0.0, 1.3)), costs, clock=model.clock)
+            auto = AutoController(both, LossTracker(LossLimits(0.0, 1.3)), costs, clock=model.clock)
             auto.begin(ROOT)
             stats = Stats()
             steps = decode(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from edgespec.losslessness import Report
+from edgespec.losslessness import VerifyReport
 from edgespec.losslessness.report import MethodResult
 from edgespec.method_names import DRAFTER_NAMES, HEADS
 from scripts.proving import shards
@@ -49,9 +49,9 @@ def test_finished_shards_are_not_run_again(tmp_path: Path) -> None:
 
 
 def test_a_violation_ends_the_run_and_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def verify(*_: Any, methods: list[str], **__: Any) -> Report:
+    def verify(*_: Any, methods: list[str], **__: Any) -> VerifyReport:
         wrong = MethodResult(2, replies=2, tokens=24, drafted_tokens=9, identical=1, violations=1)
-        return Report("demo", None, "invariant", dict.fromkeys(methods, wrong))
+        return VerifyReport("demo", None, "invariant", dict.fromkeys(methods, wrong))
 
     monkeypatch.setattr(shards, "verify", verify)
     found = run(tmp_path / "shards.jsonl", 10_000)

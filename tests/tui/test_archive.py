@@ -138,13 +138,13 @@ async def test_a_chat_that_is_too_long_takes_no_further_messages(
         (path,) = d.saved()
         monkeypatch.setattr("edgespec.tui.archive.MAX_CHAT_BYTES", path.stat().st_size + 100)
         await d.say("x" * 101)
-        await d.said("the most that a chat can have. Start a new chat with /new")
+        await d.said("the maximum for a chat. Type /new to start an empty chat")
         assert d.chat.prompt.text == "x" * 101
         assert len(d.chat.current_chat.entries) == 2
         await d.say("second")
         assert len(d.chat.current_chat.entries) == 4
         await d.press("ctrl+r")
-        await d.said("the most that a chat can have.")
+        await d.said("the maximum for a chat.")
         d.chat.prompt.clear()
         await d.say("/new")
         await d.say("third")

@@ -91,6 +91,7 @@ async def test_chats_are_renamed_pinned_and_restored_by_key(
         await until(d.pilot, lambda: titles(d) == ["newest", "olderX"], "the deletion")
         await d.press("ctrl+z")
         await until(d.pilot, lambda: titles(d) == ["newest", "olderX", "oldest"], "the restored chat")
+        assert d.chat.sidebar.chat.id == "oldest"  # type: ignore[union-attr]
         assert d.chat.current_chat.shown_title == "newest"
         await d.press("home", "ctrl+r", "home", *"My ", "enter")
         await until(d.pilot, lambda: d.chat.current_chat.title == "My newest", "the title of the open chat")

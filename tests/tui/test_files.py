@@ -149,8 +149,10 @@ async def test_keys_of_the_list_of_paths(tmp_path: Path, demo: Load) -> None:
     async with driving(demo, tmp_path) as d:
         await d.write("@s")
         await until(d.pilot, lambda: d.chat.paths.display, "the list")
+        await d.sees("Enter chooses · Esc closes the list")
         await d.press("escape")
         assert not d.chat.paths.display
+        await d.sees("Enter sends")
         await d.write("rc/d")
         await until(d.pilot, lambda: d.chat.paths.chosen == "src/deep/", "the folder")
         await d.press("tab")

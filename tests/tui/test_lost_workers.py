@@ -40,7 +40,7 @@ async def test_the_next_message_loads_the_model_again(
         await until(d.pilot, lambda: bool(d.chat.current_chat.turn and d.chat.current_chat.turn.written))
         worker.process.kill()
         await d.settled()
-        await d.said("To go on with a model on this machine instead, type /model.")
+        await d.said("To use a model on this machine instead, type /model.")
         assert d.chat.current_chat.unfinished
         # The worker has not been started again.
         await d.say("Hello")

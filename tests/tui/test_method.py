@@ -22,7 +22,7 @@ SMALL = replace(
     gain_uncertainty=0.02,
 )
 LIMITS = (0.02, 2.0)
-WHY = "2% plus the time of 2 tokens, a larger share of a short reply"
+WHY = "2% plus the time of 2 tokens, which matters more in short replies"
 
 
 async def test_no_acceptance_is_shown_while_the_speed_up_is_off(

@@ -12,7 +12,7 @@ from edgespec.chat.message_tree import MessageTree
 from edgespec.chat.saved_chat import SavedChat
 from edgespec.chat.store import ChatStore
 from tests.tui.driving import Driver, driving, until
-from tests.tui.scripted import ScriptedRuntime, loading
+from tests.tui.scripted import Script, ScriptedRuntime, loading
 
 SIZES = [(80, 24), (60, 20), (40, 12)]
 
@@ -70,6 +70,16 @@ async def test_a_panel_that_covers_a_small_screen_does_not_open_at_the_next_star
         await d.press("f3")
         await d.sees("Speed")
         assert not d.chat.preferences.details
+
+
+async def test_selecting_a_message_closes_a_panel_that_covers_it(tmp_path: Path) -> None:
+    async with driving(loading(ScriptedRuntime([Script("The answer.")])), tmp_path, size=(40, 20)) as d:
+        await d.say("a question")
+        await d.press("f3")
+        await until(d.pilot, lambda: "The answer." not in visible(d), "the panel")
+        await d.press("shift+up")
+        await d.sees("The answer.")
+        await d.sees("e edit")
 
 
 async def test_a_chat_opened_from_a_list_that_covers_the_screen_fills_it(tmp_path: Path) -> None:

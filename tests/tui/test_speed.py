@@ -127,7 +127,7 @@ def test_why_fits_a_slower_reply_and_a_short_one() -> None:
     assert "That made this reply slower (0.60x ± 0.08)." in told[0]
     assert told[1].startswith("Only 3 of 40 guesses were accepted")
     told = why(replace(LIVE, gain=-0.4), made_up_stats(30), has_drafter=True, is_demo=False, is_random=True)
-    assert told[1].startswith("Guessing and checking took as long as they saved, or longer: 29 of 40")
+    assert told[1].startswith("Guessing and checking took at least as much time as they saved: 29 of 40")
     short = replace(made_up_stats(14), verify_seconds=10.0)
     told = why(replace(LIVE, gain=None), short, has_drafter=True, is_demo=False, is_random=True)
     assert "This reply is too short to tell" in told[0]
@@ -225,7 +225,7 @@ async def test_a_tick_after_the_end_closes_no_other_screen(tmp_path: Path) -> No
 async def test_a_race_without_a_message_and_one_that_fails(demo: Load, tmp_path: Path) -> None:
     async with driving(demo, tmp_path, settings={"acceptance": "rejection"}) as d:
         await d.say("/race")
-        await d.said("There is no message to race yet")
+        await d.said("There is no message for a race yet")
         await d.send(f"/race {QUESTION}")
         await d.sees("rejection")
         await d.press("escape")

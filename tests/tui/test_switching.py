@@ -161,7 +161,7 @@ async def test_a_setting_that_the_new_model_lacks_is_removed(tmp_path: Path) -> 
     settings: dict[str, Setting] = {"method": "lowbit", "seed": 1}
     async with driving(loading(old), tmp_path, settings=settings, load_other=lambda _: loading(new)) as d:
         await d.send("/model demo-mlx")
-        await d.said("The setting method was removed.")
+        await d.said("The setting `method` was removed.")
         assert d.chat.current_chat.settings == {"seed": 1}
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,17 +15,14 @@ from edgespec.chat.message_tree import MessageTree
 from edgespec.chat.saved_chat import SavedChat, Setting
 from edgespec.chat.store import ChatStore
 from edgespec.chat.tool_calls.calls import ToolCall
-from edgespec.settings_file import quoted
 from edgespec.tools.server_config import read_servers, servers_path
 from edgespec.tools.tool import Tool
 from edgespec.tui.screens.approval import ApprovalScreen
 from edgespec.tui.screens.tools import ToolsScreen
-from edgespec.tui.tool_access import ToolAccess
 from edgespec.tui.worker import Load
 from tests.tui.driving import Driver, driving, until
 from tests.tui.scripted import ScriptedRuntime, loading
-
-SERVERS = Path(__file__).parent.parent / "tools"
+from tests.tui.tool_servers import configure, force_calls
 
 
 @pytest.fixture(autouse=True)
@@ -38,26 +33,9 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return servers_path()
 
 
-def configure(name: str, script: str, *words: str) -> None:
-    args = ", ".join(map(quoted, (str(SERVERS / script), *words)))
-    with servers_path().open("a") as file:
-        file.write(f"[{name}]\ncommand = {quoted(sys.executable)}\nargs = [{args}]\n")
-
-
 @pytest.fixture
 def forced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the tools that the model must call, one per reply. Later replies must not call any."""
-    names: list[str] = []
-    offered = vars(ToolAccess)["options"].fget
-
-    def options(self: ToolAccess) -> dict[str, Any]:
-        given = offered(self)
-        if not names:
-            return {**given, "tool_choice": "none", "max_tokens": 4} if given else {}
-        return {**given, "tool_choice": {"type": "function", "function": {"name": names.pop(0)}}}
-
-    monkeypatch.setattr(ToolAccess, "options", property(options))
-    return names
+    return force_calls(monkeypatch)
 
 
 async def tools_on(driver: Driver, least: int = 1) -> None:
@@ -329,6 +307,7 @@ async def test_tools_are_off_until_the_user_turns_them_on(tmp_path: Path) -> Non
         before = len(d.chat.tool_use.tools)
         await d.press("down", "enter", "escape")
         assert len(d.chat.tool_use.tools) == before - 1
+        await d.sees(f"{before - 1} tools on")
         assert "good_add" not in [tool.call_name for tool in d.chat.tool_use.tools]
         await d.say("Hello")
         await d.say("/tools off")

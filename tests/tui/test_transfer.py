@@ -31,7 +31,7 @@ async def test_a_chat_is_exported_and_imported_again(tmp_path: Path, monkeypatch
         await d.said("Unknown format of 'chat.pdf'")
         d.chat.prompt.clear()
         await d.say("/import chat.json")
-        await d.said("Imported 1 chat.")
+        await d.said("Imported 1 chat from chat.json.")
         one, other = (ChatStore(path.parent).load(path.stem) for path in d.saved())
         assert one.messages == other.messages
 
@@ -42,7 +42,8 @@ async def test_import_says_what_is_left_out(tmp_path: Path) -> None:
     path.write_text(json.dumps([{"name": "T", "chat_messages": [message]}, {}]))
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         await d.say(f"/import {path}")
-        await d.said("Imported 1 chat. Press F2 for the list of chats. Not imported: attached files (2);")
+        await d.said("Imported 1 chat from claude.json. Press F2 for the list of chats. Not imported:")
+        await d.said("attached files (2);")
         await d.said("chats that are damaged or in an unknown format (1).")
         path.write_text("{")
         await d.say(f"/import {path}")

@@ -22,7 +22,7 @@ from edgespec.backends.llamacpp.head import CachedHead
 from edgespec.backends.llamacpp.head_context import HeadPass
 from edgespec.backends.llamacpp.head_file import HeadFile, HeadParts, HeadWeights
 from edgespec.backends.llamacpp.head_loading import estimate_head, load_head_file, target_layers
-from edgespec.backends.llamacpp.head_target import HeadTarget, LoadedHead
+from edgespec.backends.llamacpp.head_target import HeadTarget, SharedHead
 from edgespec.backends.llamacpp.loading import check_file, threads_for
 from edgespec.backends.llamacpp.markov_head import MarkovHead
 from edgespec.backends.llamacpp.native import library
@@ -146,7 +146,7 @@ class DFlashHead(CachedHead):
         return row + (self._markov.logits(token) - self._markov.logits(assumed))
 
 
-def load_dflash_head(target: HeadTarget, head: Head) -> LoadedHead:
+def load_dflash_head(target: HeadTarget, head: Head) -> SharedHead:
     """Load a DFlash or DSpark head for a target. See `load_head_file`."""
     path = head.path
     assert path is not None

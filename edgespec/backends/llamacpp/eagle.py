@@ -18,7 +18,7 @@ from edgespec.backends.llamacpp.head import PairHead
 from edgespec.backends.llamacpp.head_context import EagleContext, HeadPass
 from edgespec.backends.llamacpp.head_file import HeadFile, HeadWeights
 from edgespec.backends.llamacpp.head_loading import estimate_head, load_head_file, target_layers
-from edgespec.backends.llamacpp.head_target import HeadTarget, LoadedHead
+from edgespec.backends.llamacpp.head_target import HeadTarget, SharedHead
 from edgespec.backends.llamacpp.loading import check_file, threads_for
 from edgespec.backends.llamacpp.metadata import architecture_metadata
 from edgespec.backends.llamacpp.native import library
@@ -34,7 +34,7 @@ __all__ = ["EagleHead", "estimate_eagle_head", "estimate_published_head", "load_
 _COMPUTE_BYTES_PER_LOGIT = 7
 
 
-def load_eagle_head(target: HeadTarget, head: Head) -> LoadedHead:
+def load_eagle_head(target: HeadTarget, head: Head) -> SharedHead:
     """Load an EAGLE-3 head from a GGUF file, or an EAGLE-1 or EAGLE-2 head from a folder.
 
     See `load_head_file` and `load_eagle1_head`.

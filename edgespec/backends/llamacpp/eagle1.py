@@ -178,7 +178,7 @@ def load_eagle1_head(target: HeadTarget, folder: Path) -> LoadedEagle1Head:
 
 
 class LoadedEagle1Head:
-    """The weights of an EAGLE-1 or EAGLE-2 head, which its views share. Implements `LoadedHead`.
+    """The weights of an EAGLE-1 or EAGLE-2 head, which its views share. Implements `SharedHead`.
 
     Args:
         folder: The head's folder.
@@ -202,7 +202,7 @@ class LoadedEagle1Head:
         self._chosen: int | None = None
 
     def view(self, target: HeadTarget, release: Callable[[], None]) -> Eagle1Head:
-        """See `LoadedHead`. The target's cache must be empty when the first view is created."""
+        """See `SharedHead`. The target's cache must be empty when the first view is created."""
         if self._chosen is None:
             self._chosen = self._most_accurate(target)
         return self._reading(target, self._chosen, release)
@@ -233,7 +233,7 @@ class LoadedEagle1Head:
         return Eagle1Head(target, log, release, facts, network, self._embed, self._output)
 
     def close(self) -> None:
-        """See `LoadedHead`. Python frees the weights together with the last view."""
+        """See `SharedHead`. Python frees the weights together with the last view."""
 
 
 def _facts(target: HeadTarget, files: EagleFiles, folder: Path) -> ModelFacts:

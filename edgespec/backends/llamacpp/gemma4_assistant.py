@@ -21,7 +21,7 @@ from edgespec.backends.llamacpp.gemma4_assistant_files import ASSISTANT, check_a
 from edgespec.backends.llamacpp.head_context import HeadPass, PairContext
 from edgespec.backends.llamacpp.head_file import HeadFile, HeadParts, HeadWeights
 from edgespec.backends.llamacpp.head_loading import BATCH_TOKENS, estimate_head, load_head_file
-from edgespec.backends.llamacpp.head_target import HeadTarget, LoadedHead
+from edgespec.backends.llamacpp.head_target import HeadTarget, SharedHead
 from edgespec.backends.llamacpp.loading import check_file, describe, threads_for
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import ProbeResult
@@ -39,7 +39,7 @@ __all__ = ["AssistantHead", "estimate_assistant", "load_assistant"]
 _COMPUTE_BYTES_PER_LOGIT = 4
 
 
-def load_assistant(target: HeadTarget, path: Path) -> LoadedHead:
+def load_assistant(target: HeadTarget, path: Path) -> SharedHead:
     """Load a Gemma 4 assistant for a target.
 
     Raises:

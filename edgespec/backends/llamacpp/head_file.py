@@ -55,7 +55,7 @@ class HeadParts:
         target: The target.
         context: Runs the head. If several replies share its passes, the reply's slot in the context.
         log: The log of the target's hidden states that the head reads.
-        release: Called when the view is closed. See `LoadedHead.view`.
+        release: Called when the view is closed. See `SharedHead.view`.
     """
 
     weights: HeadWeights
@@ -66,7 +66,7 @@ class HeadParts:
 
 
 class HeadFile:
-    """A loaded head, whose context the first view opens. Implements `LoadedHead`.
+    """A loaded head, whose context the first view opens. Implements `SharedHead`.
 
     Args:
         weights: The head's weights.
@@ -89,7 +89,7 @@ class HeadFile:
         self._close_context: Callable[[], None] = lambda: None
 
     def view(self, target: HeadTarget, release: Callable[[], None]) -> SelfDraftView[HeadTarget]:
-        """See `LoadedHead`. Raises ModelFileError if the head's logits are not finite."""
+        """See `SharedHead`. Raises ModelFileError if the head's logits are not finite."""
         log = target.log_hidden_states(self._states)
         try:
             if not self._contexts:
@@ -114,6 +114,6 @@ class HeadFile:
             self._contexts, self._close_context = shared.slots, shared.close
 
     def close(self) -> None:
-        """See `LoadedHead`."""
+        """See `SharedHead`."""
         self._close_context()
         self._weights.free()

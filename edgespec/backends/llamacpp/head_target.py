@@ -21,10 +21,10 @@ from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CapabilityError
 
-__all__ = ["HeadTarget", "LoadedHead", "LoadedHeads"]
+__all__ = ["HeadTarget", "SharedHead", "SharedHeads"]
 
 
-class LoadedHead(Protocol):
+class SharedHead(Protocol):
     """A head's weights and context, which its views share. Each concurrent reply has its own view."""
 
     def view(self, target: HeadTarget, release: Callable[[], None]) -> SelfDraftView[Any]:
@@ -42,7 +42,7 @@ class LoadedHead(Protocol):
         """Free the weights. All views are closed."""
 
 
-class LoadedHeads:
+class SharedHeads:
     """The heads that are loaded for a target. The first view of a head loads it, and the last one frees it.
 
     Used only by the thread that loads and closes models.
@@ -51,10 +51,10 @@ class LoadedHeads:
         load: Loads a head for a target.
     """
 
-    def __init__(self, load: Callable[[HeadTarget, Head], LoadedHead]) -> None:
+    def __init__(self, load: Callable[[HeadTarget, Head], SharedHead]) -> None:
         self._load = load
         # Each loaded head, and an object for each open view of it.
-        self._loaded: dict[Head, tuple[LoadedHead, set[object]]] = {}
+        self._loaded: dict[Head, tuple[SharedHead, set[object]]] = {}
 
     def view(self, target: HeadTarget, head: Head) -> SelfDraftView[Any]:
         """Return a view of a head for one reply. Raises the errors of loading the head."""
@@ -91,7 +91,7 @@ class HeadTarget(BaseModel, HiddenStateSource):
     weights: Sequence[Any]
     max_plan: ContextPlan
     slot: int = 0
-    _heads: LoadedHeads
+    _heads: SharedHeads
     # Hidden states of the nodes of the tree that is being verified.
     _tree_states: list[NDArray[np.float32]]
 

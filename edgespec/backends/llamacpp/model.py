@@ -19,7 +19,7 @@ from edgespec.backends.llamacpp.context_planning import plan_context
 from edgespec.backends.llamacpp.embedding import Pooling
 from edgespec.backends.llamacpp.gguf_model import GgufModel
 from edgespec.backends.llamacpp.head_kinds import load_head
-from edgespec.backends.llamacpp.head_target import HeadTarget, LoadedHeads
+from edgespec.backends.llamacpp.head_target import HeadTarget, SharedHeads
 from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.kv_types import parse_kv_types
 from edgespec.backends.llamacpp.loading import describe, load_weights, threads_for
@@ -105,7 +105,7 @@ class LlamaCppModel(GgufModel, HeadTarget):
             context.close()
             raise
         self._checkpoints = open_checkpoints(context)
-        self._heads, self._tree_states = LoadedHeads(load_head), []
+        self._heads, self._tree_states = SharedHeads(load_head), []
         # Whether llama.cpp will roll back the recurrent state at the start of the next forward pass.
         self._rollback_pending = False
 

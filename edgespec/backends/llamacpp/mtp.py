@@ -21,7 +21,7 @@ from edgespec.backends.llamacpp.head_loading import (
     head_options,
     load_head_file,
 )
-from edgespec.backends.llamacpp.head_target import HeadTarget, LoadedHead
+from edgespec.backends.llamacpp.head_target import HeadTarget, SharedHead
 from edgespec.backends.llamacpp.loading import check_file, threads_for
 from edgespec.backends.llamacpp.mtp_files import check_same_model, read_mtp_layers
 from edgespec.backends.llamacpp.mtp_head import ChainedMtpHead, plan_mtp_context
@@ -37,7 +37,7 @@ __all__ = ["estimate_mtp_head", "load_mtp_head"]
 _COMPUTE_BYTES_PER_LOGIT = 4
 
 
-def load_mtp_head(target: HeadTarget, head: Head) -> LoadedHead:
+def load_mtp_head(target: HeadTarget, head: Head) -> SharedHead:
     """Load MTP layers from a file, or use the MTP layers in the target's own file if the head has no path.
 
     Raises:

@@ -8,7 +8,7 @@ from pathlib import Path
 from edgespec.backends.gguf_metadata import read_gguf_info
 from edgespec.backends.llamacpp.file_matrix import FileMatrix
 from edgespec.backends.llamacpp.ggml_products import GgmlProducts, product_bytes
-from edgespec.backends.llamacpp.head_target import HeadTarget, LoadedHead
+from edgespec.backends.llamacpp.head_target import HeadTarget, SharedHead
 from edgespec.backends.llamacpp.metadata import architecture_metadata
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.memory_estimate import MemoryEstimate
@@ -28,7 +28,7 @@ __all__ = ["EMBEDDINGS", "estimate_gguf_residual_heads", "lm_head", "load_gguf_r
 EMBEDDINGS = "token_embd.weight"
 
 
-def load_gguf_residual_heads(target: HeadTarget, head: Head) -> LoadedHead:
+def load_gguf_residual_heads(target: HeadTarget, head: Head) -> SharedHead:
     """Load Medusa or Hydra heads for a GGUF target. See `load_residual_heads`."""
     return load_residual_heads(_target(target), head.shown_path)
 

@@ -19,7 +19,7 @@ from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_planning import plan_context
 from edgespec.backends.llamacpp.embedding import Pooling
 from edgespec.backends.llamacpp.head_kinds import load_head
-from edgespec.backends.llamacpp.head_target import HeadTarget, LoadedHeads
+from edgespec.backends.llamacpp.head_target import HeadTarget, SharedHeads
 from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.kv_types import parse_kv_types
 from edgespec.backends.llamacpp.loading import describe, load_weights, threads_for
@@ -103,7 +103,7 @@ def load_slots(
             context.close()
         library().llama_model_free(weights)
         raise
-    loaded_heads = LoadedHeads(load_head)
+    loaded_heads = SharedHeads(load_head)
     return [
         SlotModel(facts, slot, vocabulary, weights, options, loaded_heads)
         for slot, vocabulary in zip(shared.slots, vocabularies, strict=True)
@@ -132,7 +132,7 @@ class SlotModel(HeadTarget):
         vocabulary: LlamaVocabulary,
         weights: Any,
         options: LoadOptions,
-        heads: LoadedHeads,
+        heads: SharedHeads,
     ) -> None:
         self.facts, self.options, self.weights = facts, options, [weights]
         self.vocabulary = self._vocabulary = vocabulary

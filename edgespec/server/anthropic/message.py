@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 
 from edgespec import Reply, Stats, TextChunk
 from edgespec.chat.tool_calls.calls import parse_object
-from edgespec.server.openai.report import Report, Timings
+from edgespec.server.openai.report import ReplyReport, Timings
 from edgespec.server.reply_builder import Event
 
 __all__ = ["AnthropicReply", "MessageBuilder"]
@@ -40,7 +40,7 @@ class AnthropicReply(TypedDict):
     stop_sequence: str | None
     usage: AnthropicUsage
     timings: Timings
-    edgespec: Report
+    edgespec: ReplyReport
 
 
 class MessageBuilder:

@@ -19,7 +19,7 @@ from edgespec.server.errors import ApiError, invalid_request
 from edgespec.server.generation import Generation, ReplyRequest, TextPrompt
 from edgespec.server.ollama.fields import OllamaFields, ignored_fields
 from edgespec.server.openai.logprobs import ContentLogprob, chat_logprobs
-from edgespec.server.openai.report import Report, report
+from edgespec.server.openai.report import ReplyReport, report
 from edgespec.server.protocol import Call
 from edgespec.server.responses import json_response, open_stream
 
@@ -45,7 +45,7 @@ class OllamaReply(TypedDict):
     eval_count: NotRequired[int]
     eval_duration: NotRequired[int]
     logprobs: NotRequired[list[ContentLogprob]]
-    edgespec: NotRequired[Report]
+    edgespec: NotRequired[ReplyReport]
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from edgespec.server.openai.fields import ChoiceFields, requests_options
 from edgespec.server.openai.logprobs import ChatLogprobs, chat_logprobs
 from edgespec.server.openai.messages import ChatMessage, chat_prompt
 from edgespec.server.openai.reasoning import ReasoningFields
-from edgespec.server.openai.report import Report, Timings, Usage, report, timings, usage
+from edgespec.server.openai.report import ReplyReport, Timings, Usage, report, timings, usage
 from edgespec.server.openai.response_format import ResponseFormat, answer_schema
 from edgespec.server.protocol import Call
 from edgespec.server.responses import json_response, open_stream, server_sent_event
@@ -64,7 +64,7 @@ class ChatRequest(ReasoningFields, ChoiceFields):
         return [*super().ignored_fields(), *ignored_in_messages(self.messages)]
 
 
-class ReplyMessage(TypedDict):
+class ChatReplyMessage(TypedDict):
     """The message of a reply.
 
     `reasoning_content` is present if the model reasoned, and `tool_calls` if it calls tools.
@@ -80,10 +80,10 @@ class ChatChoice(TypedDict):
     """One of the replies."""
 
     index: int
-    message: ReplyMessage
+    message: ChatReplyMessage
     finish_reason: str
     logprobs: ChatLogprobs | None
-    edgespec: Report
+    edgespec: ReplyReport
 
 
 class ChatCompletion(TypedDict):
@@ -153,8 +153,8 @@ def _new_id() -> str:
     return f"chatcmpl-{secrets.token_hex(12)}"
 
 
-def _message(reply: Reply) -> ReplyMessage:
-    message: ReplyMessage = {"role": "assistant", "content": reply.answer}
+def _message(reply: Reply) -> ChatReplyMessage:
+    message: ChatReplyMessage = {"role": "assistant", "content": reply.answer}
     if reply.reasoning:
         message["reasoning_content"] = reply.reasoning
     if reply.tool_calls:

@@ -20,7 +20,7 @@ from edgespec.server.models import LoadedModel
 from edgespec.server.openai.errors import error_event
 from edgespec.server.openai.fields import MAX_CHOICES, ChoiceFields, Texts, requests_options, texts_in
 from edgespec.server.openai.logprobs import TextLogprobs, text_logprobs
-from edgespec.server.openai.report import Report, Timings, Usage, report, timings, usage
+from edgespec.server.openai.report import ReplyReport, Timings, Usage, report, timings, usage
 from edgespec.server.protocol import Call
 from edgespec.server.responses import json_response, open_stream, server_sent_event
 
@@ -52,7 +52,7 @@ class CompletionChoice(TypedDict):
     text: str
     finish_reason: str
     logprobs: TextLogprobs | None
-    edgespec: Report
+    edgespec: ReplyReport
 
 
 class Completion(TypedDict):

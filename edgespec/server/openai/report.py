@@ -8,7 +8,7 @@ from typing_extensions import TypedDict
 
 from edgespec import Reply
 
-__all__ = ["Report", "Timings", "Usage", "report", "timings", "usage"]
+__all__ = ["ReplyReport", "Timings", "Usage", "report", "timings", "usage"]
 
 
 class PromptDetails(TypedDict):
@@ -59,7 +59,7 @@ class LossLimit(TypedDict):
     passes: float
 
 
-class Report(TypedDict):
+class ReplyReport(TypedDict):
     """A report on how a reply was generated.
 
     `method` is a sentence with the drafting method, its speed-up and the reason for it. `ignored_fields` are
@@ -120,7 +120,7 @@ def timings(replies: Sequence[Reply]) -> Timings:
     }
 
 
-def report(reply: Reply, ignored_fields: list[str]) -> Report:
+def report(reply: Reply, ignored_fields: list[str]) -> ReplyReport:
     """Return a report on how a reply was generated."""
     method = reply.method
     limits = method.loss_limits

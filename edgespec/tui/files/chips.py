@@ -43,7 +43,7 @@ def attachment_chips(attachments: Sequence[Attachment]) -> Content:
 def _attachment_chip(attachment: Attachment) -> Content:
     number, skipped = len(attachment.files), attachment.skipped
     name = attachment.path if number == 1 else f"{attachment.path} ({number} files)"
-    return _chip(name, attachment.token_count, f", {skipped} without text left out" if skipped else "")
+    return _chip(name, attachment.token_count, f", {skipped} skipped (no text)" if skipped else "")
 
 
 def _chip(name: str, token_count: int, note: str = "") -> Content:

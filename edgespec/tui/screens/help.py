@@ -24,7 +24,7 @@ _LABEL_WIDTH = 21
 _MOST_USED = (
     ("Enter", "send"),
     ("Ctrl+J, Shift+Enter", "new line"),
-    ("@", "attach a file, a folder or a pattern"),
+    ("@", "attach a file, a folder, or all files that match a pattern"),
 )
 _OTHER_KEYS = (
     ("Up, Down", "browse sent messages"),
@@ -34,7 +34,7 @@ _OTHER_KEYS = (
 )
 _MESSAGE_KEYS = (
     *((each.key.title() if len(each.key) > 1 else each.key, each.help) for each in ACTIONS),
-    ("Enter", "unfold or fold its reasoning, or a tool call"),
+    ("Enter", "expand or collapse its reasoning or a tool call"),
     ("Esc", "return to the input"),
 )
 

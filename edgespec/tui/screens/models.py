@@ -305,8 +305,8 @@ class ModelsScreen(ModalScreen["AvailableModel | None"]):
             )
         elif plan is not None and plan.free_bytes("memory") < _MEASURING_BYTES:
             self._message = (
-                "Measuring this machine's speed needs 1 GiB of memory. Quit and run `edgespec recommend`, or"
-                " use the demo."
+                "There is not enough free memory (1 GiB) to measure this machine's speed. Quit and run"
+                " `edgespec recommend`, or use the demo."
             )
         else:
             await self._measure()

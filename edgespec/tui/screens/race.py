@@ -28,9 +28,7 @@ _BAR_CELLS = 24
 # Minimum width of a column, in cells, for the long heading. In a narrower column, it would take up lines that
 # the reply needs.
 _MIN_LONG_HEADING = 34
-_REMEMBERED = (
-    "auto can also guess from your earlier replies, so a race with the same message again is faster."
-)
+_REMEMBERED = "auto can also guess from earlier replies, so a second race with the same message is faster."
 
 
 @dataclass(slots=True)

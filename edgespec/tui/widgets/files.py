@@ -50,6 +50,15 @@ class PathList(OptionList, can_focus=False):
 
         path: str
 
+    class Toggled(Event):
+        """Posted when the list appears or disappears."""
+
+    def on_show(self) -> None:
+        self.post_message(self.Toggled())
+
+    def on_hide(self) -> None:
+        self.post_message(self.Toggled())
+
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         event.stop()
         assert event.option.id is not None

@@ -34,6 +34,7 @@ class StatusFacts:
         context_tokens: Context size in tokens.
         memory_bytes: Resident memory of the process.
         dropped_messages: Number of oldest messages that no longer fit in the context.
+        tools: Number of tools that the model can call.
         downloads: The running downloads and their progress.
     """
 
@@ -45,6 +46,7 @@ class StatusFacts:
     context_tokens: int = 0
     memory_bytes: int = 0
     dropped_messages: int = 0
+    tools: int = 0
     downloads: str = ""
 
     @property
@@ -62,6 +64,7 @@ class StatusFacts:
             ("" if self.acceptance_rate is None else f"accepted {percent(self.acceptance_rate)}", ""),
             (f"context {used}/{total}", "$warning" if self.context_nearly_full else ""),
             (dropped, "$warning"),
+            (f"{count(self.tools, 'tool')} on" if self.tools else "", ""),
             (f"RAM {format_bytes(self.memory_bytes)}", ""),
             (self.downloads, "$primary"),
         ]

@@ -144,5 +144,5 @@ def test_credit_matches_the_clock() -> None:
         for seed in range(4):
             text = passages(stationary(float(np.array([0.2, 0.9])[seed % 2]), 150, seed), 0.3, 20, seed)
             seconds = world.reply(drafter, text.after(50))
-            assert drafter.loss_limit.tokens == 150
-            assert drafter.loss_limit.credit_seconds == pytest.approx(150.0 - seconds, abs=1e-6)
+            assert drafter.loss_tracker.tokens == 150
+            assert drafter.loss_tracker.credit_seconds == pytest.approx(150.0 - seconds, abs=1e-6)

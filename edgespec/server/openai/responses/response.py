@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 from edgespec import Reply, Stats, TextChunk
 from edgespec.server.errors import ApiError
 from edgespec.server.openai.logprobs import chat_logprobs
-from edgespec.server.openai.report import Report, Timings
+from edgespec.server.openai.report import ReplyReport, Timings
 from edgespec.server.openai.responses.fields import ResponsesRequest
 from edgespec.server.reply_builder import Event
 from edgespec.server.responses import server_sent_event
@@ -64,7 +64,7 @@ class ResponseObject(TypedDict):
     incomplete_details: dict[str, Any] | None
     usage: ResponsesUsage | None
     timings: Timings
-    edgespec: Report
+    edgespec: ReplyReport
 
 
 class ResponseBuilder:

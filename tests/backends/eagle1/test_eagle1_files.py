@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
-import edgespec
-from edgespec.assembly.loading import always_draft
-from edgespec.backends import mlx
-from edgespec.backends.base import LanguageModel, LoadOptions
+from edgespec.backends.base import LanguageModel
 from edgespec.backends.head_files import head_at, head_info
 from edgespec.backends.registry import format_at
 from edgespec.backends.self_draft_methods import Head
@@ -20,31 +16,11 @@ from edgespec.drafters.head_cache import HeadCache
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, CapabilityError, MemoryBudgetError, ModelFileError
 from edgespec.prepare.head import prepare_head
-from tests.backends.eagle1_targets import CONTEXT, SIZE, YARN, head_of, load, write_eagle1, write_files
+from tests.backends.damaged_heads import check_same_replies
+from tests.backends.eagle1.targets import CONTEXT, SIZE, YARN, head_of, load, write_eagle1
 from tests.backends.head_histories import first_logits
 from tests.backends.published_heads import VOCAB
 from tests.heads.published import write_head
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("eagle1")
-    write_files(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def mlx_target(folder: Path) -> Iterator[LanguageModel]:
-    model = mlx.load(str(folder / "mlx"), "mlx", LoadOptions(context_tokens=CONTEXT))
-    yield model
-    model.close()
-
-
-@pytest.fixture
-def target(folder: Path) -> Iterator[LanguageModel]:
-    model = load(folder / "llama.gguf")
-    yield model
-    model.close()
 
 
 @pytest.mark.parametrize(
@@ -99,17 +75,7 @@ def test_a_truncated_head_is_refused(target: LanguageModel, tmp_path: Path) -> N
 def test_a_head_with_huge_weights_changes_no_reply(folder: Path, tmp_path: Path) -> None:
     changes = {"layer.mlp.down_proj.weight": np.full((SIZE, 64), 1e30, np.float32)}
     head = write_eagle1(tmp_path / "head", changes=changes)
-    path = str(folder / "llama.gguf")
-    with (
-        always_draft(),
-        edgespec.load(path, "none", method="none", context=256) as plain,
-        edgespec.load(
-            path, "none", method="eagle", head=head, draft_branches=(2, 2), context=256
-        ) as drafting,
-    ):
-        for temperature in (0.0, 0.8):
-            asked: dict[str, Any] = {"max_tokens": 24, "temperature": temperature, "seed": 3}
-            assert drafting.generate("the file", **asked).tokens == plain.generate("the file", **asked).tokens
+    check_same_replies(folder / "llama.gguf", "eagle", head, draft_branches=(2, 2))
 
 
 def test_a_head_that_does_not_fit_in_memory_is_refused(folder: Path, target: LanguageModel) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LoadOptions
@@ -22,9 +19,10 @@ from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.backends.llamacpp.native import captured_log
 from edgespec.backends.self_draft_methods import Head
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import CapabilityError, EdgespecError, ModelFileError
+from edgespec.errors import CapabilityError, ModelFileError
 from edgespec.heads.dflash_config import MAX_BLOCK_TOKENS
-from tests.backends.dflash_targets import (
+from tests.backends.damaged_heads import BYTE_CHANGES, check_changed_bytes
+from tests.backends.dflash.targets import (
     CONTEXT,
     KINDS,
     LAYERS,
@@ -36,18 +34,6 @@ from tests.backends.dflash_targets import (
 )
 from tests.backends.tiny_models import write_llama
 from tests.cases import first
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    return Files(tmp_path_factory.mktemp("dflash"))
-
-
-@pytest.fixture
-def target(files: Files) -> Iterator[LlamaCppModel]:
-    model = files.load()
-    yield model
-    model.close()
 
 
 @pytest.mark.parametrize(
@@ -134,22 +120,11 @@ def test_a_head_with_huge_weights_changes_no_reply(
 
 
 @settings(max_examples=5, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 255)), min_size=1, max_size=4))
+@given(BYTE_CHANGES)
 def test_random_bytes_in_a_head_give_an_error_or_the_same_reply(
     files: Files, changes: list[tuple[int, int]]
 ) -> None:
-    """A damaged head may crash llama.cpp, but only in the process that tries it first."""
-    data = bytearray(files.heads["dspark"].read_bytes())
-    for position, value in changes:
-        data[position % 3000] = value
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "head.gguf"
-        path.write_bytes(data)
-        try:
-            reply = files.reply(0.0, method="dflash", head=path)
-        except EdgespecError:
-            return
-        assert reply.tokens == files.plain_tokens(0.0)
+    check_changed_bytes(files.target, "dflash", files.heads["dspark"], changes, 3000)
 
 
 @pytest.mark.parametrize(

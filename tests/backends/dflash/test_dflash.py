@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,7 @@ from edgespec.engine.sampling import Sampler
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError
-from tests.backends.dflash_reference import (
-    block_logits,
-    block_states,
-    markov_logits,
-    pair_scores,
-    published_tensors,
-    tensors_of,
-)
-from tests.backends.dflash_targets import (
+from tests.backends.dflash.targets import (
     BLOCK,
     CANDIDATES,
     CONTEXT,
@@ -43,24 +35,20 @@ from tests.backends.dflash_targets import (
     head_of,
     write_head,
 )
+from tests.backends.dflash_reference import (
+    block_logits,
+    block_states,
+    markov_logits,
+    pair_scores,
+    published_tensors,
+    tensors_of,
+)
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
 from tests.backends.tiny_models import write_gemma3, write_jamba, write_lfm2
 from tests.cases import covering, first
 
 # A tree with two children of the root, one of which has two children.
 TREE = TokenTree((50, 51, 52, 53, 54), (-1, 0, 0, 1, 1), (None,) * 5)
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    return Files(tmp_path_factory.mktemp("dflash"))
-
-
-@pytest.fixture
-def target(files: Files) -> Iterator[LlamaCppModel]:
-    model = files.load()
-    yield model
-    model.close()
 
 
 def rows_of(head: DFlashHead, tree: TokenTree, tokens: list[int]) -> NDArray[np.float64]:

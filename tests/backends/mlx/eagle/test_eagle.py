@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -21,65 +19,16 @@ from edgespec.backends import mlx
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.hidden_state_log import POST_NORM
 from edgespec.backends.mlx.eagle import EagleHead
-from edgespec.backends.mlx.eagle_loading import estimate_eagle_head
 from edgespec.backends.mlx.model import MlxModel
-from edgespec.backends.self_draft_methods import Head
 from edgespec.catalog.catalogue import models_folder
 from edgespec.drafters.head_cache import HeadCache
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import CancelledError, CapabilityError, ClosedError, MemoryBudgetError, ModelFileError
+from edgespec.errors import CancelledError, ClosedError
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
+from tests.backends.mlx.eagle.targets import CONTEXT, KINDS, SIZE, STATES, Files, head_of
 from tests.backends.mlx.tiny_checkpoints import ROWS, write_checkpoint
 from tests.cases import covering
 from tests.heads.published import LAYOUTS, Layout, write_head
-
-CONTEXT = 512
-SIZE = 64
-KINDS = ("llama", "llama_sliding", "gemma3", "qwen3_next", "lfm2")
-# These exist in all tiny models.
-STATES = [0, 1, 2]
-
-
-class Files:
-    """Targets and heads, each written when it is first needed."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def target(self, kind: str, **options: Any) -> Path:
-        path = self._folder / f"{kind}{len(options) or ''}"
-        return path if path.exists() else write_checkpoint(path, kind, **options)
-
-    def head(self, layout: Layout = "SafeAILab", **options: Any) -> Path:
-        path = self._folder / f"{layout}{'-'.join(map(str, options))}"
-        if path.exists():
-            return path
-        draft_vocab = None if layout == "EAGLE-1" else 200
-        defaults: dict[str, Any] = {"size": SIZE, "vocab": ROWS, "draft_vocab": draft_vocab}
-        if layout != "EAGLE-1":
-            defaults["eagle_aux_hidden_state_layer_ids"] = STATES
-        return write_head(path, layout, **{**defaults, **options})
-
-    def load(self, kind: str = "llama", **options: Any) -> Any:
-        return mlx.load(str(self.target(kind, **options)), kind, LoadOptions(context_tokens=CONTEXT))
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    return Files(tmp_path_factory.mktemp("eagle"))
-
-
-@pytest.fixture
-def target(files: Files) -> Iterator[MlxModel]:
-    model = files.load()
-    yield model
-    model.close()
-
-
-def head_of(target: Any, path: Path) -> EagleHead:
-    head = target.self_draft(Head("eagle", path))
-    assert isinstance(head, EagleHead)
-    return head
 
 
 @pytest.mark.parametrize(("kind", "layout"), covering(KINDS, ("SafeAILab", "EAGLE-1")))
@@ -252,97 +201,6 @@ def test_a_trained_head_whose_inputs_were_swapped_drafts_as_before(tmp_path: Pat
     np.testing.assert_allclose(rows[1], rows[0], atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"size": 32}, "hidden states of size 32"),
-        ({"vocab": ROWS + 1}, "a vocabulary of size"),
-        ({"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}, "reads the layers"),
-    ],
-)
-def test_a_head_for_another_target_is_refused(
-    target: MlxModel, tmp_path: Path, options: dict[str, Any], message: str
-) -> None:
-    path = write_head(
-        tmp_path / "head",
-        **{"size": SIZE, "vocab": ROWS, "eagle_aux_hidden_state_layer_ids": STATES, **options},
-    )
-    with pytest.raises(CapabilityError, match="made for another target") as caught:
-        target.self_draft(Head("eagle", path))
-    assert message in caught.value.what
-
-
-def test_a_gguf_head_is_refused(target: MlxModel, tmp_path: Path) -> None:
-    (tmp_path / "head.gguf").write_bytes(b"GGUF")
-    with pytest.raises(CapabilityError, match="not a folder"):
-        target.self_draft(Head("eagle", tmp_path / "head.gguf"))
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_head_whose_logits_are_not_finite_is_refused(
-    target: MlxModel, tmp_path: Path, value: float
-) -> None:
-    changes = {"layer.mlp.down_proj.weight": np.full((SIZE, 64), value, np.float32)}
-    path = write_head(
-        tmp_path / "head",
-        size=SIZE,
-        vocab=ROWS,
-        changes=dict(changes),
-        eagle_aux_hidden_state_layer_ids=STATES,
-    )
-    with pytest.raises(ModelFileError, match="not finite"):
-        target.self_draft(Head("eagle", path))
-    # Nothing is left open.
-    assert target._runner.recorder is not None
-    assert not target._runner.recorder.states
-
-
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"type": "linear"},
-        {"type": "unknown"},
-        {"type": "yarn", "factor": "x"},
-        {"type": "linear", "factor": 0},
-        {
-            "rope_type": "llama3",
-            "factor": 0,
-            "low_freq_factor": 1,
-            "high_freq_factor": 4,
-            "original_max_position_embeddings": 64,
-        },
-        {"type": "longrope", "factor": 2},
-    ],
-)
-def test_an_invalid_rotary_embedding_is_refused(
-    files: Files, target: MlxModel, tmp_path: Path, rope: Any
-) -> None:
-    path = write_head(
-        tmp_path / "head", size=SIZE, vocab=ROWS, rope_scaling=rope, eagle_aux_hidden_state_layer_ids=STATES
-    )
-    with pytest.raises(ModelFileError, match="invalid settings|factor is"):
-        target.self_draft(Head("eagle", path))
-
-
-def test_a_head_with_huge_weights_changes_no_reply(files: Files, tmp_path: Path) -> None:
-    changes = {"layer.mlp.down_proj.weight": np.full((SIZE, 64), 1e30, np.float32)}
-    head = write_head(
-        tmp_path / "head",
-        size=SIZE,
-        vocab=ROWS,
-        changes=dict(changes),
-        eagle_aux_hidden_state_layer_ids=STATES,
-    )
-    path = str(files.target("llama"))
-    asked: dict[str, Any] = {"max_tokens": 24, "temperature": 0.8, "seed": 3}
-    with (
-        always_draft(),
-        edgespec.load(path, "none", method="none", context=256) as plain,
-        edgespec.load(path, "none", method="eagle", head=head, context=256) as drafting,
-    ):
-        assert drafting.generate("the file", **asked).tokens == plain.generate("the file", **asked).tokens
-
-
 def test_a_quantised_target_takes_heads(files: Files) -> None:
     for layout in ("SafeAILab", "EAGLE-1"):
         model = files.load("llama", quantisation=("affine", 4, 32))
@@ -350,23 +208,6 @@ def test_a_quantised_target_takes_heads(files: Files) -> None:
         model.prefill([5, 6, 7])
         assert np.isfinite(first_logits(head, HeadCache(head), [5, 6, 7, 8])).any()
         model.close()
-
-
-def test_a_head_that_does_not_fit_in_memory_is_refused(files: Files) -> None:
-    path = str(files.target("llama"))
-    needed = mlx.load(path, "llama", LoadOptions(context_tokens=256)).facts
-    limit = needed.weight_bytes + needed.kv_bytes + 1000
-    model = mlx.load(path, "llama", LoadOptions(context_tokens=256, memory_bytes=limit))
-    with pytest.raises(MemoryBudgetError):
-        model.self_draft(Head("eagle", files.head()))
-    model.close()
-
-
-def test_the_estimate_covers_weights_and_cache(files: Files, target: MlxModel) -> None:
-    head = head_of(target, files.head())
-    estimate = estimate_eagle_head(files.head(), CONTEXT)
-    assert estimate.bytes_of("weights") == head.facts.weight_bytes
-    assert estimate.bytes_of("cache") == head.facts.kv_bytes
 
 
 def test_interrupting_and_closing(files: Files, target: MlxModel) -> None:
@@ -398,14 +239,3 @@ def test_a_head_drafts_in_another_thread_than_it_was_loaded_in(files: Files, tar
     thread.start()
     thread.join()
     np.testing.assert_allclose(found[0], first_logits(head, HeadCache(head), [5, 6, 7, 8]), atol=1e-5)
-
-
-def test_a_truncated_head_is_refused(target: MlxModel, tmp_path: Path) -> None:
-    path = write_head(tmp_path / "head", size=SIZE, vocab=ROWS)
-    weights = path / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-10])
-    with pytest.raises(ModelFileError, match="truncated"):
-        target.self_draft(Head("eagle", path))
-    (path / "config.json").write_text(json.dumps({"hidden_size": SIZE}))
-    with pytest.raises(ModelFileError):
-        target.self_draft(Head("eagle", path))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,14 +17,13 @@ from safetensors.numpy import load_file, save_file
 
 import edgespec
 from edgespec.assembly.loading import always_draft
-from edgespec.backends import mlx
-from edgespec.backends.base import LanguageModel, LoadOptions
+from edgespec.backends.base import LanguageModel
 from edgespec.backends.hidden_state_log import POST_NORM
 from edgespec.backends.llamacpp.file_matrix import FileMatrix
 from edgespec.backends.optional_features import HeadModel, HiddenStateSource
 from edgespec.backends.self_draft_methods import Head
 from edgespec.engine.tree import TokenTree
-from tests.backends.eagle1_targets import CONTEXT, KINDS, SIZE, YARN, head_of, load, write_eagle1, write_files
+from tests.backends.eagle1.targets import KINDS, SIZE, YARN, head_of, load, write_eagle1
 from tests.backends.head_histories import ROUNDS, Round, check_history
 from tests.backends.published_heads import VOCAB
 from tests.backends.tiny_models import write_llama
@@ -33,27 +31,6 @@ from tests.cases import first
 from tests.heads.published import write_head
 
 TREE = TokenTree((12, 20, 21, 30, 31, 40), (-1, 0, 0, 1, 2, 4), (None,) * 6)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("eagle1")
-    write_files(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def mlx_target(folder: Path) -> Iterator[LanguageModel]:
-    model = mlx.load(str(folder / "mlx"), "mlx", LoadOptions(context_tokens=CONTEXT))
-    yield model
-    model.close()
-
-
-@pytest.fixture
-def target(folder: Path) -> Iterator[LanguageModel]:
-    model = load(folder / "llama.gguf")
-    yield model
-    model.close()
 
 
 def rows_of(head: HeadModel, tree: TokenTree, first: int = 0) -> NDArray[np.float64]:

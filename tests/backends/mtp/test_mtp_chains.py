@@ -15,7 +15,7 @@ from edgespec.backends.llamacpp.mtp_files import read_mtp_layers
 from edgespec.backends.llamacpp.mtp_head import ChainedMtpHead
 from edgespec.drafters.head_cache import HeadCache
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
-from tests.backends.mtp_targets import Files, head_of
+from tests.backends.mtp.targets import Files, head_of
 from tests.cases import first
 
 CHAINS = {"hy_v3": 3, "step35": 2, "mimo2": 4}

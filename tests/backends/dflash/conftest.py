@@ -1,0 +1,22 @@
+"""Fixtures: a tiny target for DFlash and DSpark heads, and heads for it, which the tests of a file share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from edgespec.backends.llamacpp.model import LlamaCppModel
+from tests.backends.dflash.targets import Files
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return Files(tmp_path_factory.mktemp("dflash"))
+
+
+@pytest.fixture
+def target(files: Files) -> Iterator[LlamaCppModel]:
+    model = files.load()
+    yield model
+    model.close()

@@ -1,0 +1,140 @@
+"""The system prompt, the settings and the display preferences of a chat with the demo model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from textual.widgets import Input, TextArea
+
+from edgespec.tui.screens.dialogs import SystemScreen
+from edgespec.tui.screens.help import HelpScreen
+from edgespec.tui.screens.settings import SettingsScreen
+from edgespec.tui.settings import accepted
+from edgespec.tui.widgets.status import StatusLine
+from edgespec.tui.worker import Load
+from tests.tui.driving import ASK, STEADY, driving
+
+
+async def test_the_system_prompt_reaches_the_model(demo: Load, tmp_path: Path) -> None:
+    async with driving(demo, tmp_path, settings=STEADY) as d:
+        await d.say(ASK)
+        plain = d.chat.query_one(StatusLine).facts.context_used_tokens
+        await d.press("f5")
+        await d.pilot.pause()
+        assert isinstance(d.app.screen, SystemScreen)
+        d.app.screen.query_one(TextArea).text = "Answer in the style of a very patient teacher."
+        await d.press("ctrl+s")
+        await d.settled()
+        assert d.chat.current_chat.system == "Answer in the style of a very patient teacher."
+        await d.press("ctrl+r")
+        await d.settled()
+        reply = d.chat.current_chat.entries[-1].reply
+        assert reply is not None
+        assert reply.stats.prompt_tokens > 18
+        assert d.chat.query_one(StatusLine).facts.context_used_tokens != plain
+
+
+async def test_settings_are_checked_where_they_are_typed(demo: Load, tmp_path: Path) -> None:
+    async with driving(demo, tmp_path) as d:
+        await d.press("f6")
+        await d.pilot.pause()
+        screen = d.app.screen
+        assert isinstance(screen, SettingsScreen)
+        await d.write("hot")
+        await d.sees("a number from 0 to 100")
+        await d.press("ctrl+s")
+        assert d.app.screen is screen
+        fields = {field.name: field for field in screen.query(Input)}
+        fields["temperature"].value = "0.2"
+        fields["top_p"].value = "3"
+        await d.sees("from 0 to 1")
+        fields["top_p"].value = ""
+        fields["max_tokens"].value = "5"
+        await d.press("ctrl+s")
+        await d.settled()
+        assert d.chat.current_chat.settings == {"temperature": 0.2, "max_tokens": 5}
+        await d.say("Show me examples of `tar`")
+        reply = d.chat.current_chat.entries[-1].reply
+        assert reply is not None
+        assert reply.finish_reason == "length"
+        assert "stopped: the reply reached its maximum length" in d.transcript()
+
+
+async def test_invalid_option_is_shown_as_an_error_panel(demo: Load, tmp_path: Path) -> None:
+    async with driving(demo, tmp_path, settings=STEADY) as d:
+        d.chat.current_chat.settings["method"] = "telepathy"  # as an older chat may have it
+        await d.say(ASK)
+        assert "telepathy" in d.transcript()
+        assert d.chat.current_chat.entries == []
+        assert d.chat.prompt.text == ASK
+        d.chat.prompt.clear()
+        await d.say("/set method default")
+        await d.say("/set method telepathy")
+        assert "telepathy" in d.transcript()
+        d.chat.prompt.clear()
+        await d.say("/set method lowbit")
+        assert "lowbit was not requested" in d.transcript()
+        assert "method" not in d.chat.current_chat.settings
+        d.chat.prompt.clear()
+        await d.say("/set method none")
+        await d.say(ASK)
+        assert d.chat.query_one(StatusLine).facts.speed_up == "speed-up off"
+        assert len(d.chat.current_chat.entries) == 2
+
+
+async def test_help_theme_and_preferences(demo: Load, tmp_path: Path) -> None:
+    async with driving(demo, tmp_path) as d:
+        await d.write("?")
+        await d.pilot.pause()
+        assert isinstance(d.app.screen, HelpScreen)
+        await d.press("escape")
+        await d.press("f8", "f3")
+        await d.pilot.pause()
+        assert d.app.theme == "edgespec-light"
+    async with driving(demo, tmp_path) as d:
+        assert d.app.theme == "edgespec-light"
+        assert d.chat.query_one("#details").display
+
+
+async def test_show_and_set(demo: Load, tmp_path: Path) -> None:
+    async with driving(demo, tmp_path) as d:
+        await d.say("/set parameter temp 0.5")
+        assert "temperature is now 0.5" in d.transcript()
+        await d.say("/set top_p 7")
+        assert "from 0 to 1" in d.transcript()
+        await d.say("/set tempreture 1")
+        assert "Did you mean temperature?" in d.transcript()
+        assert "?." not in d.transcript()
+        await d.say("/set num_ctx 4096")
+        assert "--context" in d.transcript()
+        d.chat.prompt.clear()
+        await d.say("/show")
+        assert "top_k 40 (default)" in " ".join(d.transcript().split())
+        await d.say("/set temperature default")
+        assert d.chat.current_chat.settings == {}
+
+
+async def test_a_schema_applies_until_it_is_removed(demo: Load, tmp_path: Path) -> None:
+    schema, broken = tmp_path / "schema.json", tmp_path / "broken.json"
+    schema.write_text('{"const": {"answer": 42}}', "utf-8")
+    broken.write_text('{"type": "integer", "minimum": 2, "maximum": 1}', "utf-8")
+    async with driving(demo, tmp_path) as d:
+        await d.say(f"/schema {schema}")
+        assert "Replies now satisfy the schema" in d.transcript()
+        await d.say("What is the answer?")
+        assert d.chat.current_chat.messages[-1].content == '{"answer": 42}'
+        await d.say(f"/schema {broken}")
+        assert "Unsatisfiable schema" in d.transcript()
+        d.chat.prompt.clear()
+        await d.say(f"/schema {tmp_path / 'missing.json'}")
+        assert "cannot be read: No such file" in " ".join(d.transcript().split())
+        d.chat.prompt.clear()
+        assert d.chat.current_chat.settings == {"schema": '{"const": {"answer": 42}}'}
+        await d.say("/schema none")
+        assert "The schema was removed." in d.transcript()
+        assert d.chat.current_chat.settings == {}
+
+
+async def test_a_saved_schema_is_checked() -> None:
+    assert accepted({"schema": '{"const": 1}'}) == ({"schema": '{"const": 1}'}, [])
+    assert accepted({"schema": "{"})[0] == {}
