@@ -21,11 +21,14 @@ from edgespec.heads.residual_layout import residual_head_method
 __all__ = ["cached_head", "refused_model", "resolve_head", "resolve_head_with"]
 
 
-def resolve_head(reference: str, *, progress: Progress | None = None) -> Resolved:
+def resolve_head(
+    reference: str, *, allow_download: bool = True, progress: Progress | None = None
+) -> Resolved:
     """Return the head that a reference names: a path, `user/repo[:file]`, or a name from the catalogue.
 
     Args:
         reference: The reference that the user typed.
+        allow_download: Whether to download the head if it is not on this machine.
         progress: Called during a download. Returning False cancels it.
 
     Raises:
@@ -34,7 +37,8 @@ def resolve_head(reference: str, *, progress: Progress | None = None) -> Resolve
         DownloadError: The download failed.
         CancelledError: `progress` returned False.
     """
-    return resolve_head_with(reference, partial(fetch, progress=progress, content=HEAD))
+    download = partial(fetch, allow_download=allow_download, progress=progress, content=HEAD)
+    return resolve_head_with(reference, download)
 
 
 def resolve_head_with(reference: str, download: Download) -> Resolved:

@@ -203,13 +203,19 @@ class TestDownloads:
         option = named_head(found, target_in(folder), MetadataCache())
         assert option.is_usable
         hub.stop()
-        assert resolve_head(REPOSITORY).path == found.path
+        assert resolve_head(REPOSITORY, allow_download=False).path == found.path
 
     def test_medusa_heads_without_config_are_downloaded(self, hub: StandInHub, tmp_path: Path) -> None:
         layout = Layout("medusa", ".pt", config=False)
         head = write_heads(tmp_path / "head", layout, random_arrays(layout, 32, VOCAB))
         hub.files = {file.name: file.read_bytes() for file in head.iterdir()}
         assert [file.name for file in resolve_head(REPOSITORY).path.iterdir()] == ["medusa_lm_head.pt"]
+
+    @pytest.mark.usefixtures("published")
+    def test_nothing_is_downloaded_without_being_asked(self, hub: StandInHub) -> None:
+        with pytest.raises(ModelNotFoundError, match="is not on this machine"):
+            resolve_head(REPOSITORY, allow_download=False)
+        assert hub.requests == []
 
     @pytest.mark.usefixtures("published")
     def test_a_cancelled_download_can_be_resumed(self) -> None:
