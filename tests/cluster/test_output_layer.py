@@ -135,8 +135,9 @@ def test_each_machine_uses_the_planned_memory(
     speed: MachineSpeed, fast: str, untied: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     set_speed(monkeypatch, tmp_path, speed)
-    planned = edgespec.plan(str(untied), None, workers=fast, context=1024).plan.machines
-    with captured_log() as lines, edgespec.load(str(untied), None, workers=fast, context=1024) as runtime:
+    workers = f"{fast},local=100MiB"
+    planned = edgespec.plan(str(untied), None, workers=workers, context=1024).plan.machines
+    with captured_log() as lines, edgespec.load(str(untied), None, workers=workers, context=1024) as runtime:
         assert runtime.plan is not None
         assert runtime.plan.machines == planned
     weights, cache, compute = (buffers(lines, kind) for kind in ("model", "KV", "compute"))
@@ -146,6 +147,8 @@ def test_each_machine_uses_the_planned_memory(
         assert weights[machine] == pytest.approx(share.weight_bytes, abs=0.01 * _MEBIBYTE)
         assert cache[machine] == pytest.approx(share.cache_bytes, abs=0.01 * _MEBIBYTE)
         assert 0 < compute[machine] <= share.compute_bytes
+    # Only the machine that computes the logits needs memory for them.
+    assert planned[0].has_output == (planned[0].compute_bytes == planned[2].compute_bytes)
     whole = edgespec.plan(str(untied), None, context=1024).plan
     total = sum(item.bytes for item in whole.items if item.kind == "weights")
     assert sum(share.weight_bytes for share in planned) == total
