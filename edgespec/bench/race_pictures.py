@@ -163,8 +163,8 @@ class Picture:
             hidden = _set("hidden", 0.0, event.seconds) if event.seconds else ""
             base = ""
             if until is not None:
-                # Show text that is replaced later only until then. Programs without animation do not show it
-                # at all.
+                # Text that is replaced later is visible until it is replaced. Programs without animation do
+                # not show it.
                 base, hidden = ' visibility="hidden"', _set("visible", event.seconds, last - event.seconds)
             parts.append(
                 f'<text x="{x:.1f}" y="{y:.1f}" textLength="{length:.1f}" lengthAdjust="spacingAndGlyphs"'

@@ -59,8 +59,12 @@ class KeyOrder:
     async def _follow(self, key: object, path: deque[DOMNode], *, is_last: bool) -> None:
         """Wait until each node of the path in turn has handled the messages in its queue."""
         while path:
-            if path.popleft().call_later(self._follow, key, path, is_last=is_last):
+            node = path.popleft()
+            if node.call_later(self._follow, key, path, is_last=is_last):
                 return
+            if node is self._app:
+                # The app is closing. No widget handles any more keys.
+                self._held.clear()
         if is_last:
             await self._end(key)
         else:

@@ -173,12 +173,19 @@ def test_refused_files_are_not_recorded(tmp_path: Path) -> None:
     assert not results()
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"version": 1, "trials": {"a": 1}}', "[" * 10_000])
-def test_a_damaged_record_counts_as_empty(text: str, children: list[Any], tmp_path: Path) -> None:
-    cache_folder().mkdir(parents=True)
-    (cache_folder() / "trials.json").write_text(text)
-    load(write_llama(tmp_path / "model.gguf"))
+def test_a_damaged_record_counts_as_empty(children: list[Any], tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "model.gguf")
+    load(path)
     assert len(children) == len(results()) == 1
+    expected, (key,) = results(), results()
+    for text in ("", "[]", '{"version": 1, "trials": {"a": 1}}', "[" * 10_000):
+        (cache_folder() / "trials.json").write_text(text)
+        assert trial_load._Results().get(key) is None
+        trial_load._Results().add(key, trial_load._Result(True))
+        assert results() == expected
+    (cache_folder() / "trials.json").write_text("")
+    load(path)
+    assert len(children) == 2
 
 
 def test_the_record_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,8 +276,8 @@ def test_the_trial_imports_nothing_from_the_current_folder(
     assert not Path("imported").exists()
 
 
-def test_prepared_models_are_tried(children: list[Any], demo_target: Path) -> None:
-    folder = prepare_layerskip(demo_target, 2).folder
+def test_prepared_models_are_tried(children: list[Any], tmp_path: Path) -> None:
+    folder = prepare_layerskip(write_llama(tmp_path / "model.gguf", layers=3), 1).folder
     load(folder)
     assert len(children) == 2
     assert len(results()) == 2

@@ -18,12 +18,13 @@ from edgespec.losslessness import read_prompts
 HEADS = {"demo": "demo-head", "demo-mlx": "demo-mlx-head"}
 
 
+@pytest.mark.parametrize("every", [16, pytest.param(8, marks=pytest.mark.long)])
 @pytest.mark.parametrize("target", HEADS)
-def test_the_head_of_a_demo_model_drafts_well_and_changes_no_reply(target: str) -> None:
-    questions = [each.messages[0].content for each in read_prompts(None) if len(each.messages) == 1][::8]
+def test_the_head_of_a_demo_model_drafts_well_and_changes_no_reply(target: str, every: int) -> None:
+    questions = [each.messages[0].content for each in read_prompts(None) if len(each.messages) == 1]
     with edgespec.load(target, "none", method="eagle", head=HEADS[target], context=1024) as runtime:
         tokens = passes = 0
-        for question in questions:
+        for question in questions[::every]:
             asked: dict[str, Any] = {"max_tokens": 48, "temperature": 0.0, "draft_length": 4}
             reply = runtime.generate(question, method="eagle", **asked)
             assert reply.tokens == runtime.generate(question, method="none", **asked).tokens

@@ -117,10 +117,12 @@ def test_a_store_with_too_many_files_is_reported(
     assert "at most 5 in all folders" in skipped[str(cache)]
 
 
-def test_a_hundred_thousand_files(lmstudio: Path) -> None:
+@pytest.mark.parametrize("limit", [1_000, pytest.param(100_000, marks=pytest.mark.long)])
+def test_a_folder_of_too_many_files(lmstudio: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    monkeypatch.setattr(stored_models, "_MAX_ENTRIES", limit)
     one = add_to_lmstudio(lmstudio, "maker/One/one.gguf", DRAFT)
     (lmstudio / "notes").mkdir()
-    for number in range(100_001):
+    for number in range(limit + 1):
         os.close(os.open(lmstudio / "notes" / f"{number}.txt", os.O_CREAT | os.O_WRONLY))
     began = time.monotonic()
     installed = find_installed()

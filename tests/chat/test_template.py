@@ -180,7 +180,6 @@ class TestLimits:
     @pytest.mark.parametrize(
         ("source", "reason"),
         [
-            (ENDLESS, "used more than 2 seconds of CPU time"),
             ("{{ 'a' * 4000000000 }}", "needs more than 512 MiB of memory"),
             ("{% for i in range(9999) %}{{ 'a' * 9999 }}{% endfor %}", "the output exceeds 1.0 MiB"),
             (HOSTILE["nested brackets"], "too deeply nested"),
@@ -200,8 +199,9 @@ class TestLimits:
     def test_only_some_messages_may_be_hostile(self) -> None:
         template = ChatTemplate("{% if messages|length > 1 %}" + ENDLESS + "{% endif %}ok", "", "")
         assert template.render([USER]) == "ok"
-        with pytest.raises(TemplateError, match="2 seconds"):
+        with pytest.raises(TemplateError, match="used more than 2 seconds of CPU time") as caught:
             template.render([USER, USER])
+        assert "edgespec generate --raw" in caught.value.next_step
         assert template.render([USER]) == "ok"
 
     def test_memory_is_measured_where_the_system_does_not_limit_it(

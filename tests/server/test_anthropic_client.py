@@ -144,7 +144,9 @@ def test_stop_sequences(client: anthropic.Anthropic) -> None:
 
 
 def test_a_full_context_ends_the_reply(client: anthropic.Anthropic, endless: dict[str, Any]) -> None:
-    options: Any = {"model": "demo", "messages": MESSAGES, "max_tokens": 5000}
+    # The question fills most of the context.
+    question = {"role": "user", "content": f"{QUESTION} " * 90}
+    options: Any = {"model": "demo", "messages": [question], "max_tokens": 5000}
     reply = client.messages.create(**options, extra_body={"logit_bias": endless["logit_bias"]})
     assert reply.stop_reason == "model_context_window_exceeded"
 

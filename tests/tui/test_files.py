@@ -98,6 +98,12 @@ class TestPathSearch:
         assert search.find("src/")[0] == "src/"
         assert search.find("zzz") == search.find("*.py") == []
 
+    def test_a_name_with_many_equal_letters_takes_no_exponential_time(self) -> None:
+        Path("x" * 200).write_text("")
+        search = PathSearch()
+        assert search.find("x" * 100) == ["x" * 200]
+        assert search.find("x" * 100 + "y") == search.find("x" * 3000) == []
+
     def test_elsewhere(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HOME", str(tmp_path / "project"))
         search = PathSearch()

@@ -105,3 +105,9 @@ async def test_escape_works_while_a_widget_is_busy(tmp_path: Path) -> None:
         await d.write_fast("down", "escape", "x", wait=False)
         await asyncio.sleep(2)
         assert d.chat.prompt.text == "x"
+
+
+async def test_the_chat_can_be_closed_while_many_keys_wait(tmp_path: Path) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.write_fast(*"x" * 2000, wait=False)
+        d.app.exit()

@@ -73,22 +73,28 @@ def _entries(typed: str) -> list[str]:
 
 
 def _ranked(paths: Iterable[str], typed: str) -> list[str]:
-    letters = re.compile(".*?".join(map(re.escape, typed)), re.IGNORECASE)
     sought = typed.casefold()
+    ranks = ((_rank(path, sought), path) for path in paths)
+    return [path for _, path in nsmallest(_MAX_FOUND, (each for each in ranks if each[0]))]
 
-    def rank(path: str) -> tuple[object, ...]:
-        folded = path.casefold()
-        name = folded.rstrip("/").rpartition("/")[2]
-        match = letters.search(path)
-        length = len(match[0]) if match else 0
-        return (
-            not folded.startswith(sought),
-            not name.startswith(sought),
-            sought not in name,
-            length,
-            path.rstrip("/").count("/"),
-            len(path),
-            path,
-        )
 
-    return nsmallest(_MAX_FOUND, filter(letters.search, paths), rank)
+def _rank(path: str, sought: str) -> tuple[object, ...]:
+    """Return a value that is smaller the better the path matches. Empty if the path does not match."""
+    folded = path.casefold()
+    # The letters are sought one by one. A regular expression could take exponential time.
+    first = place = -1
+    for letter in sought:
+        place = folded.find(letter, place + 1)
+        if place < 0:
+            return ()
+        first = place if first < 0 else first
+    name = folded.rstrip("/").rpartition("/")[2]
+    return (
+        not folded.startswith(sought),
+        not name.startswith(sought),
+        sought not in name,
+        place - first,
+        path.rstrip("/").count("/"),
+        len(path),
+        path,
+    )
