@@ -11,7 +11,7 @@ import numpy as np
 
 from edgespec.backends.gguf_files import gguf_files
 from edgespec.backends.gguf_header import GgufHeader, GgufTensor, read_header
-from edgespec.backends.model_info import Kind, ModelInfo
+from edgespec.backends.model_info import ModelInfo, ModelKind
 from edgespec.backends.pass_weights import OutputLayer, PassWeights
 from edgespec.backends.token_list import tokens_of_header
 from edgespec.errors import ModelFileError
@@ -139,7 +139,7 @@ def _of_parts(parts: Sequence[Path]) -> ModelInfo:
     )
 
 
-def _kind(header: GgufHeader, tensors: Sequence[GgufTensor]) -> Kind:
+def _kind(header: GgufHeader, tensors: Sequence[GgufTensor]) -> ModelKind:
     kind = _text(header.metadata.get("general.type"))
     if header.architecture == "clip" or kind == "mmproj":
         return "projector"
