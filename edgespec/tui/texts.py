@@ -290,7 +290,12 @@ def _plan_rows(plan: MemoryPlan | None) -> list[tuple[str, str]]:
     ]
     rows.append(("limit set by", plan.budget.source))
     rows += [
-        (f"on {share.name}", f"{count(share.layers, 'layer')}, {format_bytes(share.total_bytes)}")
+        (
+            f"on {share.name}",
+            count(share.layers, "layer")
+            + (" and the output layer, " if share.has_output else ", ")
+            + format_bytes(share.total_bytes),
+        )
         for share in plan.machines[1:]
     ]
     return [*rows, *(("left out", f"{each.what}: {each.why}") for each in plan.decisions)]
