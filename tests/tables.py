@@ -22,6 +22,13 @@ VOCAB = 8
 # The vocabulary is `abc...`. Its last letter ends a reply.
 END = VOCAB - 1
 PROMPT = "abcab"
+PENALTIES: dict[str, Any] = {
+    "repetition_penalty": 1.4,
+    "presence_penalty": 0.6,
+    "frequency_penalty": 0.4,
+    "penalty_window": 7,
+    "logit_bias": {1: 0.8, 3: -1.0},
+}
 
 
 def table(
@@ -31,6 +38,17 @@ def table(
     logits = (np.random.default_rng(seed).normal(size=(vocab**2, vocab)) * spread).astype(np.float32)
     logits[:, -1] += end
     return TabularModel(logits, **options)
+
+
+def sampling_settings(
+    temperatures: Sequence[float], penalties: dict[str, Any] = PENALTIES
+) -> dict[str, dict[str, Any]]:
+    """Return reply options for each temperature, without and with penalties, by name."""
+    return {
+        f"T {temperature}{', penalties' if more else ''}": {"temperature": temperature} | more
+        for temperature in temperatures
+        for more in ({}, penalties)
+    }
 
 
 def near(model: TabularModel, seed: int, noise: float = 0.7) -> TabularModel:

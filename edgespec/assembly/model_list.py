@@ -41,7 +41,7 @@ from edgespec.options import check_load_arguments
 
 __all__ = [
     "AvailableModel",
-    "Place",
+    "ModelPlace",
     "catalogue_models",
     "download_model",
     "installed_models",
@@ -50,7 +50,7 @@ __all__ = [
     "search_models",
 ]
 
-Place = Literal["embedded", "hub", "ollama", "lmstudio", "catalogue", "search"]
+ModelPlace = Literal["embedded", "hub", "ollama", "lmstudio", "catalogue", "search"]
 
 # Maximum memory in bytes for measuring the speed of this machine.
 _MEASURING_BYTES = 1 << 30
@@ -78,7 +78,7 @@ class AvailableModel:
     """
 
     reference: str
-    place: Place
+    place: ModelPlace
     parameters: int
     size_bytes: int
     draft: str

@@ -64,8 +64,8 @@ class PairEstimator:
         if self.why_in_turns:
             self._options = replace(self._options, parallel=1)
         elif options.parallel > 1 or options.workers is not None:
-            # A context that several replies share cannot grow. Growing one on workers would copy it over the
-            # network.
+            # Allocate the whole context at the start. A context that several replies share cannot grow, and
+            # growing one on workers would copy it over the network.
             self._options = replace(self._options, initial_context_tokens=None)
         self._copy: MemoryEstimator | None = None
         copy = None if options.workers else _find_low_bit_copy(pair, drafting)

@@ -47,8 +47,8 @@ class RetrySchedule:
     def is_affordable(self, cost: float) -> bool:
         """Return whether to try the drafter instead of a better one in this round, and count the round.
 
-        Unlike `is_due`, this waits as long as necessary for `cost` to be at most 0.75 % of the decoding time.
-        A draft model that has to catch up with a long text can wait until the next reply.
+        Unlike `is_due`, this returns False until `cost` is at most 0.75 % of the decoding time, however long
+        that takes. A draft model that must first process a long text may not be tried in the same reply.
         """
         self._waited += 1
         if self._waited < max(self._min_interval, cost / _RETRY_SHARE):

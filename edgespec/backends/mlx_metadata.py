@@ -18,7 +18,7 @@ from edgespec.backends.mlx_files import (
     read_json_object,
     read_tensors,
 )
-from edgespec.backends.model_info import Kind, ModelInfo
+from edgespec.backends.model_info import ModelInfo, ModelKind
 from edgespec.backends.token_list import tokens_of_folder
 from edgespec.errors import ModelFileError
 from edgespec.files import read_regular_file, regular_file_bytes
@@ -156,7 +156,7 @@ def trained_context(config: Mapping[str, Any]) -> int:
     return _first(language_config(config), _CONTEXT)
 
 
-def _kind(config: Mapping[str, Any]) -> Kind:
+def _kind(config: Mapping[str, Any]) -> ModelKind:
     named = _architectures(config)
     if not isinstance(config.get("model_type"), str):
         return "other"

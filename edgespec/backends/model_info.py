@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Kind", "ModelInfo"]
+__all__ = ["ModelInfo", "ModelKind"]
 
-Kind = Literal["model", "projector", "adapter", "embedding", "head", "other"]
+ModelKind = Literal["model", "projector", "adapter", "embedding", "head", "other"]
 """The kind of a model file. Only a `model` can generate text by itself."""
 
 
@@ -37,7 +37,7 @@ class ModelInfo:
         draft_vocab_size: For a head, how many of the target's tokens it can draft, if the files say so.
     """
 
-    kind: Kind
+    kind: ModelKind
     family: str
     architecture: str
     parameters: int

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgespec.bench.figures import PHASES, MethodFigures
-from edgespec.bench.plan import PLAIN, MethodConfig
+from edgespec.bench.plan import PLAIN
 from edgespec.bench.report import BenchReport
 from edgespec.errors import BackendMissingError
 from edgespec.installation import setup_command
@@ -75,7 +75,7 @@ def _for_each(
 
 def _speed(axes: Axes, found: Sequence[MethodFigures]) -> None:
     categories = list(dict.fromkeys(each.category for each in found))
-    configs = [config for config in _ways(found) if config != PLAIN]
+    configs = [config for config in dict.fromkeys(each.config for each in found) if config != PLAIN]
     for i, config in enumerate(configs):
         own = [each for each in found if each.config == config and each.speed_up is not None]
         places = [categories.index(each.category) + (i + 0.5) / len(configs) * 0.8 - 0.4 for each in own]
@@ -86,7 +86,9 @@ def _speed(axes: Axes, found: Sequence[MethodFigures]) -> None:
         errors = [[max(0.0, error) for error in side] for side in (below, above)]
         axes.bar(places, heights, 0.8 / len(configs), label=config.name, yerr=errors, error_kw={"lw": 0.8})
     axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set_xticks(range(len(categories)), [_category_label(category) for category in categories])
+    axes.set_xticks(
+        range(len(categories)), ["all" if category is None else category for category in categories]
+    )
     axes.set_ylabel("speed-up over plain decoding")
     axes.set_title("Speed-up by method, with 95% confidence intervals")
     _add_legend(axes)
@@ -140,11 +142,3 @@ def _passes(report: BenchReport, axes: Axes) -> None:
 def _add_legend(axes: Axes) -> None:
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
-
-
-def _ways(found: Sequence[MethodFigures]) -> list[MethodConfig]:
-    return list(dict.fromkeys(each.config for each in found))
-
-
-def _category_label(category: str | None) -> str:
-    return "all" if category is None else category

@@ -167,7 +167,7 @@ class Race:
         return f"{result}: {speeds}. {self._explanation()}"
 
     def _explanation(self) -> str:
-        """Return sentences that say why the other method was not faster than plain decoding."""
+        """Return sentences that explain why drafting was not faster than plain decoding."""
         reply = self.other.reply
         stats, limits = reply.stats, reply.method.loss_limits
         text = (

@@ -16,7 +16,7 @@ from edgespec.bench.race import Lane, Race
 from edgespec.errors import OptionError
 from edgespec.files import error_reason
 
-__all__ = ["Event", "Picture", "check_picture_path", "save_picture"]
+__all__ = ["Picture", "RaceEvent", "check_picture_path", "save_picture"]
 
 _GAP_CELLS = 3
 _CAST_COLUMNS = 100
@@ -31,7 +31,7 @@ _CONTROLS = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]
 _CELL_WIDTH, _LINE_HEIGHT, _MARGIN = 8.4, 19, 20
 
 
-class Event(NamedTuple):
+class RaceEvent(NamedTuple):
     """Text that appears at one position on the screen.
 
     Attributes:
@@ -80,24 +80,27 @@ class Picture:
         lanes = ((race.plain, "plain decoding", 0), (race.other, race.other.method, self._width + _GAP_CELLS))
         heading = _wrapped(f"> {_cleaned(prompt)}", columns)[:3]
         self._top = len(heading) + 1
-        events = [Event(0.0, row, 0, text, _BOLD) for row, text in enumerate(heading)]
+        events = [RaceEvent(0.0, row, 0, text, _BOLD) for row, text in enumerate(heading)]
         height = 0
         for lane, name, left in lanes:
             title = f"{name[: self._width]}"
-            events.append(Event(0.0, self._top, left, title, _BOLD))
+            events.append(RaceEvent(0.0, self._top, left, title, _BOLD))
             pieces = [each for each in self._pieces(lane, left) if max_rows is None or each.row < max_rows]
             height = max([height, *(each.row + 1 for each in pieces)])
             events += [each._replace(row=each.row + self._top + 2) for each in pieces]
             events += self._speeds(lane, left)
         end = self._top + 2 + height + 1
         result = [line for text in (race.headline(), *race.remarks()) for line in _wrapped(text, columns)]
-        events += [Event(self.seconds, end + row, 0, text, "") for row, text in enumerate(result)]
+        events += [RaceEvent(self.seconds, end + row, 0, text, "") for row, text in enumerate(result)]
         self.rows = end + len(result) + 1 + len(_LEGEND)
         for row, (style, meaning) in enumerate(_LEGEND, self.rows - len(_LEGEND)):
-            events += [Event(0.0, row, 0, "■", style), Event(0.0, row, 2, meaning[: columns - 2], _FAINT)]
+            events += [
+                RaceEvent(0.0, row, 0, "■", style),
+                RaceEvent(0.0, row, 2, meaning[: columns - 2], _FAINT),
+            ]
         self.events = sorted(events, key=lambda event: event.seconds)
 
-    def _pieces(self, lane: Lane, left: int) -> Iterator[Event]:
+    def _pieces(self, lane: Lane, left: int) -> Iterator[RaceEvent]:
         """Yield the text of a reply. Rows are counted from its first line."""
         text = _cleaned(lane.text)
         lines = list(_broken(text, self._width))
@@ -112,10 +115,10 @@ class Picture:
                 until = min(end, lines[number + 1].start if number + 1 < len(lines) else end)
                 if shown := text[place : min(until, line.end)]:
                     column = left + cell_len(text[line.start : place])
-                    yield Event(chunk.seconds, number, column, shown, style)
+                    yield RaceEvent(chunk.seconds, number, column, shown, style)
                 place = until
 
-    def _speeds(self, lane: Lane, left: int) -> Iterator[Event]:
+    def _speeds(self, lane: Lane, left: int) -> Iterator[RaceEvent]:
         """Yield the updates of the line below the heading, which shows the tokens and the speed so far."""
         seconds = 0.0
         while True:
@@ -124,7 +127,7 @@ class Picture:
             speed = tokens / seconds if seconds else 0.0
             done = " ✓" if seconds >= lane.seconds else ""
             text = f"{speed:5.1f} tok/s · {tokens} tokens in {seconds:.1f} s{done}"
-            yield Event(seconds, self._top + 1, left, text[: self._width].ljust(self._width), _FAINT)
+            yield RaceEvent(seconds, self._top + 1, left, text[: self._width].ljust(self._width), _FAINT)
             if seconds >= lane.seconds:
                 return
 
@@ -163,8 +166,8 @@ class Picture:
             hidden = _set("hidden", 0.0, event.seconds) if event.seconds else ""
             base = ""
             if until is not None:
-                # Show text that is replaced later only until then. Programs without animation do not show it
-                # at all.
+                # Text that is replaced later is visible until it is replaced. Programs without animation do
+                # not show it.
                 base, hidden = ' visibility="hidden"', _set("visible", event.seconds, last - event.seconds)
             parts.append(
                 f'<text x="{x:.1f}" y="{y:.1f}" textLength="{length:.1f}" lengthAdjust="spacingAndGlyphs"'
@@ -182,7 +185,7 @@ _SVG_STYLES = {
 }
 
 
-def styled(event: Event) -> str:
+def styled(event: RaceEvent) -> str:
     """Return the text of an event, including the escape codes for its colour in a terminal."""
     return f"\x1b[{event.style}m{event.text}\x1b[0m" if event.style else event.text
 
@@ -223,10 +226,10 @@ def _set(value: str, begin: float, seconds: float) -> str:
     )
 
 
-def _with_ends(events: Sequence[Event]) -> Iterator[tuple[Event, float | None]]:
+def _with_ends(events: Sequence[RaceEvent]) -> Iterator[tuple[RaceEvent, float | None]]:
     """Yield each event with the time at which a later event replaces it, or None if none does."""
     following: dict[tuple[int, int], float] = {}
-    found: list[tuple[Event, float | None]] = []
+    found: list[tuple[RaceEvent, float | None]] = []
     for event in reversed(events):
         place = event.row, event.column
         found.append((event, following.get(place)))

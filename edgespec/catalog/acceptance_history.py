@@ -22,7 +22,7 @@ from edgespec.files import (
     write_private_file,
 )
 
-__all__ = ["AcceptanceHistory", "AcceptanceRecorder", "Model"]
+__all__ = ["AcceptanceHistory", "AcceptanceRecorder", "LocalModel"]
 
 _VERSION = 1
 # Limits on the number of model pairs in the history file and on its size. Real files are far smaller.
@@ -36,7 +36,7 @@ _SAVE_EVERY_DRAFTED = 2_000
 
 Counts: TypeAlias = tuple[int, int]
 """(drafted tokens, accepted tokens)."""
-Model: TypeAlias = tuple[Path, ModelFormat]
+LocalModel: TypeAlias = tuple[Path, ModelFormat]
 
 
 class AcceptanceHistory:
@@ -45,7 +45,7 @@ class AcceptanceHistory:
     def __init__(self, path: Path | None = None) -> None:
         self._path = path or data_folder() / "learnt" / "acceptances.json"
 
-    def rate(self, target: Model, draft: Model) -> float | None:
+    def rate(self, target: LocalModel, draft: LocalModel) -> float | None:
         """Return a model pair's acceptance rate from 0 to 1, or None if too few tokens were drafted."""
         try:
             drafted, accepted = self._read().get(_key(target, draft), (0, 0))
@@ -53,7 +53,7 @@ class AcceptanceHistory:
             return None
         return accepted / drafted if drafted >= _MIN_DRAFTED else None
 
-    def add(self, target: Model, draft: Model, drafted: int, accepted: int) -> None:
+    def add(self, target: LocalModel, draft: LocalModel, drafted: int, accepted: int) -> None:
         """Add the token counts of one reply, and save them if the file is writable.
 
         Raises:
@@ -90,7 +90,9 @@ class AcceptanceRecorder:
     length.
     """
 
-    def __init__(self, target: Model, draft: Model, history: AcceptanceHistory | None = None) -> None:
+    def __init__(
+        self, target: LocalModel, draft: LocalModel, history: AcceptanceHistory | None = None
+    ) -> None:
         self._pair = target, draft
         self._history = history or AcceptanceHistory()
         self._drafted = self._accepted = 0
@@ -109,7 +111,7 @@ class AcceptanceRecorder:
         self._drafted = self._accepted = 0
 
 
-def _key(target: Model, draft: Model) -> str:
+def _key(target: LocalModel, draft: LocalModel) -> str:
     """Return a hash that changes when a file of either model changes. Raises ModelFileError."""
     fingerprints = [(str(path), files_fingerprint(path, form)) for path, form in (target, draft)]
     return hashlib.sha256(repr(fingerprints).encode()).hexdigest()[:32]

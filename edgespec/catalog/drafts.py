@@ -25,7 +25,7 @@ from edgespec.files import format_bytes
 
 __all__ = ["DraftChoice", "DraftOption", "choose_draft", "draft_options"]
 
-Source = Literal["catalogue", "tokens"]
+DraftSource = Literal["catalogue", "tokens"]
 
 # Maximum size of a draft model relative to the target, in bytes read per token. A larger draft model would be
 # too slow.
@@ -65,7 +65,7 @@ class DraftOption:
     reference: str
     path: Path | None
     format: ModelFormat
-    source: Source
+    source: DraftSource
     rank: int
     shared_token_fraction: float | None
     parameters: int

@@ -13,7 +13,7 @@ from edgespec.catalog.catalogue import HeadEntry, load_catalogue
 from edgespec.catalog.download import HEAD, Progress, fetch
 from edgespec.catalog.hub_cache import cached_model
 from edgespec.catalog.hub_files import hub_name
-from edgespec.catalog.reference import Download, Resolved, follow_aliases, resolve_path
+from edgespec.catalog.reference import Downloader, Resolved, follow_aliases, resolve_path
 from edgespec.catalog.reference_parsing import HubReference, NameReference, PathReference, StoreReference
 from edgespec.errors import ModelFileError, ModelNotFoundError
 from edgespec.heads.residual_layout import residual_head_method
@@ -41,7 +41,7 @@ def resolve_head(
     return resolve_head_with(reference, download)
 
 
-def resolve_head_with(reference: str, download: Download) -> Resolved:
+def resolve_head_with(reference: str, download: Downloader) -> Resolved:
     """Resolve a reference to a head, calling `download` if the head is not on this machine."""
     typed, catalogue = reference.strip(), load_catalogue()
     match parsed := follow_aliases(typed):
@@ -79,7 +79,7 @@ def _resolve_head_path(path: Path) -> Resolved:
     return resolve_path(path.parent if is_weights else path, missing_from_head)
 
 
-def _resolve_hub(typed: str, repository: str, quantisation: str | None, download: Download) -> Resolved:
+def _resolve_hub(typed: str, repository: str, quantisation: str | None, download: Downloader) -> Resolved:
     path = cached_model(repository, quantisation, missing_from_head) or download(repository, quantisation)
     note = f"{typed} -> hf:{hub_name(repository, quantisation)}: {path}"
     return Resolved(typed, path, "hub", None, note, format_at(path).name)

@@ -38,7 +38,7 @@ from edgespec.prepare.head import convert_once, converted_path
 
 __all__ = ["HeadOption", "head_options", "named_head", "published_heads"]
 
-Source: TypeAlias = Literal["named", "beside", "catalogue", "target"]
+HeadSource: TypeAlias = Literal["named", "beside", "catalogue", "target"]
 
 # Matches the names of files and folders beside a model that may be heads.
 _SIDECAR = re.compile(r"^(?:mtp|eagle\d?|dflash|dspark|medusa|hydra)(?:[-_.]|$)", re.IGNORECASE)
@@ -46,7 +46,7 @@ _SIDECAR = re.compile(r"^(?:mtp|eagle\d?|dflash|dspark|medusa|hydra)(?:[-_.]|$)"
 _MAX_ENTRIES = 10_000
 # Where to find heads, most preferred first. A head beside the model comes before the catalogue, because
 # the user probably put it there to use it.
-_SOURCES: tuple[Source, ...] = ("named", "beside", "catalogue", "target")
+_SOURCES: tuple[HeadSource, ...] = ("named", "beside", "catalogue", "target")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class HeadOption:
     reference: str
     kind: str
     head: Head | None
-    source: Source
+    source: HeadSource
     size_bytes: int = 0
     speedup: float = 0.0
     problem: str = ""
@@ -188,7 +188,7 @@ def _sidecars(target: Path) -> Iterator[Path]:
 
 
 def _installed(
-    path: Path, reference: str, source: Source, target: Resolved, target_info: ModelInfo
+    path: Path, reference: str, source: HeadSource, target: Resolved, target_info: ModelInfo
 ) -> HeadOption | None:
     """Return the head at a path, or None if it is damaged, not a head, or made for another target."""
     try:

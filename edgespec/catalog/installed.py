@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-from edgespec.backends.model_info import Kind, ModelInfo
+from edgespec.backends.model_info import ModelInfo, ModelKind
 from edgespec.backends.registry import same_backend
 from edgespec.catalog.catalogue import ModelEntry, ModelFormat, load_catalogue
 from edgespec.catalog.hub_cache import hub_models
@@ -31,7 +31,7 @@ __all__ = [
     "smaller_quantisations",
 ]
 
-_NOT_MODELS: dict[Kind, str] = {
+_NOT_MODELS: dict[ModelKind, str] = {
     "projector": "the file is an image projector, not a language model",
     "adapter": "the file is an adapter, not a model",
     "embedding": "the file is an embedding model, which does not generate text",

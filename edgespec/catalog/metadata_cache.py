@@ -28,7 +28,7 @@ _MAX_FILE_BYTES = 16 * 2**20
 _SEQUENCES = ("heads", "read_layers")
 
 # A model's path, file format and vocabulary hash.
-Model: TypeAlias = tuple[Path, ModelFormat, str]
+ModelVocabulary: TypeAlias = tuple[Path, ModelFormat, str]
 
 
 class MetadataCache:
@@ -55,14 +55,14 @@ class MetadataCache:
         self._changed = True
         return info
 
-    def same_token_ids(self, target: Model, draft: Model) -> bool:
+    def same_token_ids(self, target: ModelVocabulary, draft: ModelVocabulary) -> bool:
         """Return False if the models are known to use different token IDs, otherwise True."""
         if not target[2] or not draft[2] or target[2] == draft[2]:
             return True
         target_tokens, draft_tokens = self._read_tokens(target, draft)
         return target_tokens is None or draft_tokens is None or target_tokens.same_ids(draft_tokens)
 
-    def shared_token_fraction(self, target: Model, draft: Model) -> float | None:
+    def shared_token_fraction(self, target: ModelVocabulary, draft: ModelVocabulary) -> float | None:
         """Return the fraction of the target's tokens that the draft model also has, or None if unknown."""
         if not target[2] or not draft[2]:
             return None
@@ -77,7 +77,9 @@ class MetadataCache:
             self._changed = True
         return self._fractions[key]
 
-    def _read_tokens(self, target: Model, draft: Model) -> tuple[TokenList | None, TokenList | None]:
+    def _read_tokens(
+        self, target: ModelVocabulary, draft: ModelVocabulary
+    ) -> tuple[TokenList | None, TokenList | None]:
         try:
             return format_of(target[1]).read_tokens(target[0]), format_of(draft[1]).read_tokens(draft[0])
         except ModelFileError:

@@ -43,7 +43,7 @@ from edgespec.errors import ModelFileError, ModelNotFoundError
 from edgespec.prepare.store import MANIFEST, PreparedModel, check_prepared, find_prepared, read_prepared
 
 __all__ = [
-    "Download",
+    "Downloader",
     "Resolved",
     "follow_aliases",
     "refused_head",
@@ -53,7 +53,7 @@ __all__ = [
 ]
 
 Source = Literal["path"] | Store
-Download: TypeAlias = Callable[[str, str | None], Path]
+Downloader: TypeAlias = Callable[[str, str | None], Path]
 """Return the path of a model, given its repository and quantisation. Download the model if necessary."""
 
 
@@ -118,7 +118,7 @@ def resolve(reference: str, *, allow_download: bool = True, progress: Progress |
     return resolve_with(reference, partial(fetch, allow_download=allow_download, progress=progress))
 
 
-def resolve_with(reference: str, download: Download) -> Resolved:
+def resolve_with(reference: str, download: Downloader) -> Resolved:
     """Return the model that a reference names. Call `download` if the model is not on this machine."""
     typed = reference.strip()
     match parsed := follow_aliases(typed):
@@ -150,7 +150,7 @@ def follow_aliases(typed: str) -> Reference:
         seen.append(text.lower())
 
 
-def _resolve_name(typed: str, reference: NameReference, download: Download) -> Resolved:
+def _resolve_name(typed: str, reference: NameReference, download: Downloader) -> Resolved:
     catalogue, full_name = load_catalogue(), reference.full_name
     named = catalogue.find(full_name)
     stored = ollama_model(reference.name, reference.tag) if reference.tag or not named else None
@@ -175,7 +175,7 @@ def _resolve_name(typed: str, reference: NameReference, download: Download) -> R
     )
 
 
-def _resolve_entry(typed: str, entry: ModelEntry, quantisation: str, download: Download) -> Resolved:
+def _resolve_entry(typed: str, entry: ModelEntry, quantisation: str, download: Downloader) -> Resolved:
     several = entry.file_format.one_file_per_quantisation
     only_one = entry.embedded_path is not None or not several
     if only_one and quantisation.upper() != entry.quantisation.upper():
@@ -192,7 +192,7 @@ def _resolve_entry(typed: str, entry: ModelEntry, quantisation: str, download: D
     return _resolve_hub(typed, reference, download)
 
 
-def _resolve_hub(typed: str, reference: HubReference, download: Download) -> Resolved:
+def _resolve_hub(typed: str, reference: HubReference, download: Downloader) -> Resolved:
     repository, quantisation = reference.repository, reference.quantisation
     _refuse_head(repository)
     entry = load_catalogue().of_repository(repository)

@@ -99,7 +99,7 @@ def _called(name: str, arguments: str) -> str:
 
 
 def _code(text: str) -> str:
-    """Return a text as inline code in Markdown, on a single line."""
+    """Return `text` as Markdown inline code, on a single line."""
     fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     space = " " if "`" in text else ""
     return f"{fence}{space}{' '.join(text.split())}{space}{fence}"

@@ -57,7 +57,7 @@ def measure_link(address: WorkerAddress) -> LinkSpeed:
                 f"the connection to the worker {address} broke while it was measured",
                 "check the network, and that the worker runs the same version of edgespec",
             ) from error
-    # The transfer of the data and the round trip of the answer overlap only partly.
+    # The data transfer and the round trip partly overlap, so subtract at most half of the measured time.
     return LinkSpeed(round_trip, size / max(seconds - round_trip, seconds / 2))
 
 

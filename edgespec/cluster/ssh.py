@@ -33,7 +33,7 @@ _OPTIONS = (
     "-o", "ServerAliveCountMax=2",
     "-o", "ExitOnForwardFailure=yes",
     "-o", "LogLevel=ERROR",
-    # The tunnel of a connection that the user shares between commands would outlive this command.
+    # Do not share a connection with other ssh commands. Its tunnel would stay open after this command ends.
     "-o", "ControlMaster=no",
     "-o", "ControlPath=none",
 )  # fmt: skip

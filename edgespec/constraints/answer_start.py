@@ -13,7 +13,7 @@ from edgespec.backends.base import Vocabulary
 from edgespec.chat.reasoning import REASONING_MARKERS, piece_with_markers
 from edgespec.constraints.tokenizer import ConstraintTokenizer
 
-__all__ = ["Answer", "AnswerStart", "Gap", "Opening", "Phase", "Reasoning", "Unconstrained"]
+__all__ = ["Answer", "AnswerPhase", "AnswerStart", "Gap", "Opening", "Reasoning", "Unconstrained"]
 
 # Number of tokens at the end of a prompt to search for a marker that closes the reasoning.
 _PROMPT_END_TOKENS = 40
@@ -51,7 +51,7 @@ class Unconstrained:
     """The phase after the end of the reply, or after a drafted token that the target cannot choose."""
 
 
-Phase: TypeAlias = Opening | Reasoning | Gap | Answer | Unconstrained
+AnswerPhase: TypeAlias = Opening | Reasoning | Gap | Answer | Unconstrained
 
 
 class AnswerStart:
@@ -92,7 +92,7 @@ class AnswerStart:
             if not self._openings:
                 self.phase = Answer()
 
-    def after(self, phase: Phase, token: int) -> Phase:
+    def after(self, phase: AnswerPhase, token: int) -> AnswerPhase:
         """Return the phase after a token, which is `Answer` if the token itself is part of the answer."""
         if isinstance(phase, Unconstrained) or self._tokenizer.end_mask[token]:
             return Unconstrained()
@@ -104,7 +104,7 @@ class AnswerStart:
             return Gap(allows_space=False)
         return Answer()
 
-    def _after_opening(self, tokens: tuple[int, ...]) -> Phase:
+    def _after_opening(self, tokens: tuple[int, ...]) -> AnswerPhase:
         if tokens in self._openings:
             close = self._openings[tokens]
             return Reasoning(close) if close else Gap()
@@ -112,14 +112,14 @@ class AnswerStart:
             return Opening(tokens)
         return Answer() if len(tokens) == 1 else Unconstrained()
 
-    def _after_reasoning(self, phase: Reasoning, token: int) -> Phase:
+    def _after_reasoning(self, phase: Reasoning, token: int) -> AnswerPhase:
         text = phase.tail + piece_with_markers(self._vocabulary, token)
         _, found, rest = text.partition(phase.close)
         if not found:
             return Reasoning(phase.close, text[1 - len(phase.close) :])
         return Unconstrained() if rest.strip() else Gap(allows_space=not rest)
 
-    def allowed(self, phase: Phase) -> NDArray[np.bool_]:
+    def allowed(self, phase: AnswerPhase) -> NDArray[np.bool_]:
         """Return a mask of the tokens allowed in a phase, in addition to those that the constraint allows.
 
         A reply must not end during its reasoning, because it would have no answer.
@@ -140,7 +140,7 @@ class AnswerStart:
         return self._tokenizer.mask([])
 
 
-def _phase_after(reply_start: str) -> tuple[Phase, str]:
+def _phase_after(reply_start: str) -> tuple[AnswerPhase, str]:
     """Return the phase after `reply_start`, and the answer text that it contains."""
     text = reply_start.lstrip()
     if not text:

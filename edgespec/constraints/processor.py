@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.constraints.answer_start import Answer, AnswerStart, Gap, Opening, Phase, Unconstrained
+from edgespec.constraints.answer_start import Answer, AnswerPhase, AnswerStart, Gap, Opening, Unconstrained
 from edgespec.constraints.matcher import readable
 from edgespec.constraints.tokenizer import ConstraintTokenizer
 from edgespec.engine.processors import Candidates, LogitsProcessor
@@ -38,7 +38,7 @@ class _State:
 
     __slots__ = ("children", "depth", "in_answer", "mask", "parent", "phase", "token")
 
-    def __init__(self, parent: _State | None, token: int, phase: Phase) -> None:
+    def __init__(self, parent: _State | None, token: int, phase: AnswerPhase) -> None:
         self.parent, self.token, self.phase = parent, token, phase
         self.in_answer = parent is not None and isinstance(phase, Answer)
         self.depth: int = parent.depth + 1 if parent else 0

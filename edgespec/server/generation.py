@@ -14,9 +14,9 @@ from edgespec.chat.tool_calls.tool_set import ToolChoice
 from edgespec.errors import CancelledError
 from edgespec.server.models import LoadedModel
 
-__all__ = ["ChatPrompt", "Event", "Generation", "ReplyRequest", "TextPrompt", "TokenPrompt"]
+__all__ = ["ChatPrompt", "Generation", "ReplyPart", "ReplyRequest", "TextPrompt", "TokenPrompt"]
 
-Event: TypeAlias = tuple[int, TextChunk | Reply]
+ReplyPart: TypeAlias = tuple[int, TextChunk | Reply]
 """A part of a reply, or the finished reply, and the index of the reply."""
 
 
@@ -140,7 +140,7 @@ class Generation:
         if self._cancelled.is_set():
             self.cancel()
 
-    async def events(self) -> AsyncIterator[Event]:
+    async def events(self) -> AsyncIterator[ReplyPart]:
         """Yield the chunks of all replies as they are generated, and each reply after its last chunk.
 
         Raises:

@@ -243,7 +243,9 @@ class ModelPool:
                 if self._stopping.is_set():
                     raise ClosedError("the server is stopping", "start it again")
                 options = await self._make_room(self._options_for(name))
-                runtime = await asyncio.to_thread(self._load_runtime, options)
+                runtime = await asyncio.to_thread(
+                    edgespec.load, **options, progress=lambda *_: not self._stopping.is_set()
+                )
                 if len(self.loaded) == 0 and runtime.plan:
                     self._budget_bytes = runtime.plan.budget.bytes
                 _log.info("loaded %s%s", runtime.target.name, _memory_note(runtime.plan))
@@ -254,9 +256,6 @@ class ModelPool:
             if self._entries.get(files) is entry:
                 del self._entries[files]
             raise
-
-    def _load_runtime(self, options: Mapping[str, Any]) -> Runtime:
-        return edgespec.load(**options, progress=lambda *_: not self._stopping.is_set())
 
     def _options_for(self, name: str) -> dict[str, Any]:
         # Any request may use the `auto` method, which needs measured costs.

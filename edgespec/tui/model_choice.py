@@ -42,7 +42,7 @@ async def choose_model(screen: ChatScreen, reference: str) -> None:
 
 
 async def choose_or_list(screen: ChatScreen, typed: str) -> None:
-    """Switch to a model. If `typed` is only a part of names, such as `8b`, open the list of these models.
+    """Switch to a model. If `typed` is only part of a name, such as `8b`, list the models that contain it.
 
     Raises:
         OptionError: No model has this name or a name that contains it, or the model's file is unreadable.

@@ -21,7 +21,7 @@ from edgespec.tui.tool_access import (
     REFUSED,
     STOPPED,
     TOO_MANY,
-    Decision,
+    CallDecision,
     ToolAccess,
     add_result,
     call_rounds,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["PlainTools"]
 
 _WAIT_SECONDS = 0.05
-_ANSWERS: dict[str, Decision] = {
+_ANSWERS: dict[str, CallDecision] = {
     "yes": "once", "chat": "chat", "always": "always", "no": "refuse", "stop": "stop",
 }  # fmt: skip
 
@@ -126,7 +126,7 @@ class PlainTools(ToolAccess):
                 return INTERRUPTED
         return future.result()
 
-    def _decide(self, tool: Tool, call: ToolCall) -> Decision:
+    def _decide(self, tool: Tool, call: ToolCall) -> CallDecision:
         """Return the user's decision, or `once` if the user has allowed such calls before."""
         if self.is_allowed(tool, self._chat.current_chat):
             return "once"

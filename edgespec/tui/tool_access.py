@@ -26,7 +26,7 @@ __all__ = [
     "STOPPED",
     "TOO_MANY",
     "AllowedCall",
-    "Decision",
+    "CallDecision",
     "ToolAccess",
     "add_result",
     "call_rounds",
@@ -36,7 +36,7 @@ __all__ = [
     "unanswered_calls",
 ]
 
-Decision: TypeAlias = Literal["once", "chat", "always", "refuse", "stop"]
+CallDecision: TypeAlias = Literal["once", "chat", "always", "refuse", "stop"]
 """The user's answer to whether the model may call a tool."""
 
 MAX_ROUNDS = 25
@@ -157,7 +157,7 @@ class ToolAccess:
             self._approved, self._approved_in = set(), chat
         return tool.call_name in self._approved or self.is_always_allowed(tool)
 
-    def remember(self, tool: Tool, decision: Decision) -> str:
+    def remember(self, tool: Tool, decision: CallDecision) -> str:
         """Remember the user's decision about a tool if it also applies to later calls.
 
         Returns:

@@ -21,7 +21,7 @@ from edgespec.tui.tool_access import (
     REFUSED,
     STOPPED,
     TOO_MANY,
-    Decision,
+    CallDecision,
     ToolAccess,
     add_result,
     call_rounds,
@@ -165,7 +165,7 @@ class ToolUse(ToolAccess):
         waiting.cancel()
         return INTERRUPTED
 
-    async def _decide(self, tool: Tool, call: ToolCall) -> Decision:
+    async def _decide(self, tool: Tool, call: ToolCall) -> CallDecision:
         """Return the user's decision, or `once` if the user has allowed such calls before."""
         if self.is_allowed(tool, self._screen.current_chat):
             return "once"

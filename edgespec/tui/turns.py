@@ -289,14 +289,15 @@ class TurnScreen(ChatView):
 
     async def _report_ending(self, ended: Reply, turn: RunningTurn) -> None:
         """Tell the user if a reply was already complete, was slowed down, or can be continued."""
-        if turn.continued is not None and not ended.text:
+        if ended.finish_reason == "cancelled":
+            if not self._leaving and self._after_reply is None:
+                self.say("Stopped. Type /continue to finish the reply.")
+        elif turn.continued is not None and not ended.text:
             self.say("The reply was already complete.")
-        elif was_cpu_busy(ended.stats) and not self._is_cpu_busy:
+        if ended.text and was_cpu_busy(ended.stats) and not self._is_cpu_busy:
             await self.transcript.note(
                 "This reply was slower than usual, because other programs were using the processor."
             )
-        elif ended.finish_reason == "cancelled" and not self._leaving and self._after_reply is None:
-            self.say("Stopped. Type /continue to finish the reply.")
         self._is_cpu_busy = was_cpu_busy(ended.stats)
 
     async def after_calls(self, *, stopped: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -25,14 +25,6 @@ METHODS = ("model", "model+ngram")
 PROMPTS = read_prompts()[:2]
 MAX_TOKENS = 14
 CONTEXT = 256
-
-
-class Mixed(NamedTuple):
-    """A mixed pair, and the pair of GGUF files whose draft grows trees of the same shape."""
-
-    pair: Runtime
-    alike: Runtime
-    plain: dict[tuple[float, int], Reply]
 
 
 def replies_of(runtime: Runtime, temperature: float, **options: Any) -> list[Reply]:

@@ -37,7 +37,6 @@ class Simulation:
         self.curve = curve
         self.seconds = 0.0
         self._length = 0
-        self._tree = TokenTree.chain(0)
 
     free_tokens = 1 << 20
 
@@ -46,7 +45,6 @@ class Simulation:
 
     def verify(self, tree: TokenTree) -> HostLogits:
         self.seconds += self.curve(tree.width)
-        self._tree = tree
         rows = np.zeros((tree.width, WORDS), np.float32)
         for node, depth in enumerate(tree.depths):
             rows[node, self.text[(self._length + depth + 1) % len(self.text)]] = 1.0

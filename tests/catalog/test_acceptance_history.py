@@ -11,7 +11,7 @@ import pytest
 
 import edgespec
 from edgespec.catalog import choose_draft, draft_options, find_installed, resolve
-from edgespec.catalog.acceptance_history import AcceptanceHistory, AcceptanceRecorder, Model
+from edgespec.catalog.acceptance_history import AcceptanceHistory, AcceptanceRecorder, LocalModel
 from edgespec.catalog.catalogue import models_folder
 from tests.catalog.fake_stores import add_to_lmstudio
 
@@ -23,14 +23,16 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> tuple[Model, Model]:
+def pair(tmp_path: Path) -> tuple[LocalModel, LocalModel]:
     paths = tmp_path / "target.gguf", tmp_path / "draft.gguf"
     for path in paths:
         path.write_bytes((models_folder() / "demo-draft-q8_0.gguf").read_bytes())
     return (paths[0], "gguf"), (paths[1], "gguf")
 
 
-def test_a_rate_needs_enough_drafts_of_the_same_files(pair: tuple[Model, Model], data: Path) -> None:
+def test_a_rate_needs_enough_drafts_of_the_same_files(
+    pair: tuple[LocalModel, LocalModel], data: Path
+) -> None:
     record = AcceptanceRecorder(*pair)
     assert AcceptanceHistory().rate(*pair) is None
     record.count(199, 100)
@@ -50,7 +52,7 @@ def test_a_rate_needs_enough_drafts_of_the_same_files(pair: tuple[Model, Model],
 
 
 def test_the_history_is_bounded_and_favours_recent_replies(
-    pair: tuple[Model, Model], monkeypatch: pytest.MonkeyPatch, data: Path
+    pair: tuple[LocalModel, LocalModel], monkeypatch: pytest.MonkeyPatch, data: Path
 ) -> None:
     monkeypatch.setattr("edgespec.catalog.acceptance_history._MAX_PAIRS", 2)
     kept = AcceptanceHistory()

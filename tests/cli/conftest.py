@@ -48,6 +48,14 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
+def ctrl_c_is_heard() -> Iterator[None]:
+    """Whatever started the tests may have switched Ctrl-C off, as a shell does for what it puts aside."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
 def run() -> Run:
     """Run a command in this process. One thread computes: tests share the cores with others."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -108,14 +107,6 @@ def test_only_some_categories(run: Run, quick: tuple[str, ...]) -> None:
     assert {each["category"] for each in told["figures"]} == {None, "howto"}
     assert told["oracle_comparisons"][0]["auto_speed_up"] is None
     assert "choose from copy, howto" in one_line_error(run(*args, "maths"), 2)
-
-
-@pytest.fixture
-def ctrl_c_is_heard() -> Iterator[None]:
-    """Whatever started the tests may have switched Ctrl-C off, as a shell does for what it puts aside."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("ctrl_c_is_heard")

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,19 +22,12 @@ from edgespec.errors import CancelledError
 from tests.cases import first
 from tests.cli.conftest import Run, Start
 
+pytestmark = pytest.mark.usefixtures("ctrl_c_is_heard")
 # Without its end token the demo goes on for seconds.
 ENDLESS = (
     "generate", "--threads", "1", "--context", "30000", "-n", "29000", "--logit-bias", "1=-inf",
     "--draft", "none", "hi",
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def ctrl_c_is_heard() -> Iterator[None]:
-    """Whatever started the tests may have switched Ctrl-C off, as a shell does for what it puts aside."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def test_the_worker_thread_does_not_end() -> None:

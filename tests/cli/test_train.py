@@ -26,9 +26,10 @@ SLOW_STEPS = """
 import os, sys, time
 from edgespec.backends.mlx.head_trainer import MlxHeadTrainer
 from edgespec.cli.program import program
-from edgespec.train import writing
+from edgespec.train import timing, writing
 
 writing._MAX_REPLY_TOKENS = 40
+timing._TRIAL_CONVERSATIONS, timing._TRIAL_TOKENS = (1,), 4
 step, seconds = MlxHeadTrainer.step, float(os.environ.get("STEP_SECONDS", "0.2"))
 
 def slow_step(*args):
@@ -44,8 +45,10 @@ program()
 
 @pytest.fixture(autouse=True)
 def short_replies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write little text to train with."""
+    """Write little text to train with, and measure the speed in a short trial."""
     monkeypatch.setattr("edgespec.train.writing._MAX_REPLY_TOKENS", 40)
+    monkeypatch.setattr("edgespec.train.timing._TRIAL_CONVERSATIONS", (1,))
+    monkeypatch.setattr("edgespec.train.timing._TRIAL_TOKENS", 4)
 
 
 @pytest.fixture(scope="module")

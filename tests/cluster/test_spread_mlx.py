@@ -50,7 +50,7 @@ def tokens(workers: str | None, *methods: str) -> list[list[list[int]]]:
     with edgespec.load("demo-mlx", workers=workers, context=1024, method="model") as runtime:
         replies = [
             [
-                runtime.generate(PROMPT, max_tokens=40, seed=3, temperature=each, method=method)
+                runtime.generate(PROMPT, max_tokens=24, seed=3, temperature=each, method=method)
                 for each in (0.0, 0.8)
             ]
             for method in methods

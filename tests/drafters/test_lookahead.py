@@ -29,19 +29,6 @@ def forced(window: LookaheadWindow, able: Capabilities = FREE) -> LookaheadDraft
     return LookaheadDrafter(able, window=window)
 
 
-class _Watched(LookaheadDrafter):
-    """Records every proposed tree."""
-
-    def __init__(self, window: LookaheadWindow) -> None:
-        super().__init__(FREE, window=window)
-        self.trees: list[TokenTree] = []
-
-    def propose(self, sampler: Sampler, acceptance: Any, draft_length: int) -> TokenTree:
-        tree = super().propose(sampler, acceptance, draft_length)
-        self.trees.append(tree)
-        return tree
-
-
 def columns(drafter: LookaheadDrafter) -> list[list[int]]:
     return [list(column.tokens) for column in drafter._columns]
 

@@ -42,7 +42,7 @@ from tests.engine.test_rejection import (
     g_test,
     replies,
 )
-from tests.tables import PROMPT, VOCAB, near, table, with_drafter
+from tests.tables import PROMPT, VOCAB, near, sampling_settings, table, with_drafter
 
 FREE = Capabilities(True, True)
 SHAPES = [
@@ -53,18 +53,7 @@ SHAPES = [
     LookaheadWindow(1, 5, 4),
     LookaheadWindow(4, 3, 1),
 ]
-PENALTIES: dict[str, Any] = {
-    "repetition_penalty": 1.4,
-    "presence_penalty": 0.6,
-    "frequency_penalty": 0.4,
-    "penalty_window": 7,
-    "logit_bias": {1: 0.8, 3: -1.0},
-}
-SETTINGS: dict[str, dict[str, Any]] = {
-    f"T {temperature}{', penalties' if penalties else ''}": {"temperature": temperature} | penalties
-    for temperature in (0.0, 0.8, 1.2)
-    for penalties in ({}, PENALTIES)
-}
+SETTINGS = sampling_settings((0.0, 0.8, 1.2))
 
 
 def forced(window: LookaheadWindow, able: Capabilities = FREE) -> LookaheadDrafter:

@@ -15,20 +15,20 @@ from edgespec.engine.tree import TokenTree
 from edgespec.reply import Reply
 from edgespec.runtime import Runtime
 from tests.cases import first
-from tests.tables import END, PROMPT, VOCAB, Saying, knowing, near, runtime, table, with_drafter
+from tests.tables import (
+    END,
+    PROMPT,
+    VOCAB,
+    Saying,
+    knowing,
+    near,
+    runtime,
+    sampling_settings,
+    table,
+    with_drafter,
+)
 
-PENALTIES: dict[str, Any] = {
-    "repetition_penalty": 1.4,
-    "presence_penalty": 0.6,
-    "frequency_penalty": 0.4,
-    "penalty_window": 7,
-    "logit_bias": {1: 0.8, 3: -1.0},
-}
-SETTINGS: dict[str, dict[str, Any]] = {
-    f"T {temperature}{', penalties' if penalties else ''}": {"temperature": temperature} | penalties
-    for temperature in (0.0, 0.7, 1.2)
-    for penalties in ({}, PENALTIES)
-}
+SETTINGS = sampling_settings((0.0, 0.7, 1.2))
 # Every run tests each draft with one of three targets, and `-m long` with all of them.
 STEPS = pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.long)], ids=["some", "all"])
 TREES: list[tuple[int, ...]] = [(), (2,), (3,), (2, 2), (1, 3), (4, 2, 2)]

@@ -16,11 +16,6 @@ from edgespec.prepare.store import find_prepared
 from tests.backends.tiny_models import write_llama
 
 
-@pytest.fixture(autouse=True)
-def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path / "cache"))
-
-
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     return write_llama(tmp_path / "model.gguf", layers=3)

@@ -31,11 +31,6 @@ from tests.backends.tiny_models import write_gemma2, write_gemma3, write_jamba, 
 FILES = {SHARED, LOWER, UPPER, LOWER_FIRST, UPPER_FIRST}
 
 
-@pytest.fixture(autouse=True)
-def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path / "cache"))
-
-
 @pytest.fixture
 def three_layers(tmp_path: Path) -> Path:
     return write_llama(tmp_path / "model.gguf", layers=3)

@@ -25,11 +25,6 @@ from tests.backends.tiny_models import write_jamba, write_lfm2, write_mamba
 from tests.cases import first
 
 
-@pytest.fixture(autouse=True)
-def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path / "cache"))
-
-
 @pytest.fixture
 def source(tmp_path: Path, demo_target: Path) -> Path:
     return Path(shutil.copy(demo_target, tmp_path / "model.gguf"))

@@ -25,11 +25,6 @@ from tests.backends.tiny_models import write_gemma3, write_llama
 from tests.cases import first
 
 
-@pytest.fixture(autouse=True)
-def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path / "cache"))
-
-
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     return write_llama(tmp_path / "model.gguf", layers=3)

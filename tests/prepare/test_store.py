@@ -27,11 +27,6 @@ from edgespec.prepare.store import (
 _SETTINGS = {"exit_layer": 3}
 
 
-@pytest.fixture(autouse=True)
-def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path / "cache"))
-
-
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     path = tmp_path / "model.gguf"

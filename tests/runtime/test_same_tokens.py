@@ -14,13 +14,10 @@ from edgespec import Reply, Runtime
 from edgespec.losslessness import read_prompts, verify
 from tests.cases import first
 from tests.runtime.questions import HOWTO, METHODS, REPEATS, equal
+from tests.tables import sampling_settings
 
 PENALTIES: dict[str, Any] = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2}
-SAMPLING = {
-    f"T {temperature}{', penalties' if penalties else ''}": {"temperature": temperature} | penalties
-    for temperature in (0.0, 0.7, 1.2)
-    for penalties in ({}, PENALTIES)
-}
+SAMPLING = sampling_settings((0.0, 0.7, 1.2), PENALTIES)
 
 
 # A few of each are held against plain decoding by every run; `-m long` does the rest.

@@ -103,11 +103,12 @@ def test_minimising_removes_files_and_bytes_that_do_not_matter() -> None:
     assert minimise(files, fails, 0.0) == files
 
 
-def test_a_share_of_the_inputs_is_handled_without_findings(tmp_path: Path) -> None:
+@pytest.mark.parametrize("inputs", [500, pytest.param(1500, marks=pytest.mark.long)])
+def test_a_share_of_the_inputs_is_handled_without_findings(tmp_path: Path, inputs: int) -> None:
     slow = ("gguf-plan", "gguf-load", "mlx-load", "template")
     subjects = [subject for subject in SUBJECTS if subject.name not in slow]
     campaign = campaign_of(tmp_path, *subjects, seed=1)
-    campaign.run(1500, 20.0)
+    campaign.run(inputs, 20.0)
     found = {name: results.findings for name, results in campaign.results.items() if results.findings}
     assert not found, found
     assert "| chat |" in table(campaign)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from scripts import bench_load
-from scripts.bench_load import Measurement, TimedReply, report
 from scripts.peers.configurations import rotated_order
+from scripts.peers.load_figures import Measurement, TimedReply, report
 
 REPLY = TimedReply("a", (1, 2, 3), ((0.5, 1), (1.0, 1), (4.0, 1)), 3, 0, 0)
 PLAIN = Measurement(0, 0, 1, "none", 2.0, (REPLY,))

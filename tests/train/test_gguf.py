@@ -42,7 +42,7 @@ def test_a_converted_head_guesses_the_same_tokens(tmp_path: Path) -> None:
     batch = TrainingBatch(np.array([tokens], np.int32), replied)
     trainer = teacher.head("eagle3").trainer(batch, np.ones(teacher.vocabulary.size, np.int64))
     assert isinstance(trainer, MlxHeadTrainer)
-    for _ in range(3):
+    for _ in range(2):
         trainer.step(batch, 0.1)
     trainer.publish(tmp_path)
     prepare_head(tmp_path, demo, tmp_path / "head.gguf")

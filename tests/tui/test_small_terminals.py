@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -91,3 +92,19 @@ async def test_a_chat_opened_from_a_list_that_covers_the_screen_fills_it(tmp_pat
         await d.press("down", "enter")
         await d.sees("word word")
         await d.sees("a question")
+
+
+async def test_the_text_at_the_top_stays_in_place_when_the_width_changes(tmp_path: Path) -> None:
+    replies = ["\n\n".join(f"Fact {n}.{fact}: " + "word " * 50 for fact in range(9)) for n in range(4)]
+    async with driving(loading(ScriptedRuntime([Script(each) for each in replies])), tmp_path) as d:
+        for n in range(4):
+            await d.say(f"question {n}")
+        await d.press("pageup", "pageup", "pageup")
+        await d.pilot.pause(0.2)
+        before = d.screen_text()
+        fact = re.findall(r"Fact \d\.\d", "\n".join(before))[0]
+        for width in (*range(79, 39, -3), *range(41, 80, 2)):
+            await d.pilot.resize_terminal(width, 24)
+            await d.sees(fact)
+        await d.pilot.resize_terminal(80, 24)
+        await until(d.pilot, lambda: d.screen_text() == before, "the same screen")

@@ -279,6 +279,16 @@ async def test_a_busy_processor_is_mentioned_once(tmp_path: Path) -> None:
         await d.sees("fewer than usual")
 
 
+async def test_a_reply_stopped_while_the_processor_is_busy_can_be_continued(tmp_path: Path) -> None:
+    busy = Script("word " * 2000, pause_seconds=0.005, busy_passes=5000)
+    async with driving(loading(ScriptedRuntime([busy])), tmp_path, size=(100, 30)) as d:
+        await d.send("one")
+        await d.sees("word word")
+        await d.press("escape")
+        await d.sees("Stopped. Type /continue to finish the reply.")
+        assert "slower than usual" in d.transcript()
+
+
 async def test_a_list_of_chats_closed_with_escape_stays_closed(tmp_path: Path) -> None:
     async with driving(loading(ScriptedRuntime()), tmp_path, size=(100, 30)) as d:
         await d.press("f2")

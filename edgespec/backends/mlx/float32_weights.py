@@ -10,13 +10,13 @@ from mlx_lm.utils import dequantize_model
 
 from edgespec.backends.mlx.build_info import runs_on_cpu
 from edgespec.backends.mlx.evaluation import evaluate
-from edgespec.backends.mlx.loading import LoadedModel
+from edgespec.backends.mlx.loading import LoadedMlxModel
 from edgespec.backends.mlx.model_skeleton import named_arrays
 
 __all__ = ["convert_to_float32", "faster_in_float32"]
 
 
-def faster_in_float32(loaded: LoadedModel) -> bool:
+def faster_in_float32(loaded: LoadedMlxModel) -> bool:
     """Return whether float32 weights fit in memory and make batches run faster.
 
     On a CPU, MLX multiplies batches with quantised weights more slowly than with float32.

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 __all__ = [
     "KV_BITS",
     "MAX_WIDTH",
-    "LoadedModel",
+    "LoadedMlxModel",
     "check_options",
     "load",
     "load_model",
@@ -59,7 +59,7 @@ _UNLIMITED_BYTES = 1 << 62
 _CPU_BATCH_TOKENS = 64
 
 
-class LoadedModel(NamedTuple):
+class LoadedMlxModel(NamedTuple):
     """A model with all weights in memory.
 
     Attributes:
@@ -228,7 +228,7 @@ def load_model(
     options: LoadOptions,
     progress: Progress | None,
     placement: LayerPlacement | None = None,
-) -> LoadedModel:
+) -> LoadedMlxModel:
     """Load a model's weights and tokenizer from a folder. See `load`. With `placement`, use workers."""
 
     def report(fraction: float) -> None:
@@ -256,7 +256,7 @@ def load_model(
         added_bytes = skeleton.low_bits.array_bytes if skeleton.low_bits else 0
         weight_bytes = parameter_bytes(skeleton.model) - added_bytes
     dtype = _compute_dtype(skeleton.model)
-    return LoadedModel(skeleton, tokenizer, weight_bytes, widened, dtype, blocks)
+    return LoadedMlxModel(skeleton, tokenizer, weight_bytes, widened, dtype, blocks)
 
 
 def _load_tokenizer(folder: Path, config: dict[str, Any]) -> Any:

@@ -21,7 +21,7 @@ from edgespec.backends.mlx.cache_serialization import deserialize_caches, serial
 from edgespec.backends.mlx.evaluation import release_thread_state
 from edgespec.backends.mlx.layer_caches import CacheCheckpoint
 from edgespec.backends.mlx.layers import HiddenStateHooks, LayerList
-from edgespec.backends.mlx.loading import KV_BITS, LoadedModel, prefill_batch_tokens
+from edgespec.backends.mlx.loading import KV_BITS, LoadedMlxModel, prefill_batch_tokens
 from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.mlx.model_skeleton import named_arrays
 from edgespec.backends.mlx.partial_models import (
@@ -61,7 +61,7 @@ class MlxModel(BaseModel):
     why_chains_only = ""
 
     def __init__(
-        self, loaded: LoadedModel, facts: ModelFacts, vocabulary: MlxVocabulary, options: LoadOptions
+        self, loaded: LoadedMlxModel, facts: ModelFacts, vocabulary: MlxVocabulary, options: LoadOptions
     ) -> None:
         kv_bits = KV_BITS[options.kv_type]
         self.facts = facts

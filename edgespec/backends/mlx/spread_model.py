@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 from edgespec.backends.base import LanguageModel, LoadOptions, Snapshot
-from edgespec.backends.mlx.loading import LoadedModel
+from edgespec.backends.mlx.loading import LoadedMlxModel
 from edgespec.backends.mlx.model import MlxModel
 from edgespec.backends.mlx.vocabulary import MlxVocabulary
 from edgespec.backends.model_facts import ModelFacts
@@ -24,7 +24,7 @@ class SpreadModel(MlxModel):
     why_chains_only = "drafts without branches only, because its layers are on workers"
 
     def __init__(
-        self, loaded: LoadedModel, facts: ModelFacts, vocabulary: MlxVocabulary, options: LoadOptions
+        self, loaded: LoadedMlxModel, facts: ModelFacts, vocabulary: MlxVocabulary, options: LoadOptions
     ) -> None:
         super().__init__(loaded, facts, vocabulary, options)
         self._blocks, self._workers = loaded.blocks, options.workers

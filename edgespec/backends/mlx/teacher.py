@@ -22,7 +22,7 @@ from edgespec.backends.mlx.evaluation import evaluate, translate_errors
 from edgespec.backends.mlx.float32_weights import convert_to_float32, faster_in_float32
 from edgespec.backends.mlx.head_trainer import HeadStudent
 from edgespec.backends.mlx.layers import Body, HiddenStateHooks
-from edgespec.backends.mlx.loading import LoadedModel, load_model
+from edgespec.backends.mlx.loading import LoadedMlxModel, load_model
 from edgespec.backends.mlx.model_skeleton import translate_load_errors
 from edgespec.backends.mlx.target_ends import TargetLmHead
 from edgespec.backends.mlx.trainable_eagle import TrainableEagle
@@ -84,7 +84,7 @@ class MlxTeacher:
         final_norm: Weights of the norm before the output matrix, float32 [size].
     """
 
-    def __init__(self, loaded: LoadedModel, name: str, vocabulary: MlxVocabulary) -> None:
+    def __init__(self, loaded: LoadedMlxModel, name: str, vocabulary: MlxVocabulary) -> None:
         self.name = name
         self.vocabulary: Vocabulary = vocabulary
         self._net = loaded.skeleton.model

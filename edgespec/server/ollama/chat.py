@@ -12,7 +12,7 @@ from edgespec.chat.tool_calls.calls import ToolCall, parse_object
 from edgespec.server.fields import ItemFields, ignored_in_messages
 from edgespec.server.generation import ChatPrompt, ReplyRequest
 from edgespec.server.ollama.fields import OllamaFields, options_of, refuse_images
-from edgespec.server.ollama.replying import OllamaReply, Part, load_model, respond
+from edgespec.server.ollama.replying import OllamaPart, OllamaReply, load_model, respond
 from edgespec.server.protocol import Call
 
 __all__ = ["OllamaChat", "OllamaChatRequest", "chat"]
@@ -85,7 +85,7 @@ def _converted(index: int, message: OllamaMessage) -> dict[str, Any]:
     }
 
 
-def _formatted(part: Part) -> dict[str, Any]:
+def _formatted(part: OllamaPart) -> dict[str, Any]:
     message: OllamaReplyMessage = {"role": "assistant", "content": part.text}
     if part.thinking:
         message["thinking"] = part.thinking

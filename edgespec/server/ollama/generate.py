@@ -10,7 +10,7 @@ from starlette.responses import Response
 from edgespec.server.errors import invalid_request
 from edgespec.server.generation import ChatPrompt, ReplyRequest, TextPrompt
 from edgespec.server.ollama.fields import OllamaFields, options_of, refuse_images
-from edgespec.server.ollama.replying import OllamaReply, Part, load_model, respond
+from edgespec.server.ollama.replying import OllamaPart, OllamaReply, load_model, respond
 from edgespec.server.protocol import Call
 
 __all__ = ["OllamaGenerateRequest", "OllamaGeneration", "generate"]
@@ -66,5 +66,5 @@ def _prompt(body: OllamaGenerateRequest, prompt: str) -> ChatPrompt | TextPrompt
     return ChatPrompt([*system, {"role": "user", "content": prompt}])
 
 
-def _formatted(part: Part) -> dict[str, Any]:
+def _formatted(part: OllamaPart) -> dict[str, Any]:
     return {"response": part.text, **({"thinking": part.thinking} if part.thinking else {})}

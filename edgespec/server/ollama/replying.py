@@ -23,7 +23,7 @@ from edgespec.server.openai.report import ReplyReport, report
 from edgespec.server.protocol import Call
 from edgespec.server.responses import json_response, open_stream
 
-__all__ = ["STREAM_MEDIA_TYPE", "OllamaReply", "Part", "error_body", "load_model", "respond"]
+__all__ = ["STREAM_MEDIA_TYPE", "OllamaPart", "OllamaReply", "error_body", "load_model", "respond"]
 
 STREAM_MEDIA_TYPE = "application/x-ndjson"
 
@@ -49,7 +49,7 @@ class OllamaReply(TypedDict):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class OllamaPart:
     """A part of a streamed reply, or a whole reply."""
 
     text: str = ""
@@ -57,7 +57,7 @@ class Part:
     tool_calls: Sequence[ToolCall] = ()
 
 
-Formatter = Callable[[Part], Mapping[str, Any]]
+Formatter = Callable[[OllamaPart], Mapping[str, Any]]
 """Returns the fields that contain a part of a reply."""
 
 
@@ -81,7 +81,7 @@ async def respond(call: Call[Any], request: ReplyRequest, formatted: Formatter) 
     async with call.service.generate(fields.model, [request]) as generation:
         (reply,) = await generation.replies()
         raw = isinstance(request.prompt, TextPrompt)
-        part = Part(reply.text) if raw else Part(reply.answer, reply.reasoning, reply.tool_calls)
+        part = OllamaPart(reply.text) if raw else OllamaPart(reply.answer, reply.reasoning, reply.tool_calls)
         logprobs = _logprobs(reply.logprobs) if fields.logprobs else {}
         head = _head(fields.model or generation.model.name)
         end = _end(fields, reply, generation, started)
@@ -108,9 +108,9 @@ async def _stream(
                     yield _line({**head, **formatted(part), **logprobs})
                 continue
             if event.tool_calls and not raw:
-                yield _line({**head, **formatted(Part(tool_calls=event.tool_calls))})
+                yield _line({**head, **formatted(OllamaPart(tool_calls=event.tool_calls))})
             end = _end(fields, event, generation, started)
-            yield _line({**head, **formatted(Part()), **end})
+            yield _line({**head, **formatted(OllamaPart()), **end})
     if fields.unloads:
         await call.service.models.unload(fields.model)
 
@@ -128,7 +128,7 @@ async def load_model(call: Call[Any], formatted: Formatter) -> Response:
     else:
         async with models.borrow(fields.model) as model:
             name, reason = fields.model or model.name, "load"
-    return json_response({**_head(name), **formatted(Part()), "done": True, "done_reason": reason})
+    return json_response({**_head(name), **formatted(OllamaPart()), "done": True, "done_reason": reason})
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
@@ -140,10 +140,10 @@ def _error_line(error: ApiError) -> bytes:
     return _line(error_body(error))
 
 
-def _part(chunk: TextChunk, raw: bool) -> Part:
+def _part(chunk: TextChunk, raw: bool) -> OllamaPart:
     if raw:
-        return Part(chunk.raw_text)
-    return Part(thinking=chunk.text) if chunk.reasoning else Part(chunk.text)
+        return OllamaPart(chunk.raw_text)
+    return OllamaPart(thinking=chunk.text) if chunk.reasoning else OllamaPart(chunk.text)
 
 
 def _line(value: Mapping[str, Any]) -> bytes:

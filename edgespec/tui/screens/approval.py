@@ -15,7 +15,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Button, Static
 
 from edgespec.tools.tool import Tool, visible
-from edgespec.tui.tool_access import Decision
+from edgespec.tui.tool_access import CallDecision
 
 __all__ = ["ApprovalScreen", "readable_arguments"]
 
@@ -25,7 +25,7 @@ _QUIET_SECONDS = 0.5
 _CHECK_SECONDS = 0.05
 
 
-class ApprovalScreen(ModalScreen[Decision]):
+class ApprovalScreen(ModalScreen[CallDecision]):
     """Dialog that shows a tool call and its arguments. Its result is the user's decision.
 
     The model and the server wrote the texts about the call, so the dialog does not interpret markup in them
@@ -100,10 +100,10 @@ class ApprovalScreen(ModalScreen[Decision]):
         for button in self.query(Button):
             button.disabled = not enabled
 
-    def action_choose(self, decision: Decision) -> None:
+    def action_choose(self, decision: CallDecision) -> None:
         self.decide(decision)
 
-    def decide(self, decision: Decision) -> None:
+    def decide(self, decision: CallDecision) -> None:
         """Close the dialog with this decision. Do nothing if the dialog is already closed."""
         if not self._decided:
             self._decided = True

@@ -22,6 +22,7 @@ from edgespec.tui.open_chat import OpenChat
 from edgespec.tui.widgets.message_pages import PAGE_MESSAGES, message_widgets, page_end
 from edgespec.tui.widgets.message_widget import MessageWidget
 from edgespec.tui.widgets.messages import Panel, ReplyMessage, Welcome
+from edgespec.tui.widgets.text_position import TextPosition
 
 if TYPE_CHECKING:
     from textual.layout import DockArrangeResult
@@ -74,6 +75,9 @@ class Transcript(VerticalScroll):
         # A message, and the row of the screen where it stays until the added messages are laid out.
         self._held: tuple[MessageWidget, int] | None = None
         self._origin = False
+        # The width in the last layout, and the text at the top.
+        self._width = 0
+        self._position = TextPosition()
 
     def compose(self) -> ComposeResult:
         yield self._column
@@ -198,23 +202,35 @@ class Transcript(VerticalScroll):
         self._held = None
 
     def arrange(self, size: Size, optimal: bool = False) -> DockArrangeResult:
-        """Lay out the messages, and scroll so that the held message stays at its row.
+        """Lay out the messages. Scroll so that the held message, or else the text at the top, stays in place.
 
         Scrolling after the layout would draw the screen twice, and show wrong messages for a moment.
         """
-        arrangement = super().arrange(size, optimal)
-        if self._held is not None and not optimal:
-            message, row = self._held
-            column = next(each.region for each in arrangement.placements if each.widget is self._column)
-            inner = column.shrink(self._column.gutter)
-            messages = self._column.arrange(inner.size).placements
+        if optimal:
+            return super().arrange(size, optimal)
+        is_resized = self._width not in (0, size.width) and self.scroll_y < self.max_scroll_y
+        if is_resized:
+            self._position.remember(int(self.scroll_y))
+        arrangement = super().arrange(size)
+        column = next(each.region for each in arrangement.placements if each.widget is self._column)
+        inner = column.shrink(self._column.gutter)
+        placements = self._column.arrange(inner.size).placements
+        places = {each.widget: each.region.translate(inner.offset) for each in placements}
+        self._width, self._position.places = size.width, places
+        last = max(0, column.bottom - size.height)
+        row = None
+        if self._held is not None:
+            message, screen_row = self._held
             # Do nothing if the message has been removed in the meantime.
-            for y in (each.region.y for each in messages if each.widget is message):
-                wanted = inner.y + y - (row - self.scrollable_content_region.y)
-                scroll_y = clamp(wanted, 0, max(0, column.bottom - size.height))
-                self.set_reactive(Transcript.scroll_y, scroll_y)
-                self.set_reactive(Transcript.scroll_target_y, scroll_y)
-                self.vertical_scrollbar.set_reactive(ScrollBar.position, scroll_y)
+            if message in places:
+                wanted = places[message].y - (screen_row - self.scrollable_content_region.y)
+                row = clamp(wanted, 0, last)
+        elif is_resized:
+            row = self._position.found(last)
+        if row is not None:
+            self.set_reactive(Transcript.scroll_y, row)
+            self.set_reactive(Transcript.scroll_target_y, row)
+            self.vertical_scrollbar.set_reactive(ScrollBar.position, row)
         return arrangement
 
     def message_at(self, index: int) -> MessageWidget | None:

@@ -11,7 +11,7 @@ from edgespec.prepare.layerskip import prepare_layerskip
 EXITS = (1, 4, 9)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folders(
     demo_target: Path, demo_in_halves: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[int, Path]:

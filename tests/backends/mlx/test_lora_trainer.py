@@ -160,7 +160,14 @@ class TestTrainer:
         assert not trainer.adapted
 
 
+@pytest.fixture
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train one step per example, which is enough to change the adapter."""
+    monkeypatch.setattr(online_drafting, "_STEPS_PER_EXAMPLE", 1)
+
+
 class TestReplies:
+    @pytest.mark.usefixtures("few_steps")
     def test_the_same_tokens_over_several_turns(self, demo: tuple[MlxModel, MlxModel]) -> None:
         with paired(*demo) as runtime:
             chat, alone = runtime.chat(), runtime.chat()
@@ -230,6 +237,7 @@ class TestReplies:
             assert 0 < stats.accepted_tokens == stats.drafted_tokens
             assert drafter.trainer.evaluation == (stats.generated_tokens,) * 3
 
+    @pytest.mark.usefixtures("few_steps")
     def test_memory_of_training_is_reported(self, demo: tuple[MlxModel, MlxModel]) -> None:
         target, draft = demo
         with paired(target, draft) as runtime:
@@ -273,6 +281,7 @@ class TestReplies:
                 lambda able: AdaptiveTreeGrowth(limits, assumed_cost, siblings=1)
             ).restore_statistics(kept)
 
+    @pytest.mark.usefixtures("few_steps")
     def test_a_later_run_continues_training(self, tmp_path: Path, demo: tuple[MlxModel, MlxModel]) -> None:
         notes = SavedArrays("online", "pair", tmp_path)
         target, draft = demo

@@ -112,12 +112,15 @@ print(run(sys.argv[1], int(sys.argv[2])))
         ),
     ],
 )
-def test_estimate_is_near_the_touched_memory(kind: str, config: dict[str, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize("tokens", [1024, pytest.param(2048, marks=pytest.mark.long)])
+def test_estimate_is_near_the_touched_memory(
+    kind: str, config: dict[str, int], tokens: int, tmp_path: Path
+) -> None:
     """The compute buffers hold scores, logits, a copy of the largest layer's cache, or a recurrent layer."""
     path = write_checkpoint(tmp_path / kind, kind, dtype="float16", config={**_LONG, **config})
-    told = _told(path, LoadOptions(context_tokens=2048))
+    told = _told(path, LoadOptions(context_tokens=tokens))
     done = subprocess.run(
-        [sys.executable, "-c", _TOUCHES, str(path), "2048"], capture_output=True, text=True, check=True
+        [sys.executable, "-c", _TOUCHES, str(path), str(tokens)], capture_output=True, text=True, check=True
     )
     assert told.bytes_of("compute") > 7 << 20
     assert -(4 << 20) < told.bytes_of("cache", "compute") - int(done.stdout) < 20 << 20

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.mlx import model_skeleton
-from edgespec.backends.mlx.loading import LoadedModel, load_model
+from edgespec.backends.mlx.loading import LoadedMlxModel, load_model
 from edgespec.backends.model_facts import Adapter
 from edgespec.errors import CancelledError, MemoryBudgetError, ModelFileError
 from tests.backends.mlx.tiny_checkpoints import KINDS, ROWS, configuration, write_adapter, write_checkpoint
@@ -33,7 +33,7 @@ QUANTISATIONS: dict[str, Any] = {
 }
 
 
-def _open(path: Path, progress: Any = None, **options: Any) -> LoadedModel:
+def _open(path: Path, progress: Any = None, **options: Any) -> LoadedMlxModel:
     return load_model(str(path), "tiny", LoadOptions(**options), progress)
 
 
