@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from errno import EFBIG
 from pathlib import Path
 from typing import Any
 
 from edgespec.engine.sampling_params import SETTING_RANGES, SamplingParams
 from edgespec.errors import OptionError
+from edgespec.files import format_bytes
 from edgespec.json_schemas import without_other_properties
 from edgespec.option_kinds import Kind, converted
 
 __all__ = ["JsonSchema", "SamplingNumber", "TextFile", "TokenBiases"]
+
+# Far more than a schema or a grammar needs. Limits the memory for a path such as /dev/zero.
+_MAX_FILE_BYTES = 16 << 20
 
 
 class TextFile(Kind):
@@ -22,9 +27,14 @@ class TextFile(Kind):
     metavar = "FILE"
 
     def parse(self, text: str) -> Any:
-        """Return the text of a file. Raises OptionError if it cannot be read."""
+        """Return the text of a file. Raises OptionError if it cannot be read or is too large."""
         try:
-            return Path(text).expanduser().read_text("utf-8")
+            # The file can be a pipe, so its size is unknown before it is read.
+            with Path(text).expanduser().open("rb") as file:
+                data = file.read(_MAX_FILE_BYTES + 1)
+            if len(data) > _MAX_FILE_BYTES:
+                raise OSError(EFBIG, f"it has more than {format_bytes(_MAX_FILE_BYTES)}")
+            return data.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not a UTF-8 text"
             raise OptionError(

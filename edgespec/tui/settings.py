@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
@@ -67,7 +68,11 @@ def parse(name: str, text: str) -> Setting:
 
 
 def read_schema(path: str) -> Setting:
-    """Read a JSON schema from a file. Raises OptionError if it is not a JSON schema."""
+    """Read a JSON schema from a file. Raises OptionError if it is not a regular file with a JSON schema."""
+    file = os.path.expanduser(path)
+    # Reading a pipe could block the chat.
+    if os.path.exists(file) and not os.path.isfile(file):
+        raise OptionError(f"{path!r} is not a regular file", "choose the file of a JSON schema")
     kind = REPLY_OPTIONS[SCHEMA].kind
     schema: Setting = kind.check(SCHEMA, kind.parse(path))
     return schema

@@ -1,0 +1,32 @@
+"""Files that `/schema` and `--schema` must not read as a whole."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from edgespec.errors import OptionError
+from edgespec.reply_option_kinds import TextFile
+from edgespec.tui.setting_commands import changed_schema
+
+
+def test_pipes_devices_and_folders_are_no_schema(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (str(tmp_path / "pipe"), "/dev/zero", str(tmp_path)):
+        with pytest.raises(OptionError, match="is not a regular file"):
+            changed_schema(path, {})
+
+
+def test_an_endless_file_is_refused() -> None:
+    with pytest.raises(OptionError, match="it has more than 16.0 MiB"):
+        TextFile().parse("/dev/zero")
+
+
+def test_a_text_from_a_pipe_is_read_without_the_line_ends_of_windows() -> None:
+    read, write = os.pipe()
+    os.write(write, "é\r\n".encode())
+    os.close(write)
+    assert TextFile().parse(f"/dev/fd/{read}") == "é\n"
+    os.close(read)
