@@ -8,6 +8,7 @@ from typing import cast
 
 from edgespec.assembly.drafting_options import DraftingOptions
 from edgespec.assembly.pairing import ModelPair
+from edgespec.assembly.worker_speed import output_is_faster_on_worker
 from edgespec.backends.base import LoadOptions, Progress
 from edgespec.cluster.connected import ConnectedWorkers
 from edgespec.cluster.machines import Machines
@@ -64,6 +65,8 @@ def connect_workers(
 ) -> LoadOptions:
     """Reserve the workers until `undo` is closed, and return the load options with them.
 
+    Also decides which machine computes the output layer.
+
     Raises:
         CancelledError: `progress` returned False.
         OptionError: The target does not support workers, or this machine cannot hold layers.
@@ -84,4 +87,6 @@ def connect_workers(
         )
     workers = ConnectedWorkers(machines, form.worker_library(), progress)
     undo.callback(workers.close)
-    return replace(options, workers=workers)
+    # Heads read hidden states and weights of the output layer on this machine.
+    on_worker = not pair.heads and output_is_faster_on_worker(pair.target, workers)
+    return replace(options, workers=workers, output_on_worker=on_worker)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgespec.backends.memory_estimate import MachineShare
-from edgespec.backends.pass_weights import PassWeights
+from edgespec.backends.pass_weights import OutputLayer, PassWeights
 from edgespec.backends.registry import format_of
 from edgespec.catalog import Resolved
 from edgespec.cluster.connected import ConnectedWorkers
@@ -16,9 +16,12 @@ from edgespec.cluster.link_speed import LinkSpeed, measure_link
 from edgespec.costs.curve import CostCurve
 from edgespec.costs.machine_speed import MachineSpeed, TypeSpeed, saved_machine_speed
 
-__all__ = ["SpreadPrediction", "predict_spread", "saved_speed_json"]
+__all__ = ["SpreadPrediction", "output_is_faster_on_worker", "predict_spread", "saved_speed_json"]
 
 _HERE = "this machine"
+# Rows of logits per pass when deciding where the output layer is, which are those of a draft of four tokens.
+# This is a heuristic, because the draft length changes with the text.
+_OUTPUT_ROWS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +87,16 @@ def predict_spread(
     if form.read_pass_weights is None:
         return SpreadPrediction(links, send_seconds, None, (), {}, fits_here, "")
     weights = form.read_pass_weights(target.path)
-    trips = (0.0, *(link.round_trip_seconds for link in links))
+    row_growth_bytes = weights.output.row_growth_bytes if weights.output else 0
+    trips = [0.0]
+    for share, link in zip(machines[1:], links, strict=True):
+        growth = row_growth_bytes / link.bytes_per_second if share.has_output else 0.0
+        trips.append(link.round_trip_seconds + growth)
     speeds = (saved_machine_speed(form), *(_from_json(link.status.speed) for link in workers.links))
     layers = sum(share.layers for share in machines)
-    # The weights that are not in layers are those of the output layer, which is on this machine.
+    # The weights that are not in layers are those of the output layer.
     in_layers = sum(share.read_fraction for share in machines)
+    fractions = [share.read_fraction + (1.0 - in_layers if share.has_output else 0.0) for share in machines]
 
     def seconds(machine: int, fraction: float, layers: int) -> float | None:
         """Return the time for a part of a pass on one machine. None if the machine was not measured."""
@@ -96,13 +104,14 @@ def predict_spread(
         part = {name: round(size * fraction) for name, size in weights.bytes_of.items()}
         return None if speed is None else trips[machine] + speed.pass_seconds(PassWeights(part, layers))
 
-    parts = {_HERE: seconds(0, 1.0 - in_layers + machines[0].read_fraction, machines[0].layers)}
+    parts = {_HERE: seconds(0, fractions[0], machines[0].layers)}
     alone = {_HERE: seconds(0, 1.0, layers)} if fits_here else {}
-    output = seconds(0, 1.0 - in_layers, 0)
     for machine, share in enumerate(machines[1:], 1):
         if share.layers:
-            parts[share.name] = seconds(machine, share.read_fraction, share.layers)
-        rest = seconds(machine, in_layers, layers)
+            parts[share.name] = seconds(machine, fractions[machine], share.layers)
+        # A worker that has the output layer keeps it.
+        fraction = 1.0 if share.has_output else in_layers
+        output, rest = seconds(0, 1.0 - fraction, 0), seconds(machine, fraction, layers)
         if share.can_hold_all and share.layers < layers and None not in (output, rest):
             alone[share.name] = (output or 0.0) + (rest or 0.0)
     # If a machine was not measured, this is a lower bound.
@@ -119,6 +128,36 @@ def predict_spread(
         fits_here,
         fastest if fastest and measured[fastest] * together > 1.0 else "",
     )
+
+
+def output_is_faster_on_worker(target: Resolved, workers: ConnectedWorkers) -> bool:
+    """Return whether passes are faster if the output layer is on the last worker instead of this machine.
+
+    Returns False if the target has no output layer of its own, or if one of both machines was not measured.
+    Measures the connection to the worker only if the result depends on it.
+
+    Raises:
+        WorkerError: The connection to the worker broke.
+        ModelFileError: A file of the target is damaged.
+    """
+    form, link = target.file_format, workers.links[-1]
+    output = form.read_pass_weights(target.path).output if form.read_pass_weights else None
+    here, there = saved_machine_speed(form), _from_json(link.status.speed)
+    if output is None or here is None or there is None:
+        return False
+    # On a network of unlimited bandwidth, only the speeds of the machines count.
+    return _saves_time(output, here, there, math.inf) and _saves_time(
+        output, here, there, measure_link(link.address).bytes_per_second
+    )
+
+
+def _saves_time(
+    output: OutputLayer, here: MachineSpeed, there: MachineSpeed, bytes_per_second: float
+) -> bool:
+    """Return whether a worker computes the output layer faster, including the time to send the logits."""
+    weights = PassWeights({output.type_name: output.size_bytes}, 0)
+    sending = _OUTPUT_ROWS * output.row_growth_bytes / bytes_per_second
+    return there.pass_seconds(weights) + sending < here.pass_seconds(weights)
 
 
 def saved_speed_json() -> dict[str, Any]:

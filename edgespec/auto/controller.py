@@ -213,7 +213,7 @@ class AutoController(Drafter):
     def _affordable_lengths(self, this_round: _Round, draft_length: int) -> tuple[int, dict[str, int]]:
         """Return the maximum draft lengths of lookups, and of each drafter that runs a model."""
         allowance = self.allowance_seconds
-        if allowance <= 0.0 or allowance < self._pass_costs.extra_pass_seconds(2):
+        if allowance <= 0.0:
             return 0, {}
         this_round.was_considered = True
         if not self._is_drafting:

@@ -62,6 +62,8 @@ class LoadOptions:
         parallel: Number of replies that share the model's passes. Each has a context of `context_tokens`.
         workers: The machines that hold the layers, or None if they are all on this machine. The model closes
             the connections to them.
+        output_on_worker: Whether the output layer is on the last of the workers, if that has layers and
+            room.
     """
 
     context_tokens: int | None = None
@@ -84,6 +86,7 @@ class LoadOptions:
     mtp: bool = False
     parallel: int = 1
     workers: ConnectedWorkers | None = None
+    output_on_worker: bool = False
 
     def for_draft(self) -> LoadOptions:
         """Return these options for a draft model, without those that apply only to the target."""

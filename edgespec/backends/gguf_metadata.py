@@ -12,7 +12,7 @@ import numpy as np
 from edgespec.backends.gguf_files import gguf_files
 from edgespec.backends.gguf_header import GgufHeader, GgufTensor, read_header
 from edgespec.backends.model_info import ModelInfo, ModelKind
-from edgespec.backends.pass_weights import PassWeights
+from edgespec.backends.pass_weights import OutputLayer, PassWeights
 from edgespec.backends.token_list import tokens_of_header
 from edgespec.errors import ModelFileError
 
@@ -31,6 +31,7 @@ _HEADS = {
 # Maximum number of the target's layers that a head reads.
 _MAX_READ_LAYERS = 64
 _F16_BYTES = 2
+_MATRIX_DIMENSIONS = 2
 
 
 def read_gguf_info(path: Path) -> ModelInfo:
@@ -53,7 +54,16 @@ def read_pass_weights(path: Path) -> PassWeights:
         kind: _pass_bytes([(name, sizes[name]) for name in of_kind], used_fraction, has_head)
         for kind, of_kind in names.items()
     }
-    return PassWeights(bytes_of, _number(first.architecture_value("block_count")))
+    output = next(
+        (
+            OutputLayer(_type_name(tensor.kind), sizes[tensor.name], *tensor.shape)
+            for each in headers.values()
+            for tensor in each.tensors
+            if tensor.name == "output.weight" and len(tensor.shape) == _MATRIX_DIMENSIONS
+        ),
+        None,
+    )
+    return PassWeights(bytes_of, _number(first.architecture_value("block_count")), output)
 
 
 def _type_name(number: int) -> str:

@@ -57,12 +57,12 @@ class MachineShare:
     Attributes:
         name: The worker's address, or `this machine`.
         layers: Number of layers.
-        weight_bytes: Size of the weights. On the target's own machine, this includes the embedding and the
-            output layer.
+        weight_bytes: Size of the weights. On the target's own machine, this includes the embedding.
         cache_bytes: Size of the KV cache.
         compute_bytes: Maximum size of the compute buffers.
         read_fraction: Weight bytes of these layers, as a fraction of all weight bytes that a pass reads.
         can_hold_all: Whether all layers would fit on this machine. Always False for the target's own machine.
+        has_output: Whether the output layer is on this machine. `weight_bytes` then includes it.
     """
 
     name: str
@@ -72,6 +72,7 @@ class MachineShare:
     compute_bytes: int
     read_fraction: float
     can_hold_all: bool = False
+    has_output: bool = False
 
     @property
     def total_bytes(self) -> int:

@@ -5,7 +5,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["PassWeights"]
+__all__ = ["OutputLayer", "PassWeights"]
+
+_FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class OutputLayer:
+    """The matrix that converts hidden states to logits.
+
+    Attributes:
+        type_name: Quantisation type, such as `Q6_K`.
+        size_bytes: Size of the matrix.
+        hidden_size: Numbers per hidden state.
+        vocabulary_size: Numbers per row of logits.
+    """
+
+    type_name: str
+    size_bytes: int
+    hidden_size: int
+    vocabulary_size: int
+
+    @property
+    def row_growth_bytes(self) -> int:
+        """Bytes by which a row of logits is larger than a hidden state."""
+        return (self.vocabulary_size - self.hidden_size) * _FLOAT32_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,10 +39,13 @@ class PassWeights:
     Attributes:
         bytes_of: Bytes of weights by type, such as `{"Q4_K": 3_000_000_000, "Q6_K": 1_000_000_000}`.
         layers: Number of layers.
+        output: The output layer, whose bytes `bytes_of` includes. None if the model has no output layer of
+            its own, because it uses the token embedding as its output layer.
     """
 
     bytes_of: Mapping[str, int]
     layers: int
+    output: OutputLayer | None = None
 
     @property
     def total_bytes(self) -> int:

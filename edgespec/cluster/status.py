@@ -28,6 +28,7 @@ __all__ = [
 PROBE, LEAD = b"edgespec worker probe\n", b"edgespec worker lead\n"
 MEASURE, LAYERS = b"edgespec worker measure\n", b"edgespec worker layers\n"
 MAX_STATUS_BYTES = 65536
+_MAX_BYTES = 1 << 63
 # If the program that started a worker writes to the worker's stdin, it must write again within this time. A
 # connection can break without a notice, as when a laptop goes to sleep.
 STDIN_SILENCE_SECONDS = 60.0
@@ -105,7 +106,8 @@ class WorkerStatus:
             )
         except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError("not a worker's status") from error
-        if not devices or status.memory_bytes < 0 or any(device.free_bytes < 0 for device in devices):
+        sizes = (status.memory_bytes, *(device.free_bytes for device in devices))
+        if not devices or not all(0 <= size < _MAX_BYTES for size in sizes):
             raise ValueError("not a worker's status")
         return status
 

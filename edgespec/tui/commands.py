@@ -11,7 +11,7 @@ from edgespec import spelling
 from edgespec.chat.exporting import messages_as_markdown
 from edgespec.errors import OptionError
 from edgespec.tui import selection
-from edgespec.tui.chat_list import restore_chat
+from edgespec.tui.chat_list import rename_open_chat, restore_chat
 from edgespec.tui.chat_settings import set_settings, set_system
 from edgespec.tui.copying import copy_text, unknown_copy_argument
 from edgespec.tui.editor import show_message
@@ -112,8 +112,11 @@ async def _race(screen: ChatScreen, argument: str) -> None:
     await open_race(screen, argument)
 
 
-async def _save(screen: ChatScreen, argument: str) -> None:
-    await save_as(screen, unquoted(argument))
+async def _rename(screen: ChatScreen, argument: str) -> None:
+    if argument or not screen.current_chat.entries:
+        await save_as(screen, unquoted(argument))
+    else:
+        screen.run_worker(rename_open_chat(screen))
 
 
 async def _load(screen: ChatScreen, argument: str) -> None:
@@ -219,7 +222,7 @@ COMMANDS = (
     Command("import", "file", "add chats exported by ChatGPT, Claude, Open WebUI or edgespec", import_chats),
     Command("quit", "", "quit; the chat is saved", "app.quit", ("exit", "bye", "q")),
     Command("clear", "", "start a new chat with the same system prompt and settings", "clear", ("reset",)),
-    Command("save", "[title]", "rename this chat, or save it now", _save, ("rename",)),
+    Command("rename", "[title]", "rename this chat, which is saved automatically", _rename, ("save",)),
     Command("pin", "", "pin this chat to the top of the list of chats, or unpin it", _pin),
     Command("details", "", "show or hide details of the last reply", "details", ("stats",)),
     Command("why", "", "explain the speed of the last reply", show_why),

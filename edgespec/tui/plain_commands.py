@@ -288,7 +288,7 @@ def _continue(chat: PlainChat, _argument: str) -> None:
         chat.take_turn(turn)
 
 
-def _save(chat: PlainChat, argument: str) -> None:
+def _rename(chat: PlainChat, argument: str) -> None:
     if not chat.current_chat.entries:
         raise OptionError("There is nothing to save: the chat is empty", "Send a message first")
     title = " ".join(unquoted(argument).split())[:80]
@@ -338,7 +338,7 @@ _COMMANDS: dict[str, Callable[[PlainChat, str], None]] = {
     "import": _import,
     "quit": _quit,
     "clear": _clear,
-    "save": _save,
+    "rename": _rename,
     "pin": _pin,
     "why": _why,
     "race": _race,

@@ -112,11 +112,13 @@ def speed_up_short(method: MethodReport, stats: Stats | None) -> str:
     """Return a summary of the speed-up for the status line, with a number only if one was measured."""
     if method.effective == "none":
         return "speed-up off"
-    if method.gain is not None:
-        about = "about " if (method.gain_uncertainty or 0.0) > _ROUGH_GAIN else ""
-        return f"speed-up {about}{1 + method.gain:.1f}x"
     estimate = None if stats is None else stats.speedup_estimate
-    return "speed-up on" if estimate is None else f"speed-up about {estimate:.1f}x"
+    factor = estimate if method.gain is None else 1 + method.gain
+    is_rough = method.gain is None or (method.gain_uncertainty or 0.0) > _ROUGH_GAIN
+    # At the start of a reply, `gain` is the speed-up of earlier text. Do not show it next to "accepted 0%".
+    if factor is None or (factor > 1 and stats is not None and stats.acceptance_rate == 0.0):
+        return "speed-up on"
+    return f"speed-up {'about ' if is_rough else ''}{factor:.1f}x"
 
 
 def welcome_rows(runtime: Runtime) -> list[tuple[str, str]]:
@@ -290,7 +292,12 @@ def _plan_rows(plan: MemoryPlan | None) -> list[tuple[str, str]]:
     ]
     rows.append(("limit set by", plan.budget.source))
     rows += [
-        (f"on {share.name}", f"{count(share.layers, 'layer')}, {format_bytes(share.total_bytes)}")
+        (
+            f"on {share.name}",
+            count(share.layers, "layer")
+            + (" and the output layer, " if share.has_output else ", ")
+            + format_bytes(share.total_bytes),
+        )
         for share in plan.machines[1:]
     ]
     return [*rows, *(("left out", f"{each.what}: {each.why}") for each in plan.decisions)]

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import edgespec
+from edgespec.backends.llamacpp.native import library
 from edgespec.cli import worker as worker_command
 from edgespec.cluster import link
 from edgespec.cluster.libraries import LLAMA_CPP, Library
@@ -168,6 +169,15 @@ def test_another_version_is_an_error(serve_bytes: Callable[[bytes], int]) -> Non
     status = WorkerStatus("0.1.0", "0.2.90", "1.0.0", (Device("CPU", 1 << 30),), 1 << 30)
     with pytest.raises(WorkerError, match="has llama-cpp-python 0.2.90, but this machine has"):
         load(serve_bytes(status.to_line()))
+
+
+@pytest.mark.parametrize("memory_bytes", [-1, 10**4000])
+def test_an_impossible_size_of_memory_is_an_error(
+    memory_bytes: int, serve_bytes: Callable[[bytes], int]
+) -> None:
+    status = WorkerStatus("0.2.0", library().__version__, "7.0.0", (Device("CPU", 1),), memory_bytes)
+    done = run("doctor", "--workers", f"127.0.0.1:{serve_bytes(status.to_line())}")
+    assert "did not answer as a worker of edgespec" in done.stdout + done.stderr
 
 
 def test_a_silent_and_an_unreachable_worker_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,10 @@ async def test_typing_filters_and_pinned_chats_come_first(tmp_path: Path) -> Non
         await d.press("f2")
         assert titles(d) == ["sorting", "searching"]
         await d.press("f2")
+        await d.send("/rename")
+        await d.sees("Rename chat")
+        await d.press("home", *"My ", "enter")
+        await d.sees("This chat is saved as “My sorting”.")
         await d.say("/rename Sizes")
         await d.say("/pin")
         assert sorted(chat.title for chat in ChatStore(tmp_path / "chats").list()) == ["Sizes", "searching"]

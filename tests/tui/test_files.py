@@ -114,6 +114,17 @@ class TestPathSearch:
         assert search.find("/missing/") == []
 
 
+async def test_the_list_of_paths_in_a_terminal_of_a_few_columns(tmp_path: Path, demo: Load) -> None:
+    async with driving(demo, tmp_path) as d:
+        await d.write("@s")
+        await until(d.pilot, lambda: d.chat.paths.display, "the paths")
+        for columns in (10, 7, 6, 5, 4, 3, 2, 1):
+            await d.pilot.resize_terminal(columns, 24)
+            await d.pilot.pause()
+        await d.pilot.resize_terminal(80, 24)
+        await d.sees("src/main.py")
+
+
 async def test_a_completed_path_is_sent_as_a_file(tmp_path: Path, demo: Load) -> None:
     async with driving(demo, tmp_path) as d:
         await d.write("explain @mainp")

@@ -118,6 +118,8 @@ def test_the_status_line_names_only_measured_speed_ups() -> None:
     assert speed_up_short(replace(LIVE, gain_uncertainty=0.3), None) == "speed-up about 1.6x"
     assert speed_up_short(replace(LIVE, gain=None), Stats()) == "speed-up on"
     assert speed_up_short(replace(LIVE, gain=None), made_up_stats(30)).startswith("speed-up about ")
+    assert speed_up_short(LIVE, Stats(drafted_tokens=4)) == "speed-up on", "no guess was accepted yet"
+    assert speed_up_short(replace(LIVE, gain=-0.3), Stats(drafted_tokens=4)) == "speed-up 0.7x"
     assert speed_up_short(OFF, made_up_stats(30)) == "speed-up off"
 
 

@@ -23,6 +23,7 @@ __all__ = [
     "in_main_memory",
     "layer_bytes",
     "on_cpu",
+    "output_bytes",
     "read_bytes",
 ]
 
@@ -118,6 +119,15 @@ def layer_bytes(path: str) -> list[int]:
         if match := _LAYER.match(name):
             sizes[int(match[1])] = sizes.get(int(match[1]), 0) + size_bytes
     return [sizes.get(layer, 0) for layer in range(max(sizes, default=-1) + 1)]
+
+
+def output_bytes(path: str) -> int:
+    """Return the weight bytes of the output layer, or 0 if it uses the token embedding's weights.
+
+    Raises:
+        ModelFileError: A file cannot be read or is truncated.
+    """
+    return dict(_tensor_bytes(path)).get("output.weight", 0)
 
 
 def read_bytes(path: str) -> int:

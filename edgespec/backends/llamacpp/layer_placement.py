@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from edgespec.backends.llamacpp.devices import layer_bytes, read_bytes
+from edgespec.backends.base import LoadOptions
+from edgespec.backends.llamacpp.devices import layer_bytes, output_bytes, read_bytes
 from edgespec.backends.memory_estimate import MachineShare
-from edgespec.cluster.connected import ConnectedWorkers
 from edgespec.cluster.layer_split import split_layers
 from edgespec.cluster.link import Link
 from edgespec.errors import MemoryBudgetError
@@ -44,29 +44,39 @@ class LayerPlacement:
         """Size of the KV cache on the workers, in bytes."""
         return sum(share.cache_bytes for share in self.workers)
 
+    @property
+    def has_remote_output(self) -> bool:
+        """Whether the output layer is on a worker."""
+        return any(share.has_output for share in self.workers)
+
 
 def place_layers(
-    path: str, name: str, workers: ConnectedWorkers, cache_bytes: int, compute_bytes: int
+    path: str, name: str, options: LoadOptions, cache_bytes: int, compute_bytes: int
 ) -> LayerPlacement:
     """Divide the layers among this machine and the workers, in proportion to their memory.
 
     Args:
         path: The model file.
         name: The model's name, for messages.
-        workers: The workers.
+        options: The load options, with workers.
         cache_bytes: Size of the KV cache of all layers, in bytes.
-        compute_bytes: Maximum size of the compute buffer of a device, in bytes.
+        compute_bytes: Maximum size of the compute buffer of a device, in bytes. It includes the logits.
 
     Raises:
         MemoryBudgetError: The layers do not fit.
         ModelFileError: A file cannot be read.
     """
-    weights = layer_bytes(path)
+    workers, weights = options.workers, layer_bytes(path)
+    assert workers is not None
     cache_per_layer = -(-cache_bytes // max(1, len(weights)))
     layers = [size + cache_per_layer for size in weights]
     rooms = [[room - compute_bytes for room in _device_rooms(link)] for link in workers.links]
     capacities = [workers.local_bytes, *chain.from_iterable(rooms)]
-    counts = split_layers(layers, capacities)
+    output = output_bytes(path) if options.output_on_worker else 0
+    counts = split_layers(_with_output(layers, output), capacities)
+    if counts is None or not sum(counts[-len(rooms[-1]) :]):
+        output = 0
+        counts = split_layers(layers, capacities)
     if counts is None:
         needed = sum(weights) + cache_bytes + compute_bytes * (len(capacities) - 1)
         offered = workers.local_bytes + sum(link.memory_bytes for link in workers.links)
@@ -79,20 +89,27 @@ def place_layers(
     shares, first, device, read = [], local, 0, max(1, read_bytes(path))
     for link, capacity in zip(workers.links, rooms, strict=True):
         own = remote[device : device + len(capacity)]
-        size = sum(weights[first : first + sum(own)])
+        own_output = output if link is workers.links[-1] else 0
+        layers_size = sum(weights[first : first + sum(own)])
         shares.append(
             MachineShare(
                 str(link.address),
                 sum(own),
-                size,
+                layers_size + own_output,
                 cache_per_layer * sum(own),
                 compute_bytes * sum(map(bool, own)),
-                size / read,
-                can_hold_all=split_layers(layers, capacity) is not None,
+                layers_size / read,
+                can_hold_all=split_layers(_with_output(layers, own_output), capacity) is not None,
+                has_output=own_output > 0,
             )
         )
         first, device = first + sum(own), device + len(capacity)
     return LayerPlacement(local, tuple(remote), tuple(shares), sum(weights[:local]) / read)
+
+
+def _with_output(layers: Sequence[int], output: int) -> list[int]:
+    """Return the memory of each layer if the output layer is on the device of the last layer."""
+    return [*layers[:-1], *(size + output for size in layers[-1:])]
 
 
 def _device_rooms(link: Link) -> Sequence[int]:

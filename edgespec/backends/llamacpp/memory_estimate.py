@@ -184,13 +184,17 @@ class GgufMemoryEstimator:
         self, options: LoadOptions, plan: ContextPlan, cache_bytes: int, compute_bytes: int, output_bytes: int
     ) -> MemoryEstimate:
         """Return the memory that the model needs on this machine if its layers are on workers."""
-        assert options.workers is not None
         weights = self._weights[0]
         if plan.recurrent:
             raise CapabilityError(
                 f"{self.name} has recurrent layers, which workers do not support", "omit --workers"
             )
-        placed = place_layers(self._path, self.name, options.workers, cache_bytes, compute_bytes)
+        placed = place_layers(self._path, self.name, options, cache_bytes, compute_bytes)
+        if placed.has_remote_output:
+            # The worker computes the logits, so this machine's compute buffer does not contain them. In every
+            # context, llama.cpp reserves memory for at least one row per sequence.
+            few_rows = self._buffers(0, replace(plan, rows=plan.sequences), options)
+            compute_bytes = few_rows.compute_bytes + _attention_bytes(weights, plan, options)
         here = MachineShare(
             "this machine",
             placed.local,
@@ -198,6 +202,7 @@ class GgufMemoryEstimator:
             cache_bytes - min(cache_bytes, placed.remote_cache_bytes),
             compute_bytes,
             placed.local_fraction,
+            has_output=not placed.has_remote_output,
         )
         parts = (
             MemoryPart("weights", here.weight_bytes),
@@ -216,11 +221,10 @@ class GgufMemoryEstimator:
         Raises:
             MemoryBudgetError: The layers do not fit on the machines.
         """
-        assert options.workers is not None
         plans, part_options = self._plans(options)
         buffers = self._buffers(0, plans[0], part_options[0])
         compute_bytes = buffers.compute_bytes + _attention_bytes(self._weights[0], plans[0], part_options[0])
-        return place_layers(self._path, self.name, options.workers, buffers.cache_bytes, compute_bytes)
+        return place_layers(self._path, self.name, options, buffers.cache_bytes, compute_bytes)
 
     def _plans(self, options: LoadOptions) -> tuple[Sequence[ContextPlan], Sequence[LoadOptions]]:
         if self._split:

@@ -29,8 +29,9 @@ from edgespec.errors import CapabilityError, MemoryBudgetError
 __all__ = ["RemoteModel", "load_on_workers"]
 
 _Result = TypeVar("_Result")
-# The tensors of the output layer, which stay on this machine so that logits do not cross the network.
-_OUTPUT_TENSORS = rb"^(output|token_embd)\.weight$"
+# The tensors that stay on this machine. Without `output.weight`, llama.cpp places that on the last device.
+_LOCAL_TENSORS = rb"^(output|token_embd)\.weight$"
+_LOCAL_TENSORS_WITHOUT_OUTPUT = rb"^token_embd\.weight$"
 _UNLIMITED_BYTES = 1 << 62
 # The kinds of heads that read only hidden states. Multi-token prediction (MTP) heads also use weights or the
 # KV cache of the target, which are on the workers.
@@ -47,7 +48,7 @@ def load_on_workers(
 ) -> LanguageModel:
     """Load a GGUF model with layers on workers.
 
-    The token embedding and the output layer stay on this machine.
+    The token embedding stays on this machine, and the output layer too unless `options.output_on_worker`.
 
     Raises:
         WorkerLostError: A worker ended or hung.
@@ -93,8 +94,8 @@ class _Placer:
 
     def __init__(self, devices: Sequence[Any], placement: LayerPlacement) -> None:
         self._remote_layers = sum(placement.remote)
-        # llama.cpp counts the output layer as one more layer of the last device that has layers. Only its
-        # norm is on that device.
+        # llama.cpp counts the output layer as one more layer of the last device that has layers. Its norm is
+        # always on that device.
         counts = [float(count) for count in placement.remote]
         last = max((i for i, count in enumerate(counts) if count), default=len(counts) - 1)
         counts[last] += 1.0
@@ -102,7 +103,8 @@ class _Placer:
         self._split = (ctypes.c_float * _MAX_DEVICES)(*counts)
         buffer_type = ggml().ggml_backend_cpu_buffer_type
         buffer_type.restype = ctypes.c_void_p
-        pattern = ctypes.cast(ctypes.c_char_p(_OUTPUT_TENSORS), ctypes.c_void_p)
+        local = _LOCAL_TENSORS_WITHOUT_OUTPUT if placement.has_remote_output else _LOCAL_TENSORS
+        pattern = ctypes.cast(ctypes.c_char_p(local), ctypes.c_void_p)
         self._overrides = (ctypes.c_void_p * 4)(pattern, buffer_type(), None, None)
 
     def __call__(self, params: Any) -> None:

@@ -139,6 +139,7 @@ class MlxMemoryEstimator:
             placed.local_cache_bytes,
             compute,
             placed.local_weight_bytes / shape.weight_bytes[placed.widened],
+            has_output=True,
         )
         kv_type = _kv_name(KV_BITS[options.kv_type], placed.widened)
         return MemoryEstimate(tokens, kv_type, parts, (here, *placed.workers))
