@@ -6,7 +6,7 @@ import pytest
 
 from tests.scripts.running import run_script
 
-SMALL = ("--chats", "7", "--turns", "12", "--longest", "500", "--context", "1024", "--max-tokens", "8")
+SMALL = ("--chats", "7", "--turns", "8", "--longest", "500", "--context", "1024", "--max-tokens", "8")
 
 
 @pytest.mark.parametrize("options", [SMALL, pytest.param((), marks=pytest.mark.long)], ids=["small", "whole"])

@@ -17,7 +17,7 @@ def kill(count: int, *options: str) -> dict[str, Any]:
 
 
 def test_two_killed_programs_with_the_same_chats_lose_no_turn() -> None:
-    results = kill(8, "--check-every", "8", "--max-seconds", "0.2", "--processes", "2")
+    results = kill(5, "--check-every", "5", "--max-seconds", "0.2", "--processes", "2")
     assert results["errors"] == []
     assert results["turns_saved"] > 0
     assert results["replies"] > 0
