@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from markdown_it import MarkdownIt
@@ -135,13 +136,19 @@ def write_export(chat: SavedChat, file: str) -> Path:
         raise OptionError(
             f"unknown format of {path.name!r}", f"end the file name with {', '.join(FORMATS)}, as in chat.md"
         )
+    data = export(chat).encode("utf-8", "replace")
+    is_created = False
     try:
         with path.open("xb") as opened:
-            opened.write(export(chat).encode("utf-8", "replace"))
+            is_created = True
+            opened.write(data)
     except FileExistsError:
         raise OptionError(f"the file {path} already exists", "choose another file name") from None
     except (OSError, ValueError) as error:
         # Opening a file whose name contains a null character raises ValueError.
+        if is_created:
+            with suppress(OSError):
+                path.unlink()
         raise OptionError(f"cannot write {path}: {error_reason(error)}", "choose another file") from None
     return path.resolve()
 

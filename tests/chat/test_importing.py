@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import tempfile
 import zipfile
 from contextlib import suppress
@@ -15,14 +16,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgespec.chat.attached_file import AttachedFile
-from edgespec.chat.exporting import FORMATS, as_html, as_json, as_markdown, messages_as_markdown
+from edgespec.chat.exporting import (
+    FORMATS,
+    as_html,
+    as_json,
+    as_markdown,
+    messages_as_markdown,
+    write_export,
+)
 from edgespec.chat.importing import ExportedChats
 from edgespec.chat.message import Message
 from edgespec.chat.message_tree import MessageTree
 from edgespec.chat.saved_chat import SavedChat
 from edgespec.chat.store import ChatStore
 from edgespec.chat.tool_calls.calls import ToolCall
-from edgespec.errors import ChatFileError
+from edgespec.errors import ChatFileError, OptionError
 
 NOON = datetime(2025, 3, 1, 12, 0, tzinfo=UTC)
 
@@ -229,6 +237,19 @@ def test_exports_are_readable_and_html_runs_nothing() -> None:
     assert "<script" not in page
     assert "default-src 'none'" in page
     assert set(FORMATS) == {".md", ".json", ".html"}
+
+
+def test_a_failed_export_leaves_no_file(tmp_path: Path) -> None:
+    chat = SavedChat("one", MessageTree.linear([Message("user", "Hello")]), NOON, NOON)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4, limits[1]))
+    try:
+        with pytest.raises(OptionError, match="file size limit"):
+            write_export(chat, str(tmp_path / "chat.md"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not any(tmp_path.iterdir())
+    write_export(chat, str(tmp_path / "chat.md"))
 
 
 def test_exports_name_attached_files_and_tools_and_contain_the_reasoning() -> None:
