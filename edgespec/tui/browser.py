@@ -107,8 +107,9 @@ class BrowserChat(Server):
         self._loop = asyncio.get_running_loop()
         if self._stop_requested:
             return
-        # textual-serve logs a traceback whenever a connection is closed.
-        logging.getLogger("textual-serve").setLevel(logging.CRITICAL)
+        # textual-serve logs a traceback whenever a connection is closed, and aiohttp at each invalid request.
+        for name in ("textual-serve", "aiohttp.server"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         runner = web.AppRunner(
             await self._make_app(),
             access_log=None,

@@ -32,15 +32,18 @@ class Server(NamedTuple):
 @contextmanager
 def serving(folder: Path) -> Iterator[Server]:
     """Run a server, and end it with Ctrl-C unless it has ended."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "edgespec", "serve", "--chat", "--port", "0", "--json", "--threads", "1"],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "HOME": str(folder), "EDGESPEC_DATA_DIR": str(folder)},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        # A shell that runs the tests in the background makes its programs ignore Ctrl-C.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
-    ) as process:
+    with (
+        (folder / "errors.txt").open("wb") as errors,
+        subprocess.Popen(
+            [sys.executable, "-m", "edgespec", "serve", "--chat", "--port", "0", "--json", "--threads", "1"],
+            env=os.environ | {"PYTHONPATH": str(ROOT), "HOME": str(folder), "EDGESPEC_DATA_DIR": str(folder)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            # A shell that runs the tests in the background makes its programs ignore Ctrl-C.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
+        ) as process,
+    ):
         try:
             assert process.stdout is not None
             yield Server(process, json.loads(process.stdout.readline())["chat_url"], folder)
@@ -109,6 +112,15 @@ async def test_the_page_loads_nothing_from_elsewhere(address: str) -> None:
     assert "default-src 'none'" in policy
     assert "frame-ancestors 'none'" in policy
     assert f"ws://{urlsplit(address).netloc}/ws/" in page
+
+
+async def test_an_invalid_request_writes_nothing_to_the_terminal(address: str, server: Server) -> None:
+    place = urlsplit(address)
+    reader, writer = await asyncio.open_connection(place.hostname, place.port)
+    writer.write(b"GET /?key=\xc2\xb2\x1b[31m HTTP/1.1\r\n\r\n")
+    assert b" 400 " in await reader.readline()
+    writer.close()
+    assert (server.folder / "errors.txt").read_bytes() == b""
 
 
 def processes(folder: Path) -> list[int]:
