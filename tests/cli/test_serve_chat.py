@@ -32,6 +32,7 @@ class Server(NamedTuple):
 @contextmanager
 def serving(folder: Path) -> Iterator[Server]:
     """Run a server, and end it with Ctrl-C unless it has ended."""
+    folder.mkdir(exist_ok=True)
     with (
         (folder / "errors.txt").open("wb") as errors,
         subprocess.Popen(
