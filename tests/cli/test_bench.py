@@ -38,10 +38,7 @@ def quick(prompts: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     return ("bench", "--threads", "1", "--context", "256", "--prompts", prompts, "-n", "8")
 
 
-def test_json_and_everything_in_a_file(
-    run: Run, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("edgespec.bench.plots._DOTS", 20)  # Large pictures take seconds.
+def test_json_and_everything_in_a_file(run: Run, prompts: str, tmp_path: Path) -> None:
     saved, pictures = tmp_path / "runs.json", tmp_path / "pictures"
     args = (
         "bench", "--threads", "1", "--context", "256", "--prompts", prompts, "-n", "8", "--repeats", "1",

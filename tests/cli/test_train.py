@@ -26,10 +26,9 @@ SLOW_STEPS = """
 import os, sys, time
 from edgespec.backends.mlx.head_trainer import MlxHeadTrainer
 from edgespec.cli.program import program
-from edgespec.train import timing, writing
+from edgespec.train import writing
 
 writing._MAX_REPLY_TOKENS = 40
-timing._TRIAL_CONVERSATIONS, timing._TRIAL_TOKENS = (1,), 4
 step, seconds = MlxHeadTrainer.step, float(os.environ.get("STEP_SECONDS", "0.2"))
 
 def slow_step(*args):
@@ -45,10 +44,8 @@ program()
 
 @pytest.fixture(autouse=True)
 def short_replies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write little text to train with, and measure the speed in a short trial."""
+    """Write little text to train with."""
     monkeypatch.setattr("edgespec.train.writing._MAX_REPLY_TOKENS", 40)
-    monkeypatch.setattr("edgespec.train.timing._TRIAL_CONVERSATIONS", (1,))
-    monkeypatch.setattr("edgespec.train.timing._TRIAL_TOKENS", 4)
 
 
 @pytest.fixture(scope="module")
