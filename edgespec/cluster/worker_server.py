@@ -170,7 +170,11 @@ class WorkerServer:
                 connection.settimeout(_GREETING_SECONDS)
                 first = connection.recv(1, socket.MSG_PEEK)
                 if first == bytes([HELLO]):
-                    if self._leader is not None:
+                    # A client can connect here as soon as it has received the status, just before `_lead` has
+                    # set `_leader` and released the lock.
+                    with self._lock:
+                        is_reserved = self._leader is not None
+                    if is_reserved:
                         self._relay(connection)
                     return
                 greeting = _greeting(connection)

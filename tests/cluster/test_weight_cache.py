@@ -6,7 +6,7 @@ import ctypes
 import io
 import os
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from edgespec.backends.llamacpp.native import ContextParams, ggml, library
-from edgespec.backends.llamacpp.rpc_library import add_devices
+from edgespec.backends.llamacpp.rpc_library import add_devices, guard_against_aborts
 from edgespec.cluster.connected import ConnectedWorkers
 from edgespec.cluster.fnv1a import fnv1a
 from edgespec.cluster.libraries import LLAMA_CPP, Library
@@ -107,20 +107,25 @@ def sent_weight(worker: Worker, data: bytes) -> bytes:
     workers = ConnectedWorkers(
         parse_machines("workers", worker.address), Library(LLAMA_CPP, library().__version__)
     )
-    ((device,),) = add_devices(workers)
-    remote = backend.ggml_backend_dev_init(device, None)
-    context = backend.ggml_init(ContextParams(1 << 16, None, True))
-    tensor = backend.ggml_new_tensor_2d(context, 0, 1024, len(data) // 4096)
-    buffer = backend.ggml_backend_alloc_ctx_tensors(context, remote)
-    backend.ggml_backend_buffer_set_usage(buffer, 1)
-    received = ctypes.create_string_buffer(len(data))
-    backend.ggml_backend_tensor_set(tensor, data, 0, len(data))
-    backend.ggml_backend_tensor_get(tensor, received, 0, len(data))
-    backend.ggml_backend_buffer_free(buffer)
-    backend.ggml_backend_free(remote)
-    backend.ggml_free(context)
-    workers.close()
-    return received.raw
+    guard_against_aborts(workers)
+
+    def send() -> bytes:
+        ((device,),) = add_devices(workers)
+        remote = backend.ggml_backend_dev_init(device, None)
+        context = backend.ggml_init(ContextParams(1 << 16, None, True))
+        tensor = backend.ggml_new_tensor_2d(context, 0, 1024, len(data) // 4096)
+        buffer = backend.ggml_backend_alloc_ctx_tensors(context, remote)
+        backend.ggml_backend_buffer_set_usage(buffer, 1)
+        received = ctypes.create_string_buffer(len(data))
+        backend.ggml_backend_tensor_set(tensor, data, 0, len(data))
+        backend.ggml_backend_tensor_get(tensor, received, 0, len(data))
+        backend.ggml_backend_buffer_free(buffer)
+        backend.ggml_backend_free(remote)
+        backend.ggml_free(context)
+        return received.raw
+
+    with closing(workers):
+        return workers.call(send)
 
 
 def shown(count: int) -> list[Path]:
