@@ -17,7 +17,8 @@ from edgespec.option_kinds import Kind, converted
 
 __all__ = ["JsonSchema", "SamplingNumber", "TextFile", "TokenBiases"]
 
-# Far more than a schema or a grammar needs. Limits the memory for a path such as /dev/zero.
+# Maximum size of a text file, far more than a schema or a grammar needs. Without a limit, a path such as
+# /dev/zero would fill the memory.
 _MAX_FILE_BYTES = 16 << 20
 
 

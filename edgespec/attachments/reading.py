@@ -37,7 +37,7 @@ class ReadFiles(NamedTuple):
 
     Attributes:
         files: The files with their texts.
-        skipped: Number of files that were skipped (no text).
+        skipped: Number of files that were skipped because they contain no text.
     """
 
     files: tuple[AttachedFile, ...]

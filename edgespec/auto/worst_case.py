@@ -66,8 +66,8 @@ class WorstCaseCosts:
     def affordable_length(self, draft_length: int, allowance_seconds: float, level_seconds: float) -> int:
         """Return the largest draft length that costs at most `allowance_seconds` if the draft is rejected."""
         if level_seconds > 0.0:
-            # This saves time if the allowance is small. Without it, a reply whose allowance is spent can lose
-            # more time here, in every round, than the loss limit permits.
+            # Skip lengths whose drafting alone takes too long. On small targets, checking all of them takes
+            # more time per round than the loss limit grows by, so a spent allowance would never recover.
             draft_length = int(max(min(draft_length, allowance_seconds / level_seconds), 0.0))
         for levels in range(draft_length, 0, -1):
             if self.loss_seconds(levels, level_seconds) <= allowance_seconds:
