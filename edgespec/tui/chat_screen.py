@@ -127,7 +127,8 @@ class ChatScreen(TurnScreen):
                 # The transcript does not repeat the note, so show a message too.
                 self.say(refusal)
             self._refused = text
-            if self.give_back(text) and typed.command is None:
+            if self.give_back(text):
+                # What the user types next replaces the text. The arrow keys keep it for a correction.
                 self.prompt.select_all()
             return
         self.history.add(text)
