@@ -20,9 +20,11 @@ from edgespec.backends.llamacpp.native import captured_log, library
 from edgespec.backends.llamacpp.remote_model import load_on_workers
 from edgespec.backends.pass_weights import OutputLayer
 from edgespec.backends.registry import format_of
+from edgespec.cluster import connected
 from edgespec.cluster.connected import ConnectedWorkers
 from edgespec.cluster.libraries import LLAMA_CPP, Library
-from edgespec.cluster.machines import parse_machines
+from edgespec.cluster.link_speed import LinkSpeed, measure_link
+from edgespec.cluster.machines import WorkerAddress, parse_machines
 from edgespec.costs import machine_speed
 from edgespec.costs.curve import CostCurve
 from edgespec.costs.machine_speed import MachineSpeed, TypeSpeed
@@ -205,13 +207,26 @@ def test_the_plan_shows_and_times_the_output_layer(
     assert report["workers"]["alone_tokens_per_second"][last] > 50 > 10 > max(others)
 
 
+def test_each_connection_is_measured_once(
+    fast: str, untied: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    set_speed(monkeypatch, tmp_path, SLOW)
+    measured: list[str] = []
+
+    def measure(address: WorkerAddress) -> LinkSpeed:
+        measured.append(str(address))
+        return measure_link(address)
+
+    monkeypatch.setattr(connected, "measure_link", measure)
+    preview = edgespec.plan(str(untied), None, workers=fast, context=1024)
+    assert sorted(measured) == sorted(share.name for share in preview.plan.machines[1:])
+
+
 def logits(file: Path, workers: str, *, on_worker: bool) -> list[NDArray[np.float64]]:
     """Return the logits of passes of several widths."""
-    connected = ConnectedWorkers(
-        parse_machines("workers", workers), Library(LLAMA_CPP, library().__version__)
-    )
-    options = LoadOptions(context_tokens=512, workers=connected, output_on_worker=on_worker)
-    model = load_on_workers(str(file), "untied", options, connected, None)
+    reserved = ConnectedWorkers(parse_machines("workers", workers), Library(LLAMA_CPP, library().__version__))
+    options = LoadOptions(context_tokens=512, workers=reserved, output_on_worker=on_worker)
+    model = load_on_workers(str(file), "untied", options, reserved, None)
     try:
         model.prefill(list(range(300, 340)))
         found: list[NDArray[np.float64]] = []
