@@ -22,7 +22,7 @@ from edgespec.cli.screen import note, print_json
 from edgespec.cluster.machines import parse_address
 from edgespec.cluster.status import STDIN_SILENCE_SECONDS
 from edgespec.errors import OptionError
-from edgespec.files import cache_folder
+from edgespec.files import cache_folder, format_bytes
 from edgespec.option_kinds import Integer, Size
 
 __all__ = ["command"]
@@ -105,11 +105,12 @@ def _serve(stop: Stop, host: str, port: int, options: dict[str, Any]) -> None:
     from edgespec.cluster.worker_server import WorkerServer
 
     memory, cache = options["memory"], options["cache"]
+    memory_bytes = None if memory is None else parse_size("--memory", memory)
     server = WorkerServer(
         __version__,
         host,
         port,
-        memory_bytes=None if memory is None else parse_size("--memory", memory),
+        memory_bytes=memory_bytes,
         cache=None
         if cache is None
         else WeightCache(cache_folder() / "workers", parse_size("--cache", cache)),
@@ -119,8 +120,13 @@ def _serve(stop: Stop, host: str, port: int, options: dict[str, Any]) -> None:
     )
     stop.on_request(server.close)
     _close_with_stdin(server.close)
-    facts = {"address": f"{server.host}:{server.port}", "port": server.port, **server.status().to_json()}
-    print_json(facts)
+    status = server.status()
+    if memory_bytes is not None and memory_bytes > status.memory_bytes:
+        note(
+            f"--memory {format_bytes(memory_bytes)} is more than this machine has free, so the worker offers"
+            f" {format_bytes(status.memory_bytes)}; close other programs to offer more"
+        )
+    print_json({"address": f"{server.host}:{server.port}", "port": server.port, **status.to_json()})
     server.serve()
 
 

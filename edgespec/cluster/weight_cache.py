@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgespec.cluster.messages import Buffer
+from edgespec.disk_checks import free_bytes
 from edgespec.errors import WorkerError
 from edgespec.files import (
     error_reason,
     file_state,
+    format_bytes,
     make_private_folder,
     read_regular_file,
     sync_to_disk,
@@ -34,6 +36,8 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 # llama.cpp names its files after the FNV-1a hash of their contents.
 _LLAMA_CPP_NAME = re.compile(r"[0-9a-f]{16}")
 _UNVERIFIED, _STATES = "unverified", ".verified.json"
+# With less free disk space, the user is told that weights may not be saved. Few single weights are larger.
+_LOW_DISK_BYTES = 1 << 30
 # Two threads must not verify the same file, or write `_STATES` at the same time.
 _verifying = threading.Lock()
 
@@ -81,6 +85,16 @@ class WeightCache:
                 write_advice(error, self.folder),
             ) from error
         return self.folder
+
+    def disk_warning(self) -> str:
+        """Return what the user should know about the free space on the folder's disk, or an empty string."""
+        with suppress(OSError):
+            if (free := free_bytes(self.folder)) < _LOW_DISK_BYTES:
+                return (
+                    f"the disk of the weight cache {self.folder} has only {format_bytes(free)} free, so it"
+                    " may not keep all weights; free some space on this disk, or omit --cache"
+                )
+        return ""
 
     def verify(self, goes_on: Callable[[], bool]) -> None:
         """Let llama.cpp use the hidden files whose hash is that in their name, and delete the others.

@@ -129,6 +129,8 @@ class WorkerServer:
         child = RpcChild(self._prepared_cache(), self._threads)
         threading.Thread(target=self._forward_beats, args=(child,), daemon=True).start()
         if self._cache is not None:
+            if warning := self._cache.disk_warning():
+                self._note(warning)
             # Hashing takes a while. It must not delay the next target or compete with it for the processor.
             threading.Thread(target=self._cache.verify, args=(self._is_idle,), daemon=True).start()
         return child
@@ -361,7 +363,9 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port))
     except OSError as error:
+        # Python adds the address to the reason.
+        reason = str(error.strerror or error).partition(" (while ")[0]
         raise WorkerError(
-            f"the worker cannot listen on {host}:{port}: {error.strerror or error}",
-            "choose another address with --listen, or end the program that uses this port",
+            f"the worker cannot listen on {host}:{port}: {reason}",
+            "end the worker or other program that uses this port, or choose another address with --listen",
         ) from error

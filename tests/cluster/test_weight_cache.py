@@ -16,6 +16,7 @@ import pytest
 
 from edgespec.backends.llamacpp.native import ContextParams, ggml, library
 from edgespec.backends.llamacpp.rpc_library import add_devices, guard_against_aborts
+from edgespec.cluster import weight_cache
 from edgespec.cluster.connected import ConnectedWorkers
 from edgespec.cluster.fnv1a import fnv1a
 from edgespec.cluster.libraries import LLAMA_CPP, Library
@@ -93,6 +94,14 @@ def test_hidden_files_count_for_the_size(tmp_path: Path) -> None:
     cache.prepare()
     cache.verify(lambda: True)
     assert [path.read_bytes() for path in tmp_path.glob("[0-9a-f]*")] == [b"newest"]
+
+
+def test_little_disk_space_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = WeightCache(tmp_path, 10)
+    monkeypatch.setattr(weight_cache, "_LOW_DISK_BYTES", 1)
+    assert not cache.disk_warning()
+    monkeypatch.setattr(weight_cache, "_LOW_DISK_BYTES", 1 << 62)
+    assert f"the disk of the weight cache {tmp_path} has only " in cache.disk_warning()
 
 
 def sent_weight(worker: Worker, data: bytes) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -36,6 +37,19 @@ def test_the_line_that_a_worker_prints(start_worker: Callable[..., Worker]) -> N
     status = probe_worker(WorkerAddress("127.0.0.1", worker.port))
     assert status.protocol == worker.facts["protocol"]
     assert not status.busy
+
+
+def test_a_worker_says_that_it_cannot_offer_all_memory() -> None:
+    terminal, its_end = os.openpty()
+    command = [sys.executable, "-m", "edgespec", "worker", "--listen", "127.0.0.1:0", "--memory", "9TiB"]
+    with (
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=its_end) as process,
+        open(terminal, "rb") as shown,
+    ):
+        os.close(its_end)
+        assert b"--memory 9.0 TiB is more than this machine has free" in shown.readline()
+        assert process.stdin
+        process.stdin.close()
 
 
 def test_a_worker_ends_with_its_input_and_with_ctrl_c(start_worker: Callable[..., Worker]) -> None:
@@ -77,7 +91,9 @@ def read_answer(connection: socket.socket, sent: bytes) -> None:
 def test_a_port_in_use_and_a_public_address_are_errors(workers: tuple[Worker, Worker]) -> None:
     done = run("worker", "--listen", workers[0].address)
     assert done.returncode == 1
-    assert done.stderr.startswith(f"error: the worker cannot listen on {workers[0].address}")
+    assert done.stderr.startswith(
+        f"error: the worker cannot listen on {workers[0].address}: Address already in use; end the worker"
+    )
     done = run("worker", "--listen", "0.0.0.0:0")
     assert done.returncode == 2
     assert "--i-trust-this-network" in done.stderr
