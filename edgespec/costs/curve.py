@@ -17,8 +17,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from edgespec.backends.base import LanguageModel
+from edgespec.backends.base import LanguageModel, Progress
 from edgespec.engine.tree import TokenTree
+from edgespec.errors import CancelledError
 
 __all__ = ["MEASURED_WIDTHS", "CostCurve", "CostFunction", "assumed_cost", "measure_costs"]
 
@@ -113,6 +114,7 @@ def measure_costs(
     widths: Sequence[int] = MEASURED_WIDTHS,
     repeats: int = 5,
     budget_seconds: float = 2.0,
+    progress: Progress | None = None,
 ) -> CostCurve:
     """Measure the durations of verify passes over different numbers of tokens.
 
@@ -130,11 +132,19 @@ def measure_costs(
         repeats: The number of additional passes per width.
         budget_seconds: Time budget, which is raised to the duration of 12 single-token passes if it is
             shorter. Once it is spent, only widths 1, 2, 4 and 8 are still measured.
+        progress: Called before each pass, because a pass of a large model can take seconds. Returning False
+            cancels the measurement.
 
     Raises:
-        CancelledError: `model.interrupt` was called.
+        CancelledError: `progress` returned False, or `model.interrupt` was called.
         ContextFullError: The context has no room for one more token.
     """
+
+    def pass_seconds(width: int) -> float:
+        if progress and not progress("measuring the speed of the model", 0.0):
+            raise CancelledError("the speed measurement was cancelled")
+        return _pass_seconds(model, width)
+
     able = model.facts.capabilities
     max_width = min(able.max_width, model.free_tokens) if able.rollback else 1
     if widths:
@@ -144,32 +154,32 @@ def measure_costs(
     ] or _REQUIRED_WIDTHS
     chosen = [width for width in sorted(set(widths)) if 1 < width <= max_width]
     # Do not count the very first pass, which can be slow because it loads weights from disk.
-    cold = _pass_seconds(model, 1)
+    cold = pass_seconds(1)
     started = now()
-    seconds: dict[int, list[float]] = {1: [cold, _pass_seconds(model, 1)]}
+    seconds: dict[int, list[float]] = {1: [cold, pass_seconds(1)]}
     budget = max(budget_seconds, _MIN_BUDGET_STEPS * seconds[1][-1])
     for width in sorted(chosen, key=lambda width: width not in required):
         if width not in required and now() - started > budget / 2:
             break
         if able.pass_widths:
             # The first pass of a width is slower, because llama.cpp asks the workers for sizes of tensors.
-            _pass_seconds(model, width)
-        seconds[width] = [_pass_seconds(model, width)]
+            pass_seconds(width)
+        seconds[width] = [pass_seconds(width)]
     timed = sorted(seconds.items())
     steady = seconds[1][1:]
     for _ in range(repeats):
         for width, durations in timed:
             if now() - started > budget:
                 break
-            durations.append(_pass_seconds(model, width))
+            durations.append(pass_seconds(width))
             if able.pass_widths and width == 1:
-                steady.append(_pass_seconds(model, 1))
+                steady.append(pass_seconds(1))
     for _ in range(_CHANGE_REPEATS if len(timed) > 1 and able.pass_widths else 0):
         if now() - started > budget:
             break
-        _pass_seconds(model, timed[1][0])
-        seconds[1].append(_pass_seconds(model, 1))
-        steady.append(_pass_seconds(model, 1))
+        pass_seconds(timed[1][0])
+        seconds[1].append(pass_seconds(1))
+        steady.append(pass_seconds(1))
     medians = [median(durations[1:] or durations) for _, durations in timed]
     # Limit the duration of a narrow pass that took much longer than a wider one, because another program
     # slowed it down.

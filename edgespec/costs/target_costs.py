@@ -12,7 +12,6 @@ from edgespec.backends.base import LanguageModel, LoadOptions, Progress
 from edgespec.costs.curve import CostCurve, measure_costs
 from edgespec.costs.machine_speed import machine_identity
 from edgespec.costs.thread_search import use_fastest_threads
-from edgespec.errors import CancelledError
 from edgespec.saved_arrays import SavedArrays, models_fingerprint
 
 __all__ = ["FreeCosts", "PassCosts", "TargetCosts", "settings_key"]
@@ -83,7 +82,7 @@ class TargetCosts:
         """Return the saved cost curve if the target's speed has not changed much, or else measure a new one.
 
         Args:
-            progress: Called before a measurement. If it returns False, the measurement is cancelled.
+            progress: Called before each pass of a new measurement. Returns False to cancel it.
 
         Raises:
             CancelledError: `progress` returned False.
@@ -107,17 +106,15 @@ class TargetCosts:
         """Measure the durations of passes of different widths, and save them as a cost curve.
 
         Args:
-            progress: Called before the measurement. Returns False to cancel it.
+            progress: Called before each pass. Returns False to cancel the measurement.
             repeats: The number of additional passes per width.
             budget_seconds: The time budget for the measurement. See `measure_costs`.
 
         Raises:
             CancelledError: `progress` returned False.
         """
-        if progress and not progress("measuring the speed of the model", 0.0):
-            raise CancelledError("the speed measurement was cancelled")
         self._model.truncate(0)
-        curve = measure_costs(self._model, repeats=repeats, budget_seconds=budget_seconds)
+        curve = measure_costs(self._model, repeats=repeats, budget_seconds=budget_seconds, progress=progress)
         self._model.truncate(0)
         self._store().save({"widths": np.array(curve.widths), "seconds": np.array(curve.seconds)})
         return curve

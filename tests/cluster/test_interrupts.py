@@ -76,6 +76,22 @@ def test_a_cancelled_reply_keeps_its_text_and_the_model(
         assert again.tokens == whole.tokens
 
 
+def test_the_measurement_of_the_speed_can_be_cancelled(workers: tuple[Worker, Worker]) -> None:
+    """A pass of a large model can take seconds."""
+    measured = 0
+
+    def progress(what: str, _: float) -> bool:
+        nonlocal measured
+        measured += "measuring" in what
+        return measured < 3
+
+    with pytest.raises(CancelledError, match="measurement was cancelled"):
+        edgespec.load("demo", workers=workers[0].address, context=1024, progress=progress)
+    assert measured == 3
+    # The worker is free again.
+    edgespec.load("demo", None, workers=workers[0].address, context=1024, method="none").close()
+
+
 def test_a_worker_that_stays_frozen_is_lost(
     start_worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
