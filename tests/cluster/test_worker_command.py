@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -107,6 +107,20 @@ def test_garbage_for_the_rpc_server_loses_only_that_connection(workers: tuple[Wo
         read_answer(connection, hello + os.urandom(4000))
     reserved.close()
     Link(address, Library(LLAMA_CPP, workers[1].facts["llama_cpp"])).close()
+
+
+def test_silent_connections_do_not_keep_a_target_out(start_worker: Callable[..., Worker]) -> None:
+    worker = start_worker()
+    with ExitStack() as undo:
+        silent = [
+            undo.enter_context(socket.create_connection(("127.0.0.1", worker.port), timeout=10))
+            for _ in range(40)
+        ]
+        edgespec.load("demo", None, workers=worker.address, context=256, method="none").close()
+        # Only the oldest ones were ended.
+        assert not silent[0].recv(1)
+        silent[-1].sendall(PROBE)
+        assert silent[-1].recv(1) == b"{"
 
 
 def test_a_worker_can_be_reserved_again_at_once(start_worker: Callable[..., Worker]) -> None:
