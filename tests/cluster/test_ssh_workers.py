@@ -134,7 +134,7 @@ def site(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sit
     folder: Path = request.getfixturevalue(f"{request.param}_folder")
     monkeypatch.setenv("PATH", f"{folder}/bin:{os.environ['PATH']}")
     site = Site(folder)
-    site.install(f'PYTHONPATH={ROOT} exec {sys.executable} -m edgespec "$@"')
+    site.install(f'PYTHONPATH={ROOT} exec {sys.executable} -m edgespec "$@" --threads 1')
     # A login shell can print other lines before the worker's.
     (site.home / ".profile").write_text("echo Welcome\necho '{\"port\": 1}'\n")
     return site
