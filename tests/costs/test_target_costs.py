@@ -27,8 +27,11 @@ class Clock:
         widths: Sequence[int] = (2, 4),
         repeats: int = 5,
         budget_seconds: float = 2,
+        progress: Progress | None = None,
     ) -> CostCurve:
         assert model.length == 0
+        if progress:
+            progress("measuring the speed of the model", 0.0)
         if not widths:
             return CostCurve((1,), (self.step_seconds,))
         self.curves += 1
