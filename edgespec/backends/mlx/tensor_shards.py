@@ -85,10 +85,12 @@ def shard_model(model: Any, config: Mapping[str, Any], name: str, group: Any) ->
     divide = getattr(model, "shard", None)
     if divide is None:
         raise _error(name, group, "mlx-lm cannot divide models of its architecture")
-    # mlx-lm would round the number of heads down, and compute wrong results without an error.
-    heads = language_config(dict(config)).get("num_attention_heads")
-    if not isinstance(heads, int) or heads % group.size():
-        raise _error(name, group, f"it has {heads or 'an unknown number of'} attention heads")
+    # mlx-lm would round the numbers of heads down, and compute wrong results without an error.
+    settings = language_config(dict(config))
+    heads = settings.get("num_attention_heads")
+    for number, kind in ((heads, "attention"), (settings.get("num_key_value_heads", heads), "key-value")):
+        if not isinstance(number, int) or number % group.size():
+            raise _error(name, group, f"it has {number} {kind} {'head' if number == 1 else 'heads'}")
     try:
         divide(group)
     except Exception as error:
