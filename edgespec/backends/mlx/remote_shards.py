@@ -85,6 +85,8 @@ class RemoteShards:
         def exchange() -> _Message:
             try:
                 return self._exchange([message] * len(self.blocks), math.inf)[0]
+            except WorkerLostError:
+                raise
             except BackendError as error:
                 # Other workers can wait in the middle of this pass, so the ring cannot be used any more.
                 reason, advice = f"the workers could not finish a pass: {error.what}", "load the model again"
