@@ -11,14 +11,14 @@ import pytest
 __all__ = ["covering", "first"]
 
 
-def covering(*axes: Sequence[Any]) -> list[Any]:
+def covering(*axes: Sequence[Any], count: int | None = None) -> list[Any]:
     """Return parameter sets for all combinations of the values of several parameters.
 
     Every value occurs in a test run without `-m long`, which runs as many combinations as the longest axis
-    has values. The other combinations are marked as long.
+    has values, or the first `count` of these. The other combinations are marked as long.
     """
     sizes = [len(axis) for axis in axes]
-    short = {tuple(i % size for size in sizes) for i in range(max(sizes))}
+    short = {tuple(i % size for size in sizes) for i in range(count or max(sizes))}
     return [
         pytest.param(
             *(axis[i] for axis, i in zip(axes, indices, strict=True)),

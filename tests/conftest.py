@@ -38,6 +38,9 @@ _SLOW_FILES = (
     "assembly/test_drafting.py",
 )
 
+# Longest part of a test id that stands for the value of one parameter.
+_MAX_ID_LENGTH = 60
+
 # A deadline per example fails on a busy machine without anything being wrong.
 hypothesis.settings.register_profile("edgespec", deadline=None)
 hypothesis.settings.load_profile("edgespec")
@@ -49,6 +52,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.get(item.path, len(order)))
 
 
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Shorten long values in test ids. xdist sends all ids to each process, several times."""
+    if isinstance(val, str | bytes) and len(val) > _MAX_ID_LENGTH:
+        return f"{val[:_MAX_ID_LENGTH]!r}... of {len(val)}"
+    return None
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Collect the tests without the garbage collector, which would take a fifth of the time."""
@@ -56,6 +66,7 @@ def pytest_collection() -> Generator[None, object, object]:
     try:
         return (yield)
     finally:
+        gc.freeze()
         gc.enable()
 
 

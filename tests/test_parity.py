@@ -31,13 +31,18 @@ def proved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         return models_of(zoo, row, column)[: 1 if request.param == "first" else None]
 
     @cache
-    def group(tiny: Tiny, column: Column, loaded: Row) -> dict[Row, Cell]:
+    def group(tiny: Tiny, column: Column, loaded: Row, seldom: bool) -> dict[Row, Cell]:
         together = [row for row in ROWS if loaded_for(tiny, row) == loaded]
         rows = [row for row in together if tiny in chosen(row, column)]
+        if request.param == "first":
+            rows = [row for row in rows if is_seldom(row, column) == seldom]
         return prove(tiny, rows, briefly=request.param == "first")
 
     def cells(row: Row, column: Column) -> dict[str, Cell]:
-        return {tiny.name: group(tiny, column, loaded_for(tiny, row))[row] for tiny in chosen(row, column)}
+        seldom = request.param == "first" and is_seldom(row, column)
+        return {
+            tiny.name: group(tiny, column, loaded_for(tiny, row), seldom)[row] for tiny in chosen(row, column)
+        }
 
     @cache
     def of_models(what: str, column: Column) -> str:
@@ -52,6 +57,11 @@ def proved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
     yield Proved(cells, of_models, of_backend)
     zoo.close()
+
+
+def is_seldom(row: Row, column: Column) -> bool:
+    """Return whether only the long tests prove a row."""
+    return row.seldom or not (row.every or column.memory == "full")
 
 
 def cannot(row: Row, column: Column, name: str) -> bool:
@@ -90,7 +100,7 @@ def test_every_drafter_has_its_row() -> None:
             row,
             column,
             id=f"{row.title.replace('`', '')}-{' '.join(column)}",
-            marks=() if row.every or column.memory == "full" else pytest.mark.long,
+            marks=pytest.mark.long if is_seldom(row, column) else (),
         )
         for row in ROWS
         for column in COLUMNS

@@ -12,7 +12,7 @@ from edgespec.backends.pass_weights import OutputLayer, PassWeights
 from edgespec.backends.registry import format_of
 from edgespec.catalog import Resolved
 from edgespec.cluster.connected import ConnectedWorkers
-from edgespec.cluster.link_speed import LinkSpeed, measure_link
+from edgespec.cluster.link_speed import LinkSpeed
 from edgespec.costs.curve import CostCurve
 from edgespec.costs.machine_speed import MachineSpeed, TypeSpeed, saved_machine_speed
 
@@ -80,7 +80,7 @@ def predict_spread(
         ModelFileError: A file of the target is damaged.
     """
     form = target.file_format
-    links = tuple(measure_link(link.address) for link in workers.links)
+    links = tuple(map(workers.speed_of, workers.links))
     send_seconds = sum(
         share.weight_bytes / link.bytes_per_second for share, link in zip(machines[1:], links, strict=True)
     )
@@ -147,7 +147,7 @@ def output_is_faster_on_worker(target: Resolved, workers: ConnectedWorkers) -> b
         return False
     # On a network of unlimited bandwidth, only the speeds of the machines count.
     return _saves_time(output, here, there, math.inf) and _saves_time(
-        output, here, there, measure_link(link.address).bytes_per_second
+        output, here, there, workers.speed_of(link).bytes_per_second
     )
 
 

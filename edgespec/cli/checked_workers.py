@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from edgespec.cli.interrupt import Stop
 from edgespec.cli.screen import rate
 from edgespec.cluster.libraries import LLAMA_CPP, Library
 from edgespec.cluster.link import probe_worker, usable_bytes
@@ -12,10 +15,13 @@ from edgespec.cluster.link_speed import LinkSpeed, measure_link
 from edgespec.cluster.machines import SshAddress, WorkerAddress, parse_machines
 from edgespec.cluster.ssh import reach_workers
 from edgespec.cluster.status import WorkerStatus
-from edgespec.errors import EdgespecError
+from edgespec.errors import CancelledError, EdgespecError
 from edgespec.files import format_bytes
 
 __all__ = ["CheckedWorker", "check_workers"]
+
+# Two connections that are measured at the same time would share this machine's network.
+_measuring = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,28 +82,39 @@ class CheckedWorker:
         }
 
 
-def check_workers(text: str, llama_cpp: str) -> list[CheckedWorker]:
+def check_workers(text: str, llama_cpp: str, stop: Stop) -> list[CheckedWorker]:
     """Check the workers in a list such as `host:port=16GiB,host:port`, without reserving them.
 
-    Workers that are reached by SSH are started, and ended again.
+    Workers that are reached by SSH are started, and ended again. All workers are checked at the same time.
 
     Args:
         text: The value of `--workers`.
         llama_cpp: The version of llama-cpp-python on this machine.
+        stop: Ends the wait for `ssh`.
+
+    Returns:
+        The results, in the order of the list.
 
     Raises:
         OptionError: The list is invalid.
+        CancelledError: A stop was requested.
     """
-    return [_check(address, llama_cpp) for address in parse_machines("--workers", text).workers]
+    workers = parse_machines("--workers", text).workers
+    library = Library(LLAMA_CPP, llama_cpp)
+    with ThreadPoolExecutor(len(workers), "edgespec-check") as pool:
+        return list(pool.map(lambda machine: _check(machine, library, stop), workers))
 
 
-def _check(machine: WorkerAddress | SshAddress, llama_cpp: str) -> CheckedWorker:
+def _check(machine: WorkerAddress | SshAddress, library: Library, stop: Stop) -> CheckedWorker:
     status = link = None
     try:
-        with reach_workers((machine,)) as (address,):
+        with reach_workers((machine,), lambda *_: not stop.requested) as (address,):
             status = probe_worker(address)
-            link = measure_link(address)
-            usable_bytes(address, status, Library(LLAMA_CPP, llama_cpp))
+            with _measuring:
+                link = measure_link(address)
+            usable_bytes(address, status, library)
+    except CancelledError:
+        raise
     except EdgespecError as error:
         return CheckedWorker(machine, status, link, error)
     return CheckedWorker(machine, status, link)

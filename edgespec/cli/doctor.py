@@ -70,7 +70,9 @@ def command(as_json: bool, workers: str | None) -> int:
 
     machine = inspect_machine()
     checks = [*_hardware(machine), *_libraries(machine), *_folders(machine), _settings()]
-    checked = [] if workers is None else check_workers(workers, machine.llama_cpp.version)
+    checked = []
+    if workers is not None:
+        checked = interruptible(lambda stop: check_workers(workers, machine.llama_cpp.version, stop))
     for worker in checked:
         next_step = worker.error.next_step if worker.error else ""
         checks.append(Check(f"worker {worker.address}", worker.error is None, worker.finding, next_step))

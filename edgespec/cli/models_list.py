@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from edgespec.cli.help import HelpfulCommand
+from edgespec.cli.interrupt import interruptible
 from edgespec.cli.models_shown import STORED_BY, entry_json, installed_json, prepared_json
 from edgespec.cli.options import WORKER_NAMES, declared_options, json_option
 from edgespec.cli.screen import is_terminal, note, print_json, print_table, rate
@@ -154,7 +155,7 @@ def _check(workers: str, entries: Sequence[ModelEntry]) -> tuple[list[CheckedWor
     from edgespec.machine import inspect_machine
 
     machine = inspect_machine()
-    checked = check_workers(workers, machine.llama_cpp.version)
+    checked = interruptible(lambda stop: check_workers(workers, machine.llama_cpp.version, stop))
     local_bytes = parse_machines("--workers", workers).local_bytes
     here_bytes = machine.memory_available_bytes
     return checked, {entry.name: _fits(entry, here_bytes, local_bytes, checked) for entry in entries}

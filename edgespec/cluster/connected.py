@@ -9,6 +9,7 @@ from typing import TypeVar
 from edgespec.cluster.guarded_calls import GuardedCalls
 from edgespec.cluster.libraries import Library
 from edgespec.cluster.link import Link
+from edgespec.cluster.link_speed import LinkSpeed, measure_link
 from edgespec.cluster.machines import Machines
 from edgespec.cluster.ssh import ConnectProgress, reach_workers
 
@@ -50,6 +51,13 @@ class ConnectedWorkers:
         self._calls = GuardedCalls()
         for link in self.links:
             link.watch(self._calls.fail)
+        self._speeds: dict[Link, LinkSpeed] = {}
+
+    def speed_of(self, link: Link) -> LinkSpeed:
+        """Return the speed of the connection to a worker. Measures it only once. Raises WorkerError."""
+        if link not in self._speeds:
+            self._speeds[link] = measure_link(link.address)
+        return self._speeds[link]
 
     @property
     def is_lost(self) -> bool:

@@ -27,8 +27,12 @@ __all__ = ["WorkerServer"]
 
 # A client has this long to say what it wants.
 _GREETING_SECONDS = 5.0
-# Maximum number of simultaneous connections. A target needs two.
+# Maximum number of simultaneous connections whose clients have said what they want. A target needs two.
 _MAX_CONNECTIONS = 16
+# Maximum number of connections whose clients have said nothing yet, such as those of a port scanner.
+_MAX_SILENT = 16
+# The first byte of llama.cpp's RPC client.
+_RPC = bytes([HELLO])
 _RELAYED_BYTES = 1 << 20
 # The time that a new target waits while the worker notices that the last one closed its connection.
 _RELEASE_SECONDS = 5.0
@@ -40,6 +44,28 @@ _BEAT_SECONDS = 1.0
 _POLL_SECONDS = 0.2
 # Memory of the CPU that is not offered by default.
 _RESERVE_BYTES = 512 * 2**20
+
+
+class _SilentConnections:
+    """The connections whose clients have not said what they want. Can be called from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._connections: list[socket.socket] = []
+
+    def add(self, connection: socket.socket) -> None:
+        """Add a connection. If there are too many, end the oldest one, because a target is not silent."""
+        with self._lock:
+            self._connections.append(connection)
+            if len(self._connections) > _MAX_SILENT:
+                with suppress(OSError):
+                    # The thread that waits for the greeting closes the connection.
+                    self._connections.pop(0).shutdown(socket.SHUT_RDWR)
+
+    def remove(self, connection: socket.socket) -> None:
+        """Remove a connection, if it is still there. Must be called before the connection is closed."""
+        with self._lock, suppress(ValueError):
+            self._connections.remove(connection)
 
 
 class WorkerServer:
@@ -87,6 +113,7 @@ class WorkerServer:
         self._layers: LayerChild | None = None
         self._is_closed = False
         self._failure: WorkerError | None = None
+        self._silent = _SilentConnections()
         self._slots = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         if cache is not None:
             cache.prepare()
@@ -148,9 +175,7 @@ class WorkerServer:
                 # There are too many open files, or the client went away.
                 time.sleep(_POLL_SECONDS)
                 continue
-            if not self._slots.acquire(blocking=False):
-                connection.close()
-                continue
+            self._silent.add(connection)
             threading.Thread(target=self._handle, args=(connection,), daemon=True).start()
         self._listener.close()
         if self._failure is not None:
@@ -164,34 +189,38 @@ class WorkerServer:
             self._end_layers()
 
     def _handle(self, connection: socket.socket) -> None:
-        try:
-            with connection:
+        # The client can go away or send nothing. `_forward_beats` reports a lost RPC server to the target.
+        with suppress(OSError), connection:
+            try:
                 set_timeouts(connection)
                 connection.settimeout(_GREETING_SECONDS)
-                first = connection.recv(1, socket.MSG_PEEK)
-                if first == bytes([HELLO]):
-                    # A client can connect here as soon as it has received the status, just before `_lead` has
-                    # set `_leader` and released the lock.
-                    with self._lock:
-                        is_reserved = self._leader is not None
-                    if is_reserved:
-                        self._relay(connection)
-                    return
                 greeting = _greeting(connection)
-                if greeting == PROBE:
-                    connection.sendall(self._status_line())
-                elif greeting == LEAD:
-                    self._lead(connection)
-                elif greeting == MEASURE:
-                    connection.sendall(self._status_line())
-                    answer_messages(connection)
-                elif greeting == LAYERS:
-                    self._lend_layers(connection)
-        except OSError:
-            # The client went away, or sent nothing. A lost RPC server was reported to the target.
-            return
-        finally:
-            self._slots.release()
+            finally:
+                self._silent.remove(connection)
+            if self._slots.acquire(blocking=False):
+                try:
+                    self._answer(connection, greeting)
+                finally:
+                    self._slots.release()
+
+    def _answer(self, connection: socket.socket, greeting: bytes) -> None:
+        """Do what the client asks for in its greeting. Raises OSError if the client goes away."""
+        if greeting == _RPC:
+            # A client can connect here as soon as it has received the status, just before `_lead` has set
+            # `_leader` and released the lock.
+            with self._lock:
+                is_reserved = self._leader is not None
+            if is_reserved:
+                self._relay(connection)
+        elif greeting == PROBE:
+            connection.sendall(self._status_line())
+        elif greeting == LEAD:
+            self._lead(connection)
+        elif greeting == MEASURE:
+            connection.sendall(self._status_line())
+            answer_messages(connection)
+        elif greeting == LAYERS:
+            self._lend_layers(connection)
 
     def _status_line(self, *, busy: bool | None = None) -> bytes:
         status = self.status()
@@ -316,6 +345,9 @@ def _copy(source: socket.socket, sink: socket.socket) -> None:
 
 
 def _greeting(connection: socket.socket) -> bytes:
+    """Return a client's first line, or `_RPC` without receiving it. Raises OSError."""
+    if connection.recv(1, socket.MSG_PEEK) == _RPC:
+        return _RPC
     line = b""
     while len(line) < max(map(len, (PROBE, LEAD, MEASURE, LAYERS))) and not line.endswith(b"\n"):
         more = connection.recv(1)

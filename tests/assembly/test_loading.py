@@ -71,6 +71,7 @@ def test_mlx_counts_as_installed_only_with_mlx_lm(monkeypatch: pytest.MonkeyPatc
     assert not mlx_files.mlx_installed()
 
 
+@pytest.mark.long  # `tests/cli/test_startup.py` checks the same of the command line in each test run.
 @pytest.mark.parametrize(
     ("reference", "draft", "unwanted"),
     [

@@ -114,9 +114,10 @@ BACKENDS: dict[str, Maker] = {
 }
 
 
-# The tiny model in halves takes the same path as the demo model in halves.
+# The tiny models take the same path as the demo model, whole and in halves.
+_LONG = ("llama.cpp demo", "llama.cpp demo in halves")
 _PARAMS = [
-    pytest.param(make, id=name, marks=pytest.mark.long if name == "llama.cpp demo in halves" else ())
+    pytest.param(make, id=name, marks=pytest.mark.long if name in _LONG else ())
     for name, make in BACKENDS.items()
 ]
 

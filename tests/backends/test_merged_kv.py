@@ -258,8 +258,8 @@ class TestSameReplies:
         whole, split = (_runtime(model, demo.copy, how) for model in demo.load(kv_type=kv_type))
         with whole, split:
             for prompt in PROMPTS:
-                for temperature in (0.0, 0.8, 1.2):
-                    asked: dict[str, Any] = {"temperature": temperature, "seed": 7, "max_tokens": 40}
+                for temperature in (0.0, 0.8):
+                    asked: dict[str, Any] = {"temperature": temperature, "seed": 7, "max_tokens": 24}
                     expected = whole.generate(prompt, method="none", **asked)
                     first = whole.generate(prompt, method="lowbit", **asked)
                     for method in ("lowbit", "layerskip", "lowbit+ngram", "none"):

@@ -67,13 +67,13 @@ def changing_threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.long), 0.8])
 def test_replies_do_not_depend_on_the_threads(changing_threads: list[int], temperature: float) -> None:
     with edgespec.load("demo", "none", threads=1, method="none") as fixed:
-        expected = fixed.generate("Write a list", max_tokens=16, seed=3, temperature=temperature)
+        expected = fixed.generate("Write a list", max_tokens=8, seed=3, temperature=temperature)
     assert not changing_threads
     methods = ("none", "model", "suffix", "model+suffix", "auto")
     with always_draft(), edgespec.load("demo", "demo-draft", methods=methods) as runtime:
         for method in methods:
             reply = runtime.generate(
-                "Write a list", max_tokens=16, seed=3, temperature=temperature, method=method
+                "Write a list", max_tokens=8, seed=3, temperature=temperature, method=method
             )
             assert reply.tokens == expected.tokens, method
     assert set(changing_threads) == {1, 2, 3}

@@ -81,7 +81,7 @@ def test_an_adapter_is_refused_before_anything_is_loaded(start: Start, tmp_path:
 
 
 def test_an_mlx_model_needs_no_llama_cpp(start: Start) -> None:
-    loaded = modules_after(start, _RUN, "generate", "--target", "demo-mlx", "-n", "1", "hi")
+    loaded = modules_after(start, _RUN, "generate", "--target", "demo-mlx-draft", "-n", "1", "hi")
     assert "mlx" in loaded
     assert not loaded & {"textual", "rich", "llama_cpp"}
 

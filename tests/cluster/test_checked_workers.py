@@ -12,7 +12,8 @@ from click.testing import CliRunner
 
 import edgespec
 import edgespec.machine
-from edgespec.cli.checked_workers import check_workers
+from edgespec.cli.checked_workers import CheckedWorker, check_workers
+from edgespec.cli.interrupt import Stop
 from edgespec.cli.models_list import list_models
 from edgespec.cluster.libraries import installed_mlx
 from tests.cluster.conftest import Worker
@@ -36,12 +37,16 @@ def test_the_command_reports_each_worker(workers: tuple[Worker, Worker]) -> None
     assert run("doctor", "--workers", "nonsense").returncode == 2
 
 
+def check(workers: str, llama_cpp: str) -> list[CheckedWorker]:
+    return check_workers(workers, llama_cpp, Stop())
+
+
 def test_each_error_is_one_line(workers: tuple[Worker, Worker], start_worker: Callable[..., Worker]) -> None:
     version = workers[0].facts["llama_cpp"]
     small = start_worker("--memory", "8MiB")
     with edgespec.load("demo", None, workers=workers[0].address, context=1024):
-        checked = check_workers(f"{workers[0].address},{workers[1].address},{small.address}=1GiB", version)
-        other = check_workers(workers[1].address, "0.0.1")
+        checked = check(f"{workers[0].address},{workers[1].address},{small.address}=1GiB", version)
+        other = check(workers[1].address, "0.0.1")
     errors = [each.error.what if each.error else "" for each in (*checked, *other)]
     assert "is busy with another model" in errors[0]
     assert not errors[1]

@@ -17,6 +17,7 @@ from edgespec.load_options import LoadArguments
 from tests.backends.published_heads import VOCAB
 from tests.backends.tiny_heads import write_dflash
 from tests.backends.tiny_models import write_gemma2, write_llama
+from tests.cases import first
 from tests.cluster.conftest import Worker
 from tests.cluster.test_spread_targets import PROMPT, run
 from tests.heads.published import write_head
@@ -39,7 +40,7 @@ def both(workers: tuple[Worker, Worker]) -> str:
     return ",".join(f"{worker.address}=200MiB" for worker in workers)
 
 
-@pytest.mark.parametrize("local", ["", ",local=200MiB"])
+@pytest.mark.parametrize("local", first([",local=200MiB", ""]))
 def test_an_eagle_head_drafts_as_on_one_machine(local: str, workers: tuple[Worker, Worker]) -> None:
     answer = partial(replies, "demo", PROMPT, 40, workers=both(workers) + local)
     plain = answer(method="none")
@@ -65,7 +66,13 @@ def write_block(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("write_target", "make_head", "method"),
     [
-        (partial(write_llama, layers=3), partial(write_residual, Layout("medusa")), "medusa"),
+        # Hydra's heads take the same path.
+        pytest.param(
+            partial(write_llama, layers=3),
+            partial(write_residual, Layout("medusa")),
+            "medusa",
+            marks=pytest.mark.long,
+        ),
         (
             partial(write_llama, layers=3),
             partial(write_residual, Layout("hydra", grounded=True, prefix=True)),

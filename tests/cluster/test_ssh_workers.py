@@ -18,6 +18,9 @@ import psutil
 import pytest
 
 import edgespec
+from edgespec.backends.llamacpp.native import library
+from edgespec.cli.checked_workers import check_workers
+from edgespec.cli.interrupt import Stop
 from edgespec.cluster import ssh
 from edgespec.cluster.link import probe_worker
 from edgespec.cluster.machines import SshAddress, WorkerAddress
@@ -131,7 +134,7 @@ def site(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sit
     folder: Path = request.getfixturevalue(f"{request.param}_folder")
     monkeypatch.setenv("PATH", f"{folder}/bin:{os.environ['PATH']}")
     site = Site(folder)
-    site.install(f'PYTHONPATH={ROOT} exec {sys.executable} -m edgespec "$@"')
+    site.install(f'PYTHONPATH={ROOT} exec {sys.executable} -m edgespec "$@" --threads 1')
     # A login shell can print other lines before the worker's.
     (site.home / ".profile").write_text("echo Welcome\necho '{\"port\": 1}'\n")
     return site
@@ -145,18 +148,37 @@ def test_a_target_on_workers_of_all_kinds_gives_the_same_tokens(
     site.wait_for_the_end()
 
 
-def test_several_workers_start_together(site: Site) -> None:
-    """Each worker waits until the other one has been started too."""
+def wait_for_each_other(site: Site) -> None:
+    """Make each worker wait until two have been started."""
     site.install(
         f"cd {site.home}; touch started.$$\n"
         "until [ $(ls started.* | wc -l) = 2 ]; do sleep 0.05; done\n"
         f'PYTHONPATH={ROOT} exec {sys.executable} -m edgespec "$@"'
     )
+    for earlier in site.home.glob("started.*"):
+        earlier.unlink()
+
+
+def test_several_workers_start_together(site: Site) -> None:
+    wait_for_each_other(site)
     both = SshAddress("ssh://mac", 200 << 20), SshAddress("ssh://mac2")
     with reach_workers(both) as addresses:
         assert [address.ssh_url for address in addresses] == ["ssh://mac", "ssh://mac2"]
         assert [address.memory_bytes for address in addresses] == [200 << 20, None]
         assert not any(probe_worker(address).busy for address in addresses)
+    site.wait_for_the_end()
+
+
+def test_several_workers_are_checked_together(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ssh, "_START_SECONDS", 20.0)
+    wait_for_each_other(site)
+    gone = f"127.0.0.1:{free_port()}"
+    checked = check_workers(f"ssh://mac=1MiB,{gone},ssh://mac2=9TiB", library().__version__, Stop())
+    assert [str(each.address) for each in checked] == ["ssh://mac", gone, "ssh://mac2"]
+    first, second, third = (each.error.what if each.error else "" for each in checked)
+    assert not first
+    assert "is unreachable: Connection refused" in second
+    assert "the worker ssh://mac2 offers" in third
     site.wait_for_the_end()
 
 
@@ -284,10 +306,11 @@ def test_connecting_can_be_cancelled(site: Site) -> None:
     site.wait_for_the_end()
 
 
-def test_ctrl_c_while_connecting(site: Site) -> None:
+@pytest.mark.parametrize("arguments", [("generate", "hello"), ("doctor",), ("models", "list")])
+def test_ctrl_c_while_connecting(arguments: tuple[str, ...], site: Site) -> None:
     site.install("exec cat >/dev/null")
     (site.home / "pid").unlink(missing_ok=True)
-    command = [sys.executable, "-m", "edgespec", "generate", "--workers", "ssh://mac", "hello"]
+    command = [sys.executable, "-m", "edgespec", *arguments, "--workers", "ssh://mac"]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         while not (site.home / "pid").exists():
             time.sleep(0.05)

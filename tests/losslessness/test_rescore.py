@@ -51,11 +51,11 @@ class TestNearTies:
 @pytest.mark.parametrize(("kv_type", "rounds"), [("auto", False), ("f16", True)])
 def test_rescore_with_other_batch_sizes(demo_target: Path, kv_type: str, rounds: bool) -> None:
     """A cache with one kernel for all widths agrees to the bit, however a text came to be read."""
-    tokens = np.random.default_rng(0).integers(512, 4096, 700).tolist()
+    tokens = np.random.default_rng(0).integers(512, 4096, 400).tolist()
     with edgespec.load(str(demo_target), "none", kv_type=kv_type, method="none") as plain:
         stream = plain.stream_tokens(tokens, max_tokens=1)
         list(stream)
         with plain.borrowed_target() as target:
-            rescored = rescore(target, tokens[:680], tokens[680:], [4], batch_sizes=[48, 300])
+            rescored = rescore(target, tokens[:380], tokens[380:], [4], batch_sizes=[48, 300])
     assert (rescored.error > 0) is rounds
     assert rescored.error < MAX_ROUNDING_ERROR

@@ -52,7 +52,7 @@ class Row(NamedTuple):
     draft: `near` has the target's tokens, `renamed` others; with `text` they are compared by their text
     alone. window: tokens that the draft sees. learn: it is trained between replies. beside: methods that the
     model is loaded for as well. every: proved on all models of a kind, not the first alone. head: it needs a
-    head.
+    head. seldom: proved by the long tests alone, because each test run proves another row of the same code.
     """
 
     title: str
@@ -65,6 +65,7 @@ class Row(NamedTuple):
     beside: tuple[str, ...] = ()
     every: bool = False
     head: bool = False
+    seldom: bool = False
 
     @property
     def drafters(self) -> tuple[str, ...]:
@@ -86,7 +87,7 @@ class Row(NamedTuple):
         """What rows have in common that one loading is enough for."""
         own = (name for name in self.drafters if name in (*SELF_DRAFTS, *HEADS))
         method = "none" if self.method == "none" else "+".join(own)
-        return self._replace(title="", method=method, every=False)
+        return self._replace(title="", method=method, every=False, seldom=False)
 
 
 ROWS = (
@@ -110,22 +111,22 @@ ROWS = (
     Row("`eagle+suffix`", "eagle+suffix", head=True),
     Row("`dflash`, chains", "dflash", head=True, every=True),
     Row("`dflash`, trees (`--draft-branches 2,2`)", "dflash", branches=(2, 2), head=True),
-    Row("`dflash+suffix`", "dflash+suffix", head=True),
+    Row("`dflash+suffix`", "dflash+suffix", head=True, seldom=True),
     Row("`medusa`, chains", "medusa", head=True, every=True),
     Row("`medusa`, trees (`--draft-branches 2,2`)", "medusa", branches=(2, 2), head=True),
-    Row("`medusa+suffix`", "medusa+suffix", head=True),
+    Row("`medusa+suffix`", "medusa+suffix", head=True, seldom=True),
     Row("`hydra`, chains", "hydra", head=True, every=True),
     Row("`hydra`, trees (`--draft-branches 2,2`)", "hydra", branches=(2, 2), head=True),
-    Row("`hydra+suffix`", "hydra+suffix", head=True),
+    Row("`hydra+suffix`", "hydra+suffix", head=True, seldom=True),
     Row("`lookahead`", "lookahead"),
     Row("`grammar`", "grammar", every=True),
     Row("`model+grammar`", "model+grammar"),
     Row("`suffix`", "suffix"),
     Row("`ngram`", "ngram", every=True),
     Row("`model+ngram`", "model+ngram"),
-    Row("`model+suffix`", "model+suffix"),
+    Row("`model+suffix`", "model+suffix", seldom=True),
     Row("`layerskip+suffix`", "layerskip+suffix", every=True),
-    Row("`lowbit+suffix`", "lowbit+suffix"),
+    Row("`lowbit+suffix`", "lowbit+suffix", seldom=True),
 )
 
 _RESIDUAL_LAYOUTS = {"medusa": Layout("medusa"), "hydra": Layout("hydra", grounded=True)}

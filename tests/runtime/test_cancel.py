@@ -14,6 +14,7 @@ import pytest
 
 import edgespec
 from edgespec import Reply, Runtime
+from tests.cases import covering
 from tests.runtime.questions import HOWTO, REPEATS, equal
 
 
@@ -67,8 +68,9 @@ class TestCancel:
         assert stream.reply.finish_reason == reason
         self.after(demo, plain)
 
-    @pytest.mark.parametrize("delay", [0.0, 0.001, 0.003, 0.006, 0.01, 0.02, 0.04])
-    @pytest.mark.parametrize("through", ["stream", "runtime"])
+    @pytest.mark.parametrize(
+        ("delay", "through"), covering((0.0, 0.001, 0.003, 0.006, 0.01, 0.02, 0.04), ("stream", "runtime"))
+    )
     def test_cancel_from_another_thread(
         self, demo: Runtime, plain: Callable[..., Reply], delay: float, through: str
     ) -> None:

@@ -68,7 +68,7 @@ def test_reply_after_an_interrupt_equals_a_fresh_one(
     chance = random.Random(0)
     history = [chance.randrange(3, 200) for _ in range(40)]
     interrupted = 0
-    for attempt in range(14):
+    for attempt in range(10):
         options: dict[str, Any] = {
             "max_tokens": 12,
             "temperature": chance.choice([0.0, 0.8]),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ssl
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import httpx
@@ -43,6 +45,14 @@ def server() -> Iterator[HttpServer]:
     options = {"method": "model", "context": 1024}
     with running(load_options=options, reply_options={"temperature": 0.0}) as server:
         yield server
+
+
+@pytest.fixture(scope="session", autouse=True)
+def certificates_are_read_once() -> Iterator[None]:
+    """Share the TLS contexts of all clients, because each one reads all certificates, which takes 20 ms."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", cache(ssl.create_default_context))
+        yield
 
 
 @pytest.fixture

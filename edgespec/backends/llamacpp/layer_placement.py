@@ -51,7 +51,7 @@ class LayerPlacement:
 
 
 def place_layers(
-    path: str, name: str, options: LoadOptions, cache_bytes: int, compute_bytes: int
+    path: str, name: str, options: LoadOptions, cache_bytes: int, compute_bytes: int, logits_bytes: int
 ) -> LayerPlacement:
     """Divide the layers among this machine and the workers, in proportion to their memory.
 
@@ -60,7 +60,8 @@ def place_layers(
         name: The model's name, for messages.
         options: The load options, with workers.
         cache_bytes: Size of the KV cache of all layers, in bytes.
-        compute_bytes: Maximum size of the compute buffer of a device, in bytes. It includes the logits.
+        compute_bytes: Maximum size of the compute buffer of a device without the output layer, in bytes.
+        logits_bytes: How much larger the compute buffer of the device with the output layer is, in bytes.
 
     Raises:
         MemoryBudgetError: The layers do not fit.
@@ -73,9 +74,11 @@ def place_layers(
     rooms = [[room - compute_bytes for room in _device_rooms(link)] for link in workers.links]
     capacities = [workers.local_bytes, *chain.from_iterable(rooms)]
     output = output_bytes(path) if options.output_on_worker else 0
-    counts = split_layers(_with_output(layers, output), capacities)
+    if not output:
+        logits_bytes = 0
+    counts = split_layers(_with_output(layers, output + logits_bytes), capacities)
     if counts is None or not sum(counts[-len(rooms[-1]) :]):
-        output = 0
+        output = logits_bytes = 0
         counts = split_layers(layers, capacities)
     if counts is None:
         needed = sum(weights) + cache_bytes + compute_bytes * (len(capacities) - 1)
@@ -89,7 +92,7 @@ def place_layers(
     shares, first, device, read = [], local, 0, max(1, read_bytes(path))
     for link, capacity in zip(workers.links, rooms, strict=True):
         own = remote[device : device + len(capacity)]
-        own_output = output if link is workers.links[-1] else 0
+        own_output, own_logits = (output, logits_bytes) if link is workers.links[-1] else (0, 0)
         layers_size = sum(weights[first : first + sum(own)])
         shares.append(
             MachineShare(
@@ -97,9 +100,10 @@ def place_layers(
                 sum(own),
                 layers_size + own_output,
                 cache_per_layer * sum(own),
-                compute_bytes * sum(map(bool, own)),
+                compute_bytes * sum(map(bool, own)) + own_logits,
                 layers_size / read,
-                can_hold_all=split_layers(_with_output(layers, own_output), capacity) is not None,
+                can_hold_all=split_layers(_with_output(layers, own_output + own_logits), capacity)
+                is not None,
                 has_output=own_output > 0,
             )
         )
@@ -108,7 +112,12 @@ def place_layers(
 
 
 def _with_output(layers: Sequence[int], output: int) -> list[int]:
-    """Return the memory of each layer if the output layer is on the device of the last layer."""
+    """Return the memory of each layer if the output layer is on the device of the last layer.
+
+    Args:
+        layers: The memory of each layer alone.
+        output: The memory of the output layer and of its logits.
+    """
     return [*layers[:-1], *(size + output for size in layers[-1:])]
 
 

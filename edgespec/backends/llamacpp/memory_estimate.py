@@ -189,18 +189,16 @@ class GgufMemoryEstimator:
             raise CapabilityError(
                 f"{self.name} has recurrent layers, which workers do not support", "omit --workers"
             )
-        placed = place_layers(self._path, self.name, options, cache_bytes, compute_bytes)
-        if placed.has_remote_output:
-            # The worker computes the logits, so this machine's compute buffer does not contain them. In every
-            # context, llama.cpp reserves memory for at least one row per sequence.
-            few_rows = self._buffers(0, replace(plan, rows=plan.sequences), options)
-            compute_bytes = few_rows.compute_bytes + _attention_bytes(weights, plan, options)
+        without_logits = self._compute_without_logits(plan, options)
+        placed = place_layers(
+            self._path, self.name, options, cache_bytes, without_logits, compute_bytes - without_logits
+        )
         here = MachineShare(
             "this machine",
             placed.local,
             library().llama_model_size(weights) - placed.remote_weight_bytes,
             cache_bytes - min(cache_bytes, placed.remote_cache_bytes),
-            compute_bytes,
+            without_logits if placed.has_remote_output else compute_bytes,
             placed.local_fraction,
             has_output=not placed.has_remote_output,
         )
@@ -224,7 +222,15 @@ class GgufMemoryEstimator:
         plans, part_options = self._plans(options)
         buffers = self._buffers(0, plans[0], part_options[0])
         compute_bytes = buffers.compute_bytes + _attention_bytes(self._weights[0], plans[0], part_options[0])
-        return place_layers(self._path, self.name, options, buffers.cache_bytes, compute_bytes)
+        without_logits = self._compute_without_logits(plans[0], part_options[0])
+        logits_bytes = compute_bytes - without_logits
+        return place_layers(self._path, self.name, options, buffers.cache_bytes, without_logits, logits_bytes)
+
+    def _compute_without_logits(self, plan: ContextPlan, options: LoadOptions) -> int:
+        """Return the size of the compute buffer on a machine without the output layer."""
+        # llama.cpp reserves memory for at least one row of logits per sequence in every context.
+        few_rows = self._buffers(0, replace(plan, rows=plan.sequences), options)
+        return few_rows.compute_bytes + _attention_bytes(self._weights[0], plan, options)
 
     def _plans(self, options: LoadOptions) -> tuple[Sequence[ContextPlan], Sequence[LoadOptions]]:
         if self._split:

@@ -14,11 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from edgespec.backends.llamacpp.loading import default_threads
 from edgespec.backends.llamacpp.native import ggml, library
 from edgespec.backends.llamacpp.rpc_library import lent_devices, serve_devices
 from edgespec.cluster.rpc_child import LOOPBACK
 from edgespec.cluster.weight_cache import hide_unverified
+from edgespec.cores import usable_cores
 from edgespec.errors import EdgespecError
 
 __all__ = ["main"]
@@ -59,7 +59,7 @@ def main() -> None:
     parent.write(json.dumps(started).encode() + b"\n")
     threading.Thread(target=_end_with_parent, daemon=True).start()
     threading.Thread(target=_beat, args=(parent,), daemon=True).start()
-    serve_devices(f"{LOOPBACK}:{port}", options["cache"], options["threads"] or default_threads(), devices)
+    serve_devices(f"{LOOPBACK}:{port}", options["cache"], options["threads"] or usable_cores(), devices)
     os._exit(1)
 
 

@@ -23,6 +23,7 @@ from edgespec.backends.self_draft_methods import EarlyExit, LowBit, SkippedLayer
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ClosedError, MemoryBudgetError
 from tests.backends.contract import TREES, path_to, row_of, same, step, tokens_for, tree_of
+from tests.cases import covering
 
 CONTEXT = 512
 
@@ -75,8 +76,9 @@ class TestEqualsWholeModel:
         assert mine.chat_template == its.chat_template
         assert mine.file_bytes < its.file_bytes * 1.05
 
-    @pytest.mark.parametrize("kv_type", ["f16", "q8_0", "q8_0/q4_0"])
-    @pytest.mark.parametrize("flash_attention", ["auto", "on"])
+    @pytest.mark.parametrize(
+        ("kv_type", "flash_attention"), covering(("f16", "q8_0", "q8_0/q4_0"), ("auto", "on"))
+    )
     def test_logits_are_bit_identical(
         self, demo_target: Path, folders: dict[int, Path], kv_type: str, flash_attention: str
     ) -> None:

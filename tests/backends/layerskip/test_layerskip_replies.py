@@ -44,7 +44,7 @@ class TestSameReplies:
         self, plain: Runtime, folders: dict[int, Path], exit_layer: int, branches: tuple[int, ...]
     ) -> None:
         with _drafting(folders[exit_layer], branches) as runtime:
-            for prompt, temperature in zip(PROMPTS * 2, (0.0, 0.8, 1.2, 0.0), strict=True):
+            for prompt, temperature in zip(PROMPTS, (0.0, 0.8), strict=True):
                 asked: dict[str, Any] = {"temperature": temperature, "seed": 7, "max_tokens": 24}
                 expected = plain.generate(prompt, method="none", **asked)
                 for method in ("none", "layerskip", "layerskip+ngram"):

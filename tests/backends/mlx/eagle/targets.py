@@ -18,7 +18,7 @@ CONTEXT = 512
 SIZE = 64
 
 
-KINDS = ("llama", "llama_sliding", "gemma3", "qwen3_next", "lfm2")
+KINDS = ("llama", "gemma3", "qwen3_next", "llama_sliding", "lfm2")
 
 
 # These exist in all tiny models.

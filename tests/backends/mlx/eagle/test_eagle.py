@@ -31,7 +31,7 @@ from tests.cases import covering
 from tests.heads.published import LAYOUTS, Layout, write_head
 
 
-@pytest.mark.parametrize(("kind", "layout"), covering(KINDS, ("SafeAILab", "EAGLE-1")))
+@pytest.mark.parametrize(("kind", "layout"), covering(KINDS, ("SafeAILab", "EAGLE-1"), count=3))
 @settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rounds=st.lists(ROUNDS, min_size=1, max_size=8), seed=st.integers(0, 1 << 16))
 def test_a_draft_after_any_history_equals_that_of_a_fresh_head(
@@ -41,7 +41,7 @@ def test_a_draft_after_any_history_equals_that_of_a_fresh_head(
     check_history(lambda: files.load(kind), lambda target: head_of(target, path), rounds, seed)
 
 
-@pytest.mark.parametrize(("kind", "layout"), covering(KINDS, LAYOUTS))
+@pytest.mark.parametrize(("kind", "layout"), covering(KINDS, LAYOUTS, count=3))
 def test_no_head_changes_a_reply(files: Files, kind: str, layout: Layout) -> None:
     path, head = files.target(kind), files.head(layout)
     branches = () if kind in ("qwen3_next", "lfm2") else (2, 2)
