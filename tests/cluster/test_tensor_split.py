@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -130,9 +130,7 @@ def test_the_plan_is_that_of_the_loaded_model(workers: tuple[Worker, Worker]) ->
 
 
 @pytest.fixture
-def pair(
-    start_worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[Worker, Worker]]:
+def pair(start_worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> tuple[Worker, Worker]:
     monkeypatch.setattr(link, "SILENCE_SECONDS", 3.0)
     return start_worker(), start_worker()
 
