@@ -100,6 +100,10 @@ class LoadArguments(TypedDict, total=False):
         " ssh://you@mac=16GiB,192.168.1.20:50052,local=8GiB. For ssh:// addresses, edgespec connects with"
         " `ssh` and starts the worker. Start `edgespec worker` yourself on the others.",
         per_run=True)]
+    split_mode: Annotated[str, Option(Choice(("layer", "tensor")), "workers",
+        "How to divide the model among the workers. `layer` gives each worker whole layers. `tensor` gives"
+        " each one a part of every layer, which is faster in very fast networks. MLX models only.",
+        default="layer", per_run=True)]
     prefix_cache: Annotated[str, Option(Choice(("none", "memory", "disk")), "prefix_cache",
         "Where to cache earlier chats so that returning to one is fast. `disk` also keeps the cache between"
         " runs, in files only you can read.",

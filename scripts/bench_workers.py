@@ -3,9 +3,11 @@
 
     scripts/bench_workers.py                                          # the demo pair
     scripts/bench_workers.py --target big-target.gguf --draft big-draft.gguf --every 17 --max-tokens 64
+    scripts/bench_workers.py --target demo-mlx --split-modes layer,tensor --round-trips 0
 
 This script starts two workers on this machine. Proxies delay the connections to them, so that each message
-arrives later by half of the round-trip time. For each round-trip time, the script loads the models again.
+arrives later by half of the round-trip time. For each round-trip time and split mode, the script loads the
+models again. With the split mode tensor, the connections between the workers are not delayed.
 Every prompt is answered with all methods, in an order that changes from prompt to prompt. Nothing is cached
 between replies, and nothing is known about the models at the start. The first token and all work before it
 are not counted.
@@ -32,6 +34,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -117,11 +120,12 @@ def main() -> None:
     args = _arguments()
     methods = {name: parse(name) for name in dict.fromkeys([PLAIN, *args.methods.split(",")])}
     results = {}
-    for milliseconds in args.round_trips:
+    for milliseconds, split_mode in product(args.round_trips, args.split_modes):
         with _two_workers(milliseconds / 1000) as proxies:
-            replies = _measure(args, methods, proxies)
-        print(f"round trip {milliseconds:g} ms\n{_report(replies)}", flush=True)
-        results[milliseconds] = {
+            replies = _measure(args, methods, proxies, split_mode)
+        title = f"round trip {milliseconds:g} ms" + f", split mode {split_mode}" * (split_mode != "layer")
+        print(f"{title}\n{_report(replies)}", flush=True)
+        results[title] = {
             name: [(len(each.tokens), each.seconds) for each in of_name] for name, of_name in replies.items()
         }
     if args.json:
@@ -145,6 +149,12 @@ def _arguments() -> argparse.Namespace:
         type=lambda text: [float(each) for each in text.split(",")],
         default=[0.0, 5.0, 20.0],
         help="round-trip times in milliseconds (default: 0,5,20)",
+    )
+    parser.add_argument(
+        "--split-modes",
+        type=lambda text: text.split(","),
+        default=["layer"],
+        help="how to divide the model: layer, tensor or both (default: layer)",
     )
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--max-tokens", type=int, default=96)
@@ -175,7 +185,10 @@ def _two_workers(round_trip_seconds: float) -> Iterator[list[Proxy]]:
 
 
 def _measure(
-    args: argparse.Namespace, methods: dict[str, tuple[str, int | None]], proxies: Sequence[Proxy]
+    args: argparse.Namespace,
+    methods: dict[str, tuple[str, int | None]],
+    proxies: Sequence[Proxy],
+    split_mode: str,
 ) -> dict[str, list[TimedReply]]:
     """Return the replies of each method, in the order of the prompts."""
     replies: dict[str, list[TimedReply]] = {name: [] for name in methods}
@@ -183,6 +196,7 @@ def _measure(
         args.target,
         args.draft,
         workers=",".join(f"127.0.0.1:{proxy.port}" for proxy in proxies),
+        split_mode=split_mode,
         context=1024,
         head=args.head,
         methods=[method for method, _ in methods.values()],

@@ -3,10 +3,12 @@
 
     python scripts/kill_workers.py --losses 200
     python scripts/kill_workers.py --losses 200 --target demo-mlx
+    python scripts/kill_workers.py --losses 200 --target demo-mlx --split-mode tensor
 
-A child process loads the demo model on 1, 2 or 4 workers and generates a reply. At a random time, this script
-kills, freezes or restarts a worker or the process that runs its layers, or sends garbage to their ports. For
-GGUF models, the layers run in llama.cpp's RPC server. The script then checks that
+A child process loads the demo model on 1, 2 or 4 workers and generates a reply. With the split mode tensor,
+there are always 2 workers. At a random time, this script kills, freezes or restarts a worker or the process
+that runs its layers, or sends garbage to their ports. For GGUF models, the layers run in llama.cpp's RPC
+server. The script then checks that
 
 - the child process still runs,
 - the text so far is the beginning of the reply without workers, or all of it if there was no error,
@@ -54,6 +56,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--target", default="demo")
+    parser.add_argument("--split-mode", default="layer", choices=("layer", "tensor"))
     parser.add_argument("--losses", type=int, default=200, help="number of losses (default: %(default)s)")
     parser.add_argument(
         "--max-seconds", type=float, default=10.0, help="longest time until an error (default: %(default)s)"
@@ -68,22 +71,22 @@ def main() -> int:
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        _generate(args.target)
+        _generate(args.target, args.split_mode)
         return 0
     results = _lose_workers(args)
     sys.stdout.write(json.dumps(results, indent=1) + "\n")
     return 1 if results["errors"] else 0
 
 
-def _generate(target: str) -> None:
+def _generate(target: str, split_mode: str) -> None:
     """Load the model and generate a reply for each line of stdin, and print what happens as lines of JSON."""
     for line in sys.stdin:
         request = json.loads(line)
         text, error = "", None
         try:
-            with edgespec.load(
-                target, workers=request["workers"], method=request["method"], **LOAD
-            ) as runtime:
+            # `split_mode` is refused without workers.
+            spread = {"workers": request["workers"], "split_mode": split_mode} if request["workers"] else {}
+            with edgespec.load(target, method=request["method"], **spread, **LOAD) as runtime:
                 for chunk in runtime.stream(PROMPT, **REPLY):
                     text += chunk.text
         except edgespec.EdgespecError as failure:
@@ -114,7 +117,9 @@ class Worker:
     def layer_process(self) -> psutil.Process | None:
         """Return the process that runs the layers, or None while it starts."""
         with suppress(psutil.Error):
-            return next(iter(psutil.Process(self._process.pid).children()), None)
+            children = psutil.Process(self._process.pid).children()
+            # The process for MLX layers starts after the RPC server.
+            return max(children, key=lambda child: child.create_time(), default=None)
         return None
 
     def send(self, number: int) -> None:
@@ -190,10 +195,18 @@ LOSSES: dict[str, Callable[[Worker, random.Random], None]] = {
 class Target:
     """The child process that loads the model."""
 
-    def __init__(self, target: str, hang_seconds: int) -> None:
-        self._hang_seconds = hang_seconds
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._hang_seconds = args.hang_seconds
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "--child", "--target", target],
+            [
+                sys.executable,
+                __file__,
+                "--child",
+                "--target",
+                args.target,
+                "--split-mode",
+                args.split_mode,
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -234,8 +247,10 @@ def _raise_timeout(*_: object) -> None:
 
 def _lose_workers(args: argparse.Namespace) -> dict[str, Any]:
     choices = random.Random(args.seed)
-    workers = [Worker() for _ in range(4)]
-    target = Target(args.target, args.hang_seconds)
+    # The demo model has two key-value heads, so it cannot be divided among more workers.
+    counts = (1, 2, 4) if args.split_mode == "layer" else (2,)
+    workers = [Worker() for _ in range(max(counts))]
+    target = Target(args)
     errors: list[str] = []
     outcomes: Counter[str] = Counter()
     slowest: dict[str, float] = {}
@@ -246,14 +261,14 @@ def _lose_workers(args: argparse.Namespace) -> dict[str, Any]:
         assert plain
         assert not plain["error"]
         durations = {}
-        for count in (1, 2, 4):
+        for count in counts:
             for _ in range(2):  # The first load imports modules.
                 began = time.monotonic()
                 target.begin(_list(workers[:count]), "none")
                 assert target.result() == plain
                 durations[count] = time.monotonic() - began
         for number in range(args.losses):
-            count, how = choices.choice((1, 2, 4)), choices.choice(tuple(LOSSES))
+            count, how = choices.choice(counts), choices.choice(tuple(LOSSES))
             used, method = workers[:count], choices.choice(("none", "model", "auto"))
             what = f"loss {number} ({how}, {count} workers, method {method})"
             target.begin(_list(used), method)
@@ -265,7 +280,7 @@ def _lose_workers(args: argparse.Namespace) -> dict[str, Any]:
             seconds = time.monotonic() - began
             if result is None:
                 errors.append(f"{what}: the process {target.end()}")
-                target = Target(args.target, args.hang_seconds)
+                target = Target(args)
             elif result["error"]:
                 outcomes[f"{how}: {result['error'][0]}"] += 1
                 slowest[how] = max(slowest.get(how, 0.0), round(seconds, 2))
@@ -291,7 +306,7 @@ def _lose_workers(args: argparse.Namespace) -> dict[str, Any]:
                 again = target.result()
             if again is None:
                 errors.append(f"{what}: the process {target.end()} when it loaded the model again")
-                target = Target(args.target, args.hang_seconds)
+                target = Target(args)
             elif again != plain:
                 errors.append(f"{what}: after that, loading again gave {again['error'] or again['text']!r}")
             sys.stderr.write(f"{what}: {seconds:.2f} s, {result and result['error']}\n")

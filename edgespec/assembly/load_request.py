@@ -12,6 +12,7 @@ from edgespec.assembly.worker_options import for_workers
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.model_facts import Adapter
 from edgespec.cluster.machines import Machines, parse_machines
+from edgespec.errors import OptionError
 from edgespec.memory import Preference, available_bytes
 from edgespec.memory.context_resize import INITIAL_CONTEXT_TOKENS
 from edgespec.options import MODEL_OPTIONS, as_bytes
@@ -40,6 +41,8 @@ class LoadRequest:
         drafting = DraftingOptions.of(**given)
         if drafting.arguments["workers"] is not None:
             drafting = for_workers(drafting)
+        elif drafting.arguments["split_mode"] != "layer":
+            raise OptionError("--split-mode has no effect without --workers", "omit it, or add --workers")
         arguments = drafting.arguments
         options = _backend_options(drafting)
         plan = PlanRequest.from_options(
@@ -71,4 +74,5 @@ def _backend_options(drafting: DraftingOptions) -> LoadOptions:
         adapters=tuple(Adapter(*one) for one in cast(Sequence[tuple[str, float]], arguments["adapter"])),
         exact=arguments["exact"],
         parallel=arguments["parallel"],
+        split_tensors=arguments["split_mode"] == "tensor",
     )

@@ -10,8 +10,9 @@ from edgespec.assembly.drafting_options import DraftingOptions
 from edgespec.assembly.pairing import ModelPair
 from edgespec.assembly.worker_speed import output_is_faster_on_worker
 from edgespec.backends.base import LoadOptions, Progress
+from edgespec.backends.registry import FileFormat
 from edgespec.cluster.connected import ConnectedWorkers
-from edgespec.cluster.machines import Machines
+from edgespec.cluster.machines import Machines, SshAddress
 from edgespec.errors import OptionError
 from edgespec.method_names import HEADS, SELF_DRAFTS
 from edgespec.options import LOAD_OPTIONS, LoadArguments
@@ -80,6 +81,8 @@ def connect_workers(
             f"{pair.target.name} cannot run on workers, because its format is {form.label}",
             "use an ordinary GGUF or MLX version of the model, or omit --workers",
         )
+    if options.split_tensors:
+        _check_tensor_split(machines, form)
     if machines.local_bytes and pair.target.backend.graphics_cards():
         raise OptionError(
             "--workers does not support local=SIZE on a machine with a graphics card yet",
@@ -90,3 +93,23 @@ def connect_workers(
     # Heads read hidden states and weights of the output layer on this machine.
     on_worker = not pair.heads and output_is_faster_on_worker(pair.target, workers)
     return replace(options, workers=workers, output_on_worker=on_worker)
+
+
+def _check_tensor_split(machines: Machines, form: FileFormat) -> None:
+    if not form.splits_tensors:
+        reason, next_step = f"works only with MLX models, not with {form.label}", "use an MLX version of it"
+    elif len(machines.workers) < 2:
+        reason, next_step = "needs at least two workers", "name more workers"
+    elif machines.local_bytes:
+        reason, next_step = (
+            "does not support local=SIZE",
+            "start `edgespec worker` on this machine too, and name its address instead of local",
+        )
+    elif ssh := next((each for each in machines.workers if isinstance(each, SshAddress)), None):
+        reason, next_step = (
+            f"does not support {ssh}, because the workers must reach each other",
+            "start the workers with --listen and --i-trust-this-network",
+        )
+    else:
+        return
+    raise OptionError(f"--split-mode tensor {reason}", f"{next_step}, or use --split-mode layer")

@@ -62,6 +62,7 @@ class LoadOptions:
         parallel: Number of replies that share the model's passes. Each has a context of `context_tokens`.
         workers: The machines that hold the layers, or None if they are all on this machine. The model closes
             the connections to them.
+        split_tensors: Whether each worker holds a part of every layer, instead of whole layers.
         output_on_worker: Whether the output layer is on the last of the workers, if that has layers and
             room.
     """
@@ -86,6 +87,7 @@ class LoadOptions:
     mtp: bool = False
     parallel: int = 1
     workers: ConnectedWorkers | None = None
+    split_tensors: bool = False
     output_on_worker: bool = False
 
     def for_draft(self) -> LoadOptions:

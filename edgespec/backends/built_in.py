@@ -283,6 +283,7 @@ _MLX = FileFormat(
     low_bit_weights=True,
     trial=_try_mlx,
     worker_library=lambda: Library(MLX, installed_mlx()),
+    splits_tensors=True,
     head_formats=dict.fromkeys(("mtp", "eagle", "dflash", *RESIDUAL_METHODS), frozenset({"mlx"})),
     estimate_head=_estimate_mlx_head,
     load_teacher=_load_mlx_teacher,

@@ -63,6 +63,7 @@ class MachineShare:
         read_fraction: Weight bytes of these layers, as a fraction of all weight bytes that a pass reads.
         can_hold_all: Whether all layers would fit on this machine. Always False for the target's own machine.
         has_output: Whether the output layer is on this machine. `weight_bytes` then includes it.
+        parts: Number of workers that each layer is divided among. 1 if whole layers are on this machine.
     """
 
     name: str
@@ -73,6 +74,12 @@ class MachineShare:
     read_fraction: float
     can_hold_all: bool = False
     has_output: bool = False
+    parts: int = 1
+
+    @property
+    def layers_text(self) -> str:
+        """The layers as shown to the user, such as `12` or `1/2 of 12`."""
+        return str(self.layers) if self.parts == 1 else f"1/{self.parts} of {self.layers}"
 
     @property
     def total_bytes(self) -> int:

@@ -127,6 +127,7 @@ class FileFormat:
             progress callback. None if they cannot be trained for models in this format.
         worker_library: Returns the library that runs the model, whose version must be the same on all
             workers. None if the format does not support `LoadOptions.workers`.
+        splits_tensors: Whether the format supports `LoadOptions.split_tensors`.
     """
 
     name: str
@@ -160,6 +161,7 @@ class FileFormat:
     estimate_head: Callable[[Head, Path, int], MemoryEstimate] | None = None
     load_teacher: Callable[[str, str, Progress | None], Teacher] | None = None
     worker_library: Callable[[], Library] | None = None
+    splits_tensors: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -139,7 +139,7 @@ def _machines(plan: MemoryPlan, spread: SpreadPrediction) -> Table:
         sizes = (share.weight_bytes, share.cache_bytes, share.compute_bytes, share.total_bytes)
         table.add_row(
             _line(share.name),
-            f"{share.layers} + output" if share.has_output else str(share.layers),
+            f"{share.layers_text} + output" if share.has_output else share.layers_text,
             *map(format_bytes, sizes),
             "" if link is None else f"{link.round_trip_seconds * 1e3:.2g} ms",
             "" if link is None else f"{rate(link.bytes_per_second / 1e6)} MB/s",

@@ -53,7 +53,13 @@ class MessageConnection:
                 self._sending.release()
 
     def receive(self, max_data_bytes: int) -> tuple[dict[str, Any], bytearray]:
-        """Return the header and the data of the next message that is not empty.
+        """Return the header and the data of the next message that is not empty. See `receive_any`."""
+        while (message := self.receive_any(max_data_bytes)) is None:
+            pass
+        return message
+
+    def receive_any(self, max_data_bytes: int) -> tuple[dict[str, Any], bytearray] | None:
+        """Return the header and the data of the next message, or None if it is empty.
 
         Args:
             max_data_bytes: The most data to accept.
@@ -62,11 +68,11 @@ class MessageConnection:
             OSError: The connection broke, or nothing arrived before its timeout.
             ValueError: The other side sent something else, or more data.
         """
-        header_bytes = data_bytes = 0
-        while not header_bytes:
-            header_bytes, data_bytes = _SIZES.unpack(self._receive(_SIZES.size))
-            if header_bytes > _MAX_HEADER_BYTES or data_bytes > max_data_bytes * bool(header_bytes):
-                raise ValueError(f"a message has {header_bytes:,} and {data_bytes:,} bytes")
+        header_bytes, data_bytes = _SIZES.unpack(self._receive(_SIZES.size))
+        if header_bytes > _MAX_HEADER_BYTES or data_bytes > max_data_bytes * bool(header_bytes):
+            raise ValueError(f"a message has {header_bytes:,} and {data_bytes:,} bytes")
+        if not header_bytes:
+            return None
         try:
             header = json.loads(self._receive(header_bytes))
         except RecursionError as error:

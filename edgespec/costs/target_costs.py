@@ -129,8 +129,8 @@ def settings_key(options: LoadOptions) -> str:
     exact = " exact" if options.exact else ""
     links = options.workers.links if options.workers else ()
     workers = "".join(f" {link.address}" for link in links)
-    output = " output" if options.output_on_worker else ""
-    return repr((chosen, machine_identity())) + exact + workers + output
+    split = " tensors" * options.split_tensors + " output" * options.output_on_worker
+    return repr((chosen, machine_identity())) + exact + workers + split
 
 
 def _load_curve(saved: Mapping[str, NDArray[Any]]) -> CostCurve | None:

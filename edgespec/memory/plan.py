@@ -128,6 +128,7 @@ def _share_json(share: MachineShare) -> dict[str, Any]:
     return {
         "name": share.name,
         "layers": share.layers,
+        "parts": share.parts,
         "output_layer": share.has_output,
         "weight_bytes": share.weight_bytes,
         "cache_bytes": share.cache_bytes,

@@ -294,7 +294,7 @@ def _plan_rows(plan: MemoryPlan | None) -> list[tuple[str, str]]:
     rows += [
         (
             f"on {share.name}",
-            count(share.layers, "layer")
+            f"{share.layers_text} {'layer' if share.layers == 1 else 'layers'}"
             + (" and the output layer, " if share.has_output else ", ")
             + format_bytes(share.total_bytes),
         )

@@ -8,25 +8,20 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
-from dataclasses import replace
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
 import edgespec
-from edgespec.backends import mlx
-from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.mlx import probe, remote_block
 from edgespec.backends.mlx.remote_block import RemoteBlock
 from edgespec.cluster import link
-from edgespec.cluster.connected import ConnectedWorkers
-from edgespec.cluster.libraries import LLAMA_CPP, MLX, Library, installed_mlx
+from edgespec.cluster.libraries import LLAMA_CPP, Library, installed_mlx
 from edgespec.cluster.link import Link, open_layers, probe_worker
-from edgespec.cluster.machines import WorkerAddress, parse_machines
+from edgespec.cluster.machines import WorkerAddress
 from edgespec.cluster.messages import Buffer, MessageConnection
 from edgespec.cluster.status import LAYERS, Device, WorkerStatus
 from edgespec.engine.tree import TokenTree
@@ -42,24 +37,7 @@ from edgespec.load_options import LoadArguments
 from tests.backends.mlx.tiny_checkpoints import TOKENS, write_checkpoint
 from tests.cases import first
 from tests.cluster.conftest import Worker
-
-PROMPT = "How do I list files by size, and how do I count the lines of each?"
-
-
-def tokens(workers: str | None, *methods: str) -> list[list[list[int]]]:
-    """Return the replies of each method at two temperatures."""
-    with edgespec.load("demo-mlx", workers=workers, context=1024, method="model") as runtime:
-        replies = [
-            [
-                runtime.generate(PROMPT, max_tokens=24, seed=3, temperature=each, method=method)
-                for each in (0.0, 0.8)
-            ]
-            for method in methods
-        ]
-    for method, both in zip(methods, replies, strict=True):
-        accepted = sum(reply.stats.accepted_tokens for reply in both)
-        assert accepted or method in ("none", "auto")
-    return [[list(reply.tokens) for reply in both] for both in replies]
+from tests.cluster.mlx_targets import PROMPT, load_tiny, lose, tokens
 
 
 @pytest.fixture(scope="module")
@@ -78,18 +56,6 @@ def test_several_machines_give_the_same_tokens(
 ) -> None:
     spread = f"{workers[0].address}=200MiB,local=200MiB,{workers[1].address}=200MiB"
     assert tokens(spread, "none", "model", "ngram", "auto") == [local_tokens] * 4
-
-
-def load_tiny(folder: Path, workers: str | None, kv_type: str = "auto") -> LanguageModel:
-    options = LoadOptions(context_tokens=1024, kv_type=kv_type)
-    with ExitStack() as undo:
-        if workers is not None:
-            connected = ConnectedWorkers(parse_machines("workers", workers), Library(MLX, installed_mlx()))
-            undo.callback(connected.close)
-            options = replace(options, workers=connected)
-        model = mlx.load(str(folder), folder.name, options)
-        undo.pop_all()
-    return model
 
 
 @pytest.mark.parametrize(
@@ -145,22 +111,6 @@ def test_layers_that_cannot_be_separated_are_refused(
     folder = write_checkpoint(tmp_path / kind, kind)
     with pytest.raises(CapabilityError, match="cannot run on workers with MLX, because"):
         edgespec.load(str(folder), None, workers=workers[0].address)
-
-
-def layer_server(worker: Worker) -> psutil.Process:
-    """Return the process that runs a target's layers, which is the one that started last."""
-    return max(psutil.Process(worker.process.pid).children(), key=lambda process: process.create_time())
-
-
-def lose(worker: Worker, how: str) -> None:
-    if how == "killed worker":
-        worker.process.kill()
-    elif how == "killed process":
-        layer_server(worker).kill()
-    elif how == "frozen worker":
-        psutil.Process(worker.process.pid).suspend()
-    else:
-        layer_server(worker).suspend()
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,12 @@ from edgespec.backends.mlx.evaluation import evaluate, freed_buffers_bytes, tran
 from edgespec.backends.mlx.layer_caches import LayerCaches
 from edgespec.backends.mlx.layer_messages import JSON_FILES
 from edgespec.backends.mlx.layers import LayerList
-from edgespec.backends.mlx.model_skeleton import named_arrays, read_skeleton
+from edgespec.backends.mlx.model_skeleton import ModelSkeleton, named_arrays, read_skeleton
 from edgespec.backends.mlx.pass_layout import PassLayout
 from edgespec.errors import MemoryBudgetError, WorkerError
 from edgespec.files import error_reason, format_bytes, write_advice
 
-__all__ = ["LayerBlock"]
+__all__ = ["LayerBlock", "build_skeleton"]
 
 _HALF_TYPES = (mx.float16, mx.bfloat16)
 
@@ -29,30 +29,20 @@ class LayerBlock:
     """A block of layers with its caches. Call `load` for each weight, `finish`, and then `run` for each pass.
 
     Args:
-        json_files: The model's JSON files, by name.
-        headers: The headers of the model's weight files, with the size of each file.
+        model: The model, from `build_skeleton`.
         first: Index of the block's first layer.
         end: Index after the block's last layer.
         kv_bits: Bits per element in the KV cache, or None if it is not quantised.
         memory_bytes: Maximum size of the weights in bytes.
 
     Raises:
-        ModelFileError: The model cannot be built.
-        WorkerError: The model's files cannot be written.
+        CapabilityError: The layers cannot be on several machines.
         ValueError: An argument is invalid.
     """
 
-    def __init__(
-        self,
-        json_files: Mapping[str, str],
-        headers: Sequence[tuple[bytes, int]],
-        first: int,
-        end: int,
-        kv_bits: int | None,
-        memory_bytes: int,
-    ) -> None:
+    def __init__(self, model: Any, first: int, end: int, kv_bits: int | None, memory_bytes: int) -> None:
         mx.set_cache_limit(freed_buffers_bytes())
-        self._model = _build_model(json_files, headers)
+        self._model = model
         check_separable(self._model, "the model")
         self._layout = PassLayout()
         self._caches = LayerCaches(self._model, self._layout, kv_bits)
@@ -139,8 +129,17 @@ class LayerBlock:
         return self._last.output
 
 
-def _build_model(json_files: Mapping[str, str], headers: Sequence[tuple[bytes, int]]) -> Any:
-    """Return a model whose weights cannot be read, because its weight files contain only their headers."""
+def build_skeleton(json_files: Mapping[str, str], headers: Sequence[tuple[bytes, int]]) -> ModelSkeleton:
+    """Return a model whose weights cannot be read, because its weight files contain only their headers.
+
+    Args:
+        json_files: The model's JSON files, by name.
+        headers: The headers of the model's weight files, with the size of each file.
+
+    Raises:
+        ModelFileError: The model cannot be built.
+        WorkerError: The model's files cannot be written.
+    """
     with tempfile.TemporaryDirectory(prefix="edgespec-") as name:
         folder = Path(name)
         try:
@@ -156,4 +155,4 @@ def _build_model(json_files: Mapping[str, str], headers: Sequence[tuple[bytes, i
             raise WorkerError(
                 f"the worker cannot write to {folder}: {error_reason(error)}", write_advice(error, folder)
             ) from error
-        return read_skeleton(name, "the model", LoadOptions()).model
+        return read_skeleton(name, "the model", LoadOptions())

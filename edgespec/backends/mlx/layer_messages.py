@@ -3,12 +3,15 @@
 The target sends
 
 1. the model's JSON files and the headers of its weight files. The worker builds the same model, and answers
-   whether it has a cache for weights.
-2. a message for each weight of the block. If the worker has a cache, the target first sends the digest of a
+   whether it has a cache for weights. If each worker has a part of every layer, the workers form a ring, and
+   each one also answers where it will listen for the worker before it.
+2. the addresses of all workers of a ring. The worker answers when it has joined the ring.
+3. a message for each weight of the block. If the worker has a cache, the target first sends the digest of a
    large weight, and the worker answers whether it has this weight. It also answers when it has stored one.
-3. a message without an array, which the worker answers when it is ready.
-4. the block's input in each pass, with the number of cached tokens before it. The worker first drops the
-   cached tokens from there on, so that a rollback needs no message. It answers with the block's output.
+4. a message without an array, which the worker answers when it is ready.
+5. the block's input in each pass, with the number of cached tokens before it. The worker first drops the
+   cached tokens from there on, so that a rollback needs no message. It answers with the block's output. In
+   a ring, all workers compute the same output, so only the first one sends it.
 
 If a worker cannot do what a message asks, it answers with an error. Arrays are sent as raw bytes.
 """
@@ -33,7 +36,7 @@ __all__ = [
 ]
 
 # Version of the protocol. It is increased whenever the messages change.
-PROTOCOL = 1
+PROTOCOL = 2
 # The JSON files from which mlx-lm builds a model.
 JSON_FILES = ("config.json", "hf_quant_config.json")
 # Maximum size in bytes of a message with files, and of a message with hidden states. The headers of a model

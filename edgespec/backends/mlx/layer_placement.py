@@ -18,7 +18,7 @@ from edgespec.cluster.layer_split import split_layers
 from edgespec.errors import MemoryBudgetError
 from edgespec.files import format_bytes
 
-__all__ = ["LayerPlacement", "LayerSizes", "place_layers", "read_layer_sizes"]
+__all__ = ["LayerPlacement", "LayerSizes", "place_layers", "place_parts", "read_layer_sizes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,7 @@ class LayerPlacement:
         widened: Whether 16-bit weights are widened to float32.
         local: Number of layers on this machine. These are the first layers of the model.
         local_weight_bytes, local_cache_bytes: Size of the weights and of the KV cache of these layers.
+        layer_weight_bytes: Size of the weights of all layers.
         workers: The layers and memory of each worker, in the order of the layers.
     """
 
@@ -55,12 +56,8 @@ class LayerPlacement:
     local: int
     local_weight_bytes: int
     local_cache_bytes: int
+    layer_weight_bytes: int
     workers: tuple[MachineShare, ...]
-
-    @property
-    def remote_weight_bytes(self) -> int:
-        """Size of the weights on the workers, in bytes."""
-        return sum(share.weight_bytes for share in self.workers)
 
     @property
     def blocks(self) -> list[tuple[int, int]]:
@@ -70,9 +67,16 @@ class LayerPlacement:
 
 @lru_cache(maxsize=16)
 def read_layer_sizes(
-    path: str, name: str, kv_bits: int | None, widened: bool, _stamps: tuple[Any, ...]
+    path: str, name: str, kv_bits: int | None, widened: bool, parts: int, _stamps: tuple[Any, ...]
 ) -> LayerSizes:
     """Return the memory of each layer of the model in a folder. The result is cached until a file changes.
+
+    Args:
+        path: The model's folder.
+        name: The model's name, for messages.
+        kv_bits: Bits per element in the KV cache, or None if it is not quantised.
+        widened: Whether 16-bit weights are widened to float32.
+        parts: Number of workers that each layer is divided among. The sizes are those of one part.
 
     Raises:
         CapabilityError: The layers cannot be on several machines.
@@ -80,10 +84,15 @@ def read_layer_sizes(
     """
     from edgespec.backends.mlx.absent_layers import check_separable
     from edgespec.backends.mlx.layers import LayerList
+    from edgespec.backends.mlx.tensor_shards import ShardIndex, shard_for_transfer
 
     try:
-        model = read_skeleton(path, name, LoadOptions()).model
-        check_separable(model, name)
+        skeleton = read_skeleton(path, name, LoadOptions())
+        model = skeleton.model
+        if parts > 1:
+            shard_for_transfer(model, skeleton.config, name, ShardIndex(0, parts))
+        else:
+            check_separable(model, name)
         if widened:
             model.set_dtype(mlx_core().float32)
         weights = tuple(parameter_bytes(layer) for layer in LayerList(model).layers)
@@ -147,4 +156,54 @@ def place_layers(
         )
         first += count
     here = sum(weight_bytes[:local]), sum(cache_bytes[:local])
-    return LayerPlacement(widened, local, *here, tuple(shares))
+    return LayerPlacement(widened, local, *here, sum(weight_bytes), tuple(shares))
+
+
+def place_parts(
+    name: str,
+    part: LayerSizes,
+    whole: LayerSizes,
+    context_tokens: int,
+    workers: ConnectedWorkers,
+    compute_bytes: int,
+    read_bytes: int,
+    *,
+    widened: bool,
+) -> LayerPlacement:
+    """Give each worker a part of every layer.
+
+    Args:
+        name: The model's name, for messages.
+        part: The memory of a part of each layer.
+        whole: The memory of each layer.
+        context_tokens: Size of the context.
+        workers: The workers.
+        compute_bytes: Memory in bytes that a pass needs on each worker.
+        read_bytes: Size of the weights that a pass reads.
+        widened: Whether 16-bit weights are widened to float32.
+
+    Raises:
+        MemoryBudgetError: A part does not fit on a worker.
+    """
+    weight_bytes, cache_bytes = sum(part.weight_bytes), sum(part.cache_bytes(context_tokens))
+    whole_bytes = sum(whole.weight_bytes) + sum(whole.cache_bytes(context_tokens)) + compute_bytes
+    shares = []
+    for link in workers.links:
+        share = MachineShare(
+            str(link.address),
+            len(part.weight_bytes),
+            weight_bytes,
+            cache_bytes,
+            compute_bytes,
+            weight_bytes / read_bytes,
+            can_hold_all=whole_bytes <= link.memory_bytes,
+            parts=len(workers.links),
+        )
+        if share.total_bytes > link.memory_bytes:
+            raise MemoryBudgetError(
+                f"the part of {name} on the worker {link.address} needs {format_bytes(share.total_bytes)},"
+                f" but the worker offers {format_bytes(link.memory_bytes)}",
+                "add workers, ask for more memory, use --split-mode layer, or a smaller --context",
+            )
+        shares.append(share)
+    return LayerPlacement(widened, 0, 0, 0, sum(whole.weight_bytes), tuple(shares))

@@ -18,6 +18,7 @@ from edgespec.errors import BackendError, EdgespecError, WorkerError
 
 if TYPE_CHECKING:
     from edgespec.backends.mlx.layer_block import LayerBlock
+    from edgespec.backends.mlx.model_skeleton import ModelSkeleton
 
 __all__ = ["main"]
 
@@ -45,7 +46,8 @@ def _end_with_parent() -> None:
 
 class _LayerServer:
     def __init__(self, connection: socket.socket, memory_bytes: int, cache: Path | None) -> None:
-        self._messages = MessageConnection(connection)
+        self._connection, self._messages = connection, MessageConnection(connection)
+        self._is_in_ring, self._sends_output = False, True
         self._memory_bytes, self._cache = memory_bytes, cache
         self._works = threading.Event()
         self._works.set()
@@ -89,11 +91,16 @@ class _LayerServer:
             start += header_bytes
         # Import mlx-lm only now, because it takes seconds. Meanwhile, `beat` sends empty messages to the
         # target.
-        from edgespec.backends.mlx.layer_block import LayerBlock
+        from edgespec.backends.mlx.layer_block import LayerBlock, build_skeleton
 
+        skeleton = build_skeleton(header["json_files"], headers)
+        answer: dict[str, Any] = {"has_cache": self._cache is not None}
+        if header["ring_index"] is None:
+            self._messages.send(answer)
+        else:
+            self._join_ring(skeleton, header["ring_index"], answer)
         first, end = header["layers"]
-        block = LayerBlock(header["json_files"], headers, first, end, header["kv_bits"], self._memory_bytes)
-        self._messages.send({"has_cache": self._cache is not None})
+        block = LayerBlock(skeleton.model, first, end, header["kv_bits"], self._memory_bytes)
         while True:
             header, data = self._messages.receive(self._memory_bytes)
             if "weight" not in header:
@@ -103,6 +110,26 @@ class _LayerServer:
         block.finish()
         self._messages.send({})
         return block
+
+    def _join_ring(self, skeleton: ModelSkeleton, index: int, answer: dict[str, Any]) -> None:
+        """Join a ring of workers, and replace the model's layers by the part of this worker."""
+        from edgespec.backends.mlx import worker_ring
+        from edgespec.backends.mlx.tensor_shards import shard_model
+
+        own = worker_ring.free_address(self._connection)
+        self._messages.send(
+            {**answer, "worker_address": worker_ring.own_address(self._connection), "ring_address": own}
+        )
+        header, _ = self._messages.receive(0)
+        workers = header["worker"]
+        worker_ring.check_neighbour(workers, index)
+        group = worker_ring.join_ring(header["ring"], index, header["token"])
+        threading.Thread(
+            target=worker_ring.watch_neighbour, args=(workers, index, self._works), daemon=True
+        ).start()
+        shard_model(skeleton.model, skeleton.config, "the model", group)
+        self._is_in_ring, self._sends_output = True, index == 0
+        self._messages.send({})
 
     def _cached(self, header: dict[str, Any], data: Buffer) -> Buffer | None:
         """Return the weight of a message, or None if the message asks for one that is not in the cache."""
@@ -127,9 +154,16 @@ class _LayerServer:
         header, data = self._receive_pass(MAX_STATES_BYTES)
         try:
             output = block.run(read_array(header, data), header["offset"], header["round_start"])
-            self._messages.send(array_header(output), array_bytes(output))
         except BackendError as error:
+            if self._is_in_ring:
+                # The other workers can wait in the middle of this pass, so the ring cannot be used any more.
+                raise
             self._answer_error(error)
+        else:
+            if self._sends_output:
+                self._messages.send(array_header(output), array_bytes(output))
+            else:
+                self._messages.send({})
 
     def _receive_pass(self, max_bytes: int) -> tuple[dict[str, Any], bytearray]:
         self._works.clear()

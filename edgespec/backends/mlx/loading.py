@@ -36,6 +36,7 @@ from edgespec.heap import unmap_freed_buffers
 if TYPE_CHECKING:
     from edgespec.backends.mlx.layer_placement import LayerPlacement
     from edgespec.backends.mlx.remote_block import RemoteBlock
+    from edgespec.backends.mlx.remote_shards import RemoteShards
 
 __all__ = [
     "KV_BITS",
@@ -68,7 +69,7 @@ class LoadedMlxModel(NamedTuple):
         weight_bytes: Size of the weights in bytes, excluding the arrays added for low-bit drafting.
         widened: Whether 16-bit weights were widened to float32.
         dtype: Compute data type (`mx.Dtype`).
-        blocks: The layers that are on workers.
+        blocks: The layers that are on workers, or the parts of all layers.
     """
 
     skeleton: ModelSkeleton
@@ -76,7 +77,7 @@ class LoadedMlxModel(NamedTuple):
     weight_bytes: int
     widened: bool
     dtype: Any
-    blocks: Sequence[RemoteBlock] = ()
+    blocks: Sequence[RemoteBlock | RemoteShards] = ()
 
 
 def load(path: str, name: str, options: LoadOptions, progress: Progress | None = None) -> LanguageModel:
@@ -244,14 +245,16 @@ def load_model(
     with translate_load_errors(path):
         check_weights_fit(name, skeleton.sizes.tensor_bytes, options)
         widen = placement.widened if placement else skeleton.sizes.widens(options)
-        blocks: Sequence[RemoteBlock] = ()
+        blocks: Sequence[RemoteBlock | RemoteShards] = ()
         if placement and options.workers:
             from edgespec.backends.mlx.remote_block import send_blocks
+            from edgespec.backends.mlx.remote_shards import send_shards
 
-            kv_bits = KV_BITS[options.kv_type]
-            blocks = send_blocks(
-                Path(path), skeleton.model, placement.blocks, kv_bits, widen, options.workers, report
-            )
+            kv_bits, folder, model = KV_BITS[options.kv_type], Path(path), skeleton.model
+            if options.split_tensors:
+                blocks = (send_shards(folder, name, model, kv_bits, widen, options.workers, report),)
+            else:
+                blocks = send_blocks(folder, model, placement.blocks, kv_bits, widen, options.workers, report)
         widened = _evaluate_weights(skeleton.model, widen, report)
         added_bytes = skeleton.low_bits.array_bytes if skeleton.low_bits else 0
         weight_bytes = parameter_bytes(skeleton.model) - added_bytes

@@ -17,7 +17,12 @@ from edgespec.backends.memory_check import requested_context
 from edgespec.backends.memory_estimate import MachineShare, MemoryEstimate, MemoryPart
 from edgespec.backends.mlx.build_info import mlx_core, runs_on_cpu
 from edgespec.backends.mlx.evaluation import freed_buffers_bytes, release_thread_state
-from edgespec.backends.mlx.layer_placement import LayerPlacement, place_layers, read_layer_sizes
+from edgespec.backends.mlx.layer_placement import (
+    LayerPlacement,
+    place_layers,
+    place_parts,
+    read_layer_sizes,
+)
 from edgespec.backends.mlx.loading import KV_BITS, MAX_WIDTH, check_options, prefill_batch_tokens
 from edgespec.backends.mlx.model_skeleton import (
     ModelSkeleton,
@@ -123,7 +128,8 @@ class MlxMemoryEstimator:
         """Return the memory that the model needs on this machine if its layers are on workers."""
         shape, placed = self._shape, self.placement(options)
         tokens = requested_context(options, self.trained_context_tokens)
-        weight_bytes = shape.weight_bytes[placed.widened] - placed.remote_weight_bytes
+        weight_bytes = shape.weight_bytes[placed.widened] - placed.layer_weight_bytes
+        weight_bytes += placed.local_weight_bytes
         compute = self._pass_bytes(tokens if placed.local else 0, options, placed.widened)
         compute += placed.local_cache_bytes // max(1, placed.local) + freed_buffers_bytes()
         parts = (
@@ -156,17 +162,24 @@ class MlxMemoryEstimator:
         assert options.workers is not None
         tokens, bits = requested_context(options, self.trained_context_tokens), KV_BITS[options.kv_type]
         for widened in (True, False) if runs_on_cpu() else (False,):
-            sizes = read_layer_sizes(self._path, self.name, bits, widened, self._stamps)
-            cache_bytes = sizes.cache_bytes(tokens)
+            whole = read_layer_sizes(self._path, self.name, bits, widened, 1, self._stamps)
+            cache_bytes = whole.cache_bytes(tokens)
             compute = self._pass_bytes(tokens, options, widened) + max(cache_bytes) + freed_buffers_bytes()
+            read_bytes = self._shape.weight_bytes[widened]
             try:
+                if options.split_tensors:
+                    parts = len(options.workers.links)
+                    part = read_layer_sizes(self._path, self.name, bits, widened, parts, self._stamps)
+                    return place_parts(
+                        self.name, part, whole, tokens, options.workers, compute, read_bytes, widened=widened
+                    )
                 return place_layers(
                     self.name,
-                    sizes.weight_bytes,
+                    whole.weight_bytes,
                     cache_bytes,
                     options.workers,
                     compute,
-                    self._shape.weight_bytes[widened],
+                    read_bytes,
                     widened=widened,
                 )
             except MemoryBudgetError:

@@ -1,9 +1,9 @@
 """The target's side of a block of layers on a worker: send the weights, then the hidden states of each pass.
 
-`mlx.distributed` would need a process group. After one process of a group is lost, the others cannot join a
-new group, so the target would have to run in a process of its own. Here, each worker has its own connection
-to the target, and hidden states go from worker to worker through the target. The loss of a worker is then an
-error of one connection. A pass takes one round trip to each worker.
+Each worker has its own connection to the target, so the loss of a worker is an error of one connection.
+Hidden states go from worker to worker through the target, so a pass takes one round trip to each worker. In a
+process group of `mlx.distributed`, the target would need a process of its own, because the processes that are
+left after a loss cannot join a new group.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
@@ -35,8 +35,9 @@ from edgespec.cluster.weight_cache import weight_digest
 from edgespec.errors import BackendError, WorkerLostError
 from edgespec.files import read_regular_file
 
-__all__ = ["RemoteBlock", "send_blocks"]
+__all__ = ["RemoteBlock", "describe_model", "send_blocks", "send_weights"]
 
+_Result = TypeVar("_Result")
 _HALF_TYPES = (mx.float16, mx.bfloat16)
 # Weights of at least this size are cached. llama.cpp has the same limit.
 _CACHED_BYTES = 10 * 2**20
@@ -49,18 +50,23 @@ class RemoteBlock:
         workers: All workers of the target.
         link: The block's worker.
 
+    Attributes:
+        address: The block's worker.
+        connection: The connection to it.
+        messages: Sends and receives messages by this connection.
+
     Raises:
         WorkerError: The worker cannot be reached.
     """
 
     def __init__(self, workers: ConnectedWorkers, link: Link) -> None:
-        self._workers, self._address = workers, link.address
-        self._connection = open_layers(link.address)
-        self._messages = MessageConnection(self._connection)
+        self._workers, self.address = workers, link.address
+        self.connection = open_layers(link.address)
+        self.messages = MessageConnection(self.connection)
 
     def send(self, header: dict[str, Any], data: Buffer = b"") -> None:
         """Send a message. Raises WorkerLostError if the connection fails."""
-        self._workers.call(lambda: self._guarded(lambda: self._messages.send(header, data)))
+        self._workers.call(lambda: self.guarded(lambda: self.messages.send(header, data)))
 
     def ask(
         self, header: dict[str, Any], data: Buffer = b"", *, is_pass: bool = False
@@ -75,39 +81,52 @@ class RemoteBlock:
         """
 
         def exchange() -> tuple[dict[str, Any], Buffer]:
-            self._messages.send(header, data)
-            return self._messages.receive(MAX_STATES_BYTES)
+            self.messages.send(header, data)
+            return self.messages.receive(MAX_STATES_BYTES)
 
-        answer, received = self._workers.call(lambda: self._guarded(exchange), can_abandon=is_pass)
+        answer, received = self._workers.call(lambda: self.guarded(exchange), can_abandon=is_pass)
+        self.check(answer)
+        return answer, received
+
+    def check(self, answer: dict[str, Any]) -> None:
+        """Raise BackendError if the header of an answer contains an error."""
         if "error" in answer:
             next_step = str(answer.get("next_step", ""))
-            raise BackendError(f"the worker {self._address}: {answer['error']}", next_step)
-        return answer, received
+            raise BackendError(f"the worker {self.address}: {answer['error']}", next_step)
 
     def run(self, states: mx.array, offset: int, round_start: int) -> mx.array:
         """Return the block's output in a pass. See `RunBlock`."""
         evaluate(states)
         header = {**array_header(states), "offset": offset, "round_start": round_start}
         answer, data = self.ask(header, array_bytes(states), is_pass=True)
-        return self._guarded(lambda: read_array(answer, data))
+        return self.guarded(lambda: read_array(answer, data))
 
-    def _guarded(self, work: Callable[[], Any]) -> Any:
+    def guarded(self, work: Callable[[], _Result]) -> _Result:
+        """Return the result of `work`. Raises WorkerLostError if it fails because of the connection."""
         try:
             return work()
         except TimeoutError as error:
-            raise self._lost(f"has not responded for {self._connection.gettimeout():g} seconds") from error
+            raise self._silence() from error
         except (OSError, ValueError) as error:
             raise self._lost("ended, or the connection to it broke") from error
 
+    def check_silence(self, seconds: float) -> None:
+        """Raise WorkerLostError if `seconds` without a message show that the worker hangs."""
+        if seconds > (self.connection.gettimeout() or 0.0):
+            raise self._silence()
+
+    def _silence(self) -> WorkerLostError:
+        return self._lost(f"has not responded for {self.connection.gettimeout():g} seconds")
+
     def _lost(self, what: str) -> WorkerLostError:
-        reason = f"the worker {self._address} {what}"
-        self._workers.lose(reason, self._address.restart_advice)
-        return WorkerLostError(reason, self._address.restart_advice)
+        reason = f"the worker {self.address} {what}"
+        self._workers.lose(reason, self.address.restart_advice)
+        return WorkerLostError(reason, self.address.restart_advice)
 
     def close(self) -> None:
         """Close the connection. Repeated calls have no effect."""
         with suppress(OSError):
-            self._connection.close()
+            self.connection.close()
 
 
 def send_blocks(
@@ -146,9 +165,9 @@ def send_blocks(
             undo.callback(block.close)
             sent.append(block)
             # This takes seconds, because the worker first imports MLX.
-            answer, _ = block.ask(*_description(folder, first, end, kv_bits))
+            answer, _ = block.ask(*describe_model(folder, first, end, kv_bits))
             for index in range(first, end):
-                _send_weights(block, index, layers.layers[index], widen, answer.get("has_cache") is True)
+                send_weights(block, index, layers.layers[index], widen, answer.get("has_cache") is True)
                 present[index] = AbsentLayer(layers.layers[index])
                 done += 1
                 report(done / total)
@@ -159,8 +178,19 @@ def send_blocks(
     return sent
 
 
-def _description(folder: Path, first: int, end: int, kv_bits: int | None) -> tuple[dict[str, Any], bytes]:
-    """Return the header and data of the message from which a worker builds the model."""
+def describe_model(
+    folder: Path, first: int, end: int, kv_bits: int | None, ring_index: int | None = None
+) -> tuple[dict[str, Any], bytes]:
+    """Return the header and data of the message from which a worker builds the model.
+
+    Args:
+        folder: The model's folder.
+        first: Index of the first layer on the worker.
+        end: Index after the last layer on the worker.
+        kv_bits: Bits per element in the KV cache, or None if it is not quantised.
+        ring_index: Index of the worker in a ring of workers that have a part of every layer, or None if the
+            worker has whole layers.
+    """
     headers, sizes = [], []
     for file in sorted(folder.glob(WEIGHTS)):
         with file.open("rb") as stream:
@@ -175,12 +205,21 @@ def _description(folder: Path, first: int, end: int, kv_bits: int | None) -> tup
         "weight_files": sizes,
         "layers": (first, end),
         "kv_bits": kv_bits,
+        "ring_index": ring_index,
     }
     return header, b"".join(headers)
 
 
-def _send_weights(block: RemoteBlock, index: int, layer: Any, widen: bool, has_cache: bool) -> None:
-    """Send a layer's weights one at a time, and free them."""
+def send_weights(block: RemoteBlock, index: int, layer: Any, widen: bool, has_cache: bool) -> None:
+    """Send a layer's weights one at a time, and free them.
+
+    Args:
+        block: The block that the layer belongs to.
+        index: The layer's index.
+        layer: The layer.
+        widen: Whether to widen 16-bit weights to float32.
+        has_cache: Whether the worker has a cache for weights.
+    """
     from mlx.utils import tree_unflatten
 
     for name, weight in named_arrays(layer.parameters()):

@@ -1,0 +1,183 @@
+"""The target's side of layers that are divided among workers.
+
+Each worker has a part of every layer. A pass takes one round trip from the target to the workers, and two
+sums over the ring of workers for each layer.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import selectors
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from edgespec.backends.base import LoadOptions
+from edgespec.backends.mlx.absent_layers import AbsentLayer, LastAbsentLayer
+from edgespec.backends.mlx.evaluation import evaluate
+from edgespec.backends.mlx.layer_messages import MAX_STATES_BYTES, array_bytes, array_header, read_array
+from edgespec.backends.mlx.layers import LayerList
+from edgespec.backends.mlx.model_skeleton import read_skeleton
+from edgespec.backends.mlx.remote_block import RemoteBlock, describe_model, send_weights
+from edgespec.backends.mlx.tensor_shards import ShardIndex, shard_for_transfer
+from edgespec.cluster.connected import ConnectedWorkers
+from edgespec.cluster.messages import Buffer
+from edgespec.errors import BackendError, WorkerLostError
+
+__all__ = ["RemoteShards", "send_shards"]
+
+_Message = tuple[dict[str, Any], Buffer]
+# MLX tries to connect for 31 seconds.
+_JOIN_SECONDS = 45.0
+# After an error of one worker, the others have this long to show that they are the cause.
+_REASON_SECONDS = 2.0
+_POLL_SECONDS = 1.0
+_MAX_TOKEN = 1 << 24
+
+
+class RemoteShards:
+    """The layers of a target that are divided among all its workers.
+
+    Args:
+        workers: The workers.
+
+    Attributes:
+        blocks: The part of each worker.
+
+    Raises:
+        WorkerError: A worker cannot be reached.
+    """
+
+    def __init__(self, workers: ConnectedWorkers) -> None:
+        self._workers = workers
+        self.blocks: list[RemoteBlock] = []
+        try:
+            for link in workers.links:
+                self.blocks.append(RemoteBlock(workers, link))
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, messages: Sequence[_Message], timeout_seconds: float = math.inf) -> list[_Message]:
+        """Send a message to each worker, and return the answers.
+
+        Args:
+            messages: The header and the data of each message.
+            timeout_seconds: Maximum time until all workers have answered.
+
+        Raises:
+            WorkerLostError: A worker ended, hung or sent an invalid answer.
+            BackendError: A worker answered with an error, or the time is up.
+        """
+        return self._workers.call(lambda: self._exchange(messages, timeout_seconds))
+
+    def run(self, states: mx.array, offset: int, round_start: int) -> mx.array:
+        """Return the output of all layers in a pass. See `RunBlock`."""
+        evaluate(states)
+        header = {**array_header(states), "offset": offset, "round_start": round_start}
+        message = header, array_bytes(states)
+
+        def exchange() -> _Message:
+            try:
+                return self._exchange([message] * len(self.blocks), math.inf)[0]
+            except WorkerLostError:
+                raise
+            except BackendError as error:
+                # Other workers can wait in the middle of this pass, so the ring cannot be used any more.
+                reason, advice = f"the workers could not finish a pass: {error.what}", "load the model again"
+                self._workers.lose(reason, advice)
+                raise WorkerLostError(reason, advice) from error
+
+        answer = self._workers.call(exchange, can_abandon=True)
+        return self.blocks[0].guarded(lambda: read_array(*answer))
+
+    def _exchange(self, messages: Sequence[_Message], timeout_seconds: float) -> list[_Message]:
+        for block, message in zip(self.blocks, messages, strict=True):
+            block.guarded(partial(block.messages.send, *message))
+        answers: dict[RemoteBlock, _Message] = {}
+        end = time.monotonic() + timeout_seconds
+        # The workers wait for each other, so any of them can be the one that hangs.
+        last_heard = dict.fromkeys(self.blocks, time.monotonic())
+        with selectors.DefaultSelector() as selector:
+            for block in self.blocks:
+                selector.register(block.connection, selectors.EVENT_READ, block)
+            while last_heard and time.monotonic() < end:
+                for key, _ in selector.select(_POLL_SECONDS):
+                    block, last_heard[key.data] = key.data, time.monotonic()
+                    answer = block.guarded(partial(block.messages.receive_any, MAX_STATES_BYTES))
+                    if answer is None:
+                        continue
+                    answers[block] = answer
+                    del last_heard[block]
+                    selector.unregister(block.connection)
+                    if "error" in answer[0]:
+                        # The cause can be that another worker is lost, which takes a moment to notice.
+                        end = min(end, time.monotonic() + _REASON_SECONDS)
+                for block, heard in last_heard.items():
+                    block.check_silence(time.monotonic() - heard)
+        for block, (header, _) in answers.items():
+            block.check(header)
+        if last_heard:
+            names = ", ".join(str(block.address) for block in last_heard)
+            raise BackendError(f"no answer came in time from {names}", "start these workers again")
+        return [answers[block] for block in self.blocks]
+
+    def close(self) -> None:
+        """Close the connections. Repeated calls have no effect."""
+        for block in self.blocks:
+            block.close()
+
+
+def send_shards(
+    folder: Path,
+    name: str,
+    model: Any,
+    kv_bits: int | None,
+    widen: bool,
+    workers: ConnectedWorkers,
+    report: Callable[[float], None],
+) -> RemoteShards:
+    """Load a part of every layer of a model on each worker, and replace the layers in the model.
+
+    Args:
+        folder: The model's folder.
+        name: The model's name, for messages.
+        model: The model, whose weights have not been read yet.
+        kv_bits: Bits per element in the KV cache, or None if it is not quantised.
+        widen: Whether to widen 16-bit weights to float32.
+        workers: The workers.
+        report: Called with the completed fraction. Can raise an exception to cancel.
+
+    Raises:
+        CapabilityError: The layers cannot be divided among the workers.
+        WorkerError, WorkerLostError: A worker cannot be used, or was lost. The caller closes `workers`.
+        BackendError: A worker could not load its layers, or could not reach another worker.
+    """
+    layers = LayerList(model)
+    shards = RemoteShards(workers)
+    count, total = len(shards.blocks), len(layers.layers)
+    try:
+        # This takes seconds, because the workers first import MLX.
+        descriptions = [describe_model(folder, 0, total, kv_bits, ring_index=index) for index in range(count)]
+        answers = [header for header, _ in shards.ask(descriptions)]
+        ring = {key: [str(answer.get(f"{key}_address")) for answer in answers] for key in ("ring", "worker")}
+        token = 1 + secrets.randbelow(_MAX_TOKEN)
+        shards.ask([({**ring, "token": token}, b"")] * count, _JOIN_SECONDS)
+        for index, (block, answer) in enumerate(zip(shards.blocks, answers, strict=True)):
+            part = read_skeleton(str(folder), name, LoadOptions())
+            shard_for_transfer(part.model, part.config, name, ShardIndex(index, count))
+            for number, layer in enumerate(LayerList(part.model).layers):
+                send_weights(block, number, layer, widen, answer.get("has_cache") is True)
+                report((index * total + number + 1) / (count * total))
+        shards.ask([({}, b"")] * count)
+    except BaseException:
+        shards.close()
+        raise
+    absent = [AbsentLayer(layer) for layer in layers.layers[:-1]]
+    layers.replace([*absent, LastAbsentLayer(layers.layers[-1], shards.run)])
+    return shards

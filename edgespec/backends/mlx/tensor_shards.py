@@ -1,0 +1,105 @@
+"""Divide each layer of an MLX model among workers (tensor parallelism).
+
+mlx-lm's models divide their attention heads and their feed-forward layers as described in Megatron-LM
+(Shoeybi et al., 2019, section 3). Every layer then adds up the results of all workers twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from edgespec.backends.mlx.absent_layers import check_separable
+from edgespec.backends.mlx.build_info import mlx_core
+from edgespec.backends.mlx_metadata import language_config
+from edgespec.errors import CapabilityError
+
+__all__ = ["ShardIndex", "shard_for_transfer", "shard_model"]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardIndex:
+    """Selects one of the parts into which a model is divided, as a process group of MLX does.
+
+    Attributes:
+        index: The index of the part.
+        count: Number of parts.
+    """
+
+    index: int
+    count: int
+
+    def rank(self) -> int:
+        """Return the index. mlx-lm calls this."""
+        return self.index
+
+    def size(self) -> int:
+        """Return the number of parts. mlx-lm calls this."""
+        return self.count
+
+
+def shard_for_transfer(model: Any, config: Mapping[str, Any], name: str, shard: ShardIndex) -> None:
+    """Replace the layers of a model whose weights are lazy by one of their parts.
+
+    The weights of the part can be evaluated and sent to a worker. Passes compute this part alone, so their
+    results are meaningless, but their arrays have the shapes of those on the worker.
+
+    Args:
+        model: The model.
+        config: The model's config.json.
+        name: The model's name, for messages.
+        shard: The part.
+
+    Raises:
+        CapabilityError: The layers cannot be divided, or not among this number of workers.
+    """
+    shard_model(model, config, name, shard)
+    # Without environment variables for a ring, this is a group of this process alone.
+    alone = mlx_core().distributed.init(backend="ring")
+    for module in model.modules():
+        for attribute, value in vars(module).items():
+            if value is shard:
+                setattr(module, attribute, alone)
+    try:
+        check_separable(model, name)
+    except CapabilityError:
+        raise
+    except Exception as error:
+        # For example, there are more workers than heads of keys and values.
+        raise _error(name, shard, error) from error
+
+
+def shard_model(model: Any, config: Mapping[str, Any], name: str, group: Any) -> None:
+    """Replace the layers of a model by the part of this process.
+
+    Args:
+        model: The model.
+        config: The model's config.json.
+        name: The model's name, for messages.
+        group: A process group of MLX, or a `ShardIndex`.
+
+    Raises:
+        CapabilityError: The layers cannot be divided, or not among this number of workers.
+    """
+    divide = getattr(model, "shard", None)
+    if divide is None:
+        raise _error(name, group, "mlx-lm cannot divide models of its architecture")
+    # mlx-lm would round the numbers of heads down, and compute wrong results without an error.
+    settings = language_config(dict(config))
+    heads = settings.get("num_attention_heads")
+    for number, kind in ((heads, "attention"), (settings.get("num_key_value_heads", heads), "key-value")):
+        if not isinstance(number, int) or number % group.size():
+            raise _error(name, group, f"it has {number} {kind} {'head' if number == 1 else 'heads'}")
+    try:
+        divide(group)
+    except Exception as error:
+        raise _error(name, group, error) from error
+
+
+def _error(name: str, group: Any, reason: object) -> CapabilityError:
+    text = " ".join(str(reason).split())
+    return CapabilityError(
+        f"the layers of {name} cannot be divided among {group.size()} workers: {text}",
+        "use --split-mode layer, or another number of workers",
+    )

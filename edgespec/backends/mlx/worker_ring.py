@@ -1,0 +1,107 @@
+"""A ring of worker processes in which MLX adds up the results of all workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from edgespec.cluster.machines import parse_address
+from edgespec.errors import EdgespecError, WorkerError
+
+__all__ = ["check_neighbour", "free_address", "join_ring", "own_address", "watch_neighbour"]
+
+_CONNECT_SECONDS = 5.0
+_WATCH_SECONDS = 2.0
+_ADVICE = (
+    "start all workers with --listen, an address that the other workers can reach, and"
+    " --i-trust-this-network, or use --split-mode layer"
+)
+
+
+def own_address(connection: socket.socket) -> str:
+    """Return the address of the worker to which a target has connected."""
+    host, port = connection.getsockname()
+    return f"{host}:{port}"
+
+
+def free_address(connection: socket.socket) -> str:
+    """Return the host to which a target has connected, with a free port."""
+    with socket.create_server((connection.getsockname()[0], 0)) as server:
+        return own_address(server)
+
+
+def check_neighbour(workers: Sequence[str], index: int) -> None:
+    """Check that the next worker in the ring can be reached.
+
+    Args:
+        workers: The addresses of all workers.
+        index: The index of this worker.
+
+    Raises:
+        WorkerError: It cannot be reached.
+    """
+    neighbour = workers[(index + 1) % len(workers)]
+    try:
+        address = parse_address("worker", neighbour, _ADVICE)
+        socket.create_connection(address, timeout=_CONNECT_SECONDS).close()
+    except (OSError, EdgespecError) as error:
+        raise WorkerError(
+            f"the worker {workers[index]} cannot reach the worker {neighbour}: {error}", _ADVICE
+        ) from error
+
+
+def join_ring(addresses: Sequence[str], index: int, token: int) -> Any:
+    """Connect to the workers before and after this one, and return the process group. Call this only once.
+
+    Args:
+        addresses: The addresses at which the workers listen for each other.
+        index: The index of this worker.
+        token: A number that the target has sent to all workers. It shows that they belong to the same ring.
+
+    Raises:
+        WorkerError: The workers cannot form a ring.
+    """
+    with tempfile.TemporaryDirectory(prefix="edgespec-") as folder:
+        file = Path(folder) / "ring.json"
+        file.write_text(json.dumps([[address] for address in addresses]))
+        # MLX reads these variables.
+        os.environ.update(MLX_RANK=str(index), MLX_HOSTFILE=str(file))
+        try:
+            group = mx.distributed.init(strict=True, backend="ring")
+            total = mx.distributed.all_sum(mx.array([token]), group=group).item()
+        except (RuntimeError, ValueError) as error:
+            raise WorkerError(
+                f"the worker {addresses[index]} cannot join the ring of workers: {error}", _ADVICE
+            ) from error
+    if total != token * len(addresses):
+        raise WorkerError("another program has joined the ring of workers", "load the model again")
+    return group
+
+
+def watch_neighbour(workers: Sequence[str], index: int, works: threading.Event) -> None:
+    """End the process when it waits for a worker that cannot be reached. Does not return.
+
+    MLX would wait forever if the network between two workers failed without closing their connection.
+
+    Args:
+        workers: The addresses of all workers.
+        index: The index of this worker.
+        works: Whether this process computes, or waits for other workers.
+    """
+    while True:
+        works.wait()
+        time.sleep(_WATCH_SECONDS)
+        if works.is_set():
+            try:
+                check_neighbour(workers, index)
+            except WorkerError:
+                os._exit(1)

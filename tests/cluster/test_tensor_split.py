@@ -1,0 +1,282 @@
+"""An MLX target whose layers are divided among real workers gives the same tokens as on this machine."""
+
+from __future__ import annotations
+
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import edgespec
+from edgespec.backends.mlx import remote_shards
+from edgespec.backends.mlx.worker_ring import check_neighbour
+from edgespec.cluster import link
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import (
+    CapabilityError,
+    EdgespecError,
+    MemoryBudgetError,
+    OptionError,
+    WorkerError,
+    WorkerLostError,
+)
+from edgespec.load_options import LoadArguments
+from tests.backends.mlx.tiny_checkpoints import TOKENS, write_checkpoint
+from tests.cluster.conftest import Worker
+from tests.cluster.mlx_targets import PROMPT, load_tiny, lose, tokens
+
+
+def both(workers: tuple[Worker, Worker]) -> str:
+    return f"{workers[0].address}=200MiB,{workers[1].address}=200MiB"
+
+
+@pytest.fixture(scope="module")
+def local_tokens() -> list[list[int]]:
+    return tokens(None, "none")[0]
+
+
+def test_two_workers_give_the_same_tokens(
+    workers: tuple[Worker, Worker], local_tokens: list[list[int]]
+) -> None:
+    replies = tokens(both(workers), "none", "model", "ngram", "auto", split_mode="tensor")
+    assert replies == [local_tokens] * 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "kv_type"),
+    [
+        ("qwen3", {}, "auto"),
+        pytest.param("llama_sliding", {"config": {"head_dim": 32}}, "q8_0", marks=pytest.mark.long),
+        pytest.param("llama", {"quantisation": ("affine", 4, 32)}, "auto", marks=pytest.mark.long),
+        pytest.param("qwen2", {"dtype": "float16"}, "auto", marks=pytest.mark.long),
+        pytest.param("qwen3_moe", {}, "auto", marks=pytest.mark.long),
+        pytest.param("gpt_oss", {}, "auto", marks=pytest.mark.long),
+        pytest.param("deepseek_v2", {}, "auto", marks=pytest.mark.long),
+        pytest.param("deepseek_v3", {}, "auto", marks=pytest.mark.long),
+    ],
+)
+def test_rollbacks_give_nearly_the_same_logits(
+    kind: str, settings: dict[str, Any], kv_type: str, workers: tuple[Worker, Worker], tmp_path: Path
+) -> None:
+    """The workers add up parts of a sum, so rounding errors differ from those of one machine."""
+    folder = write_checkpoint(tmp_path / kind, kind, **settings)
+    local = load_tiny(folder, None, kv_type)
+    remote = load_tiny(folder, both(workers), kv_type, split_tensors=True)
+    every, draw = np.arange(TOKENS), random.Random(1)
+    try:
+        for _ in range(30):
+            if draw.random() < 0.2:
+                more = [draw.randrange(TOKENS) for _ in range(draw.randrange(1, 90))]
+                local.prefill(more)
+                remote.prefill(more)
+            elif draw.random() < 0.3:
+                length = max(0, local.length - draw.randrange(60))
+                local.truncate(length)
+                remote.truncate(length)
+            chain = TokenTree.chain(1, [draw.randrange(TOKENS) for _ in range(draw.randrange(6))])
+            rows = [model.verify(chain) for model in (local, remote)]
+            for index in range(chain.width):
+                # A quantised cache rounds keys and values to steps that are larger than rounding errors.
+                np.testing.assert_allclose(
+                    rows[0].at(index, every),
+                    rows[1].at(index, every),
+                    atol=2e-4 if kv_type == "auto" else 0.05,
+                )
+            kept = tuple(range(1, 1 + draw.randrange(chain.width)))
+            local.commit(kept)
+            remote.commit(kept)
+        assert local.length == remote.length > 200
+    finally:
+        local.close()
+        remote.close()
+
+
+@pytest.mark.long
+def test_four_workers_give_the_same_tokens_with_and_without_drafts(
+    start_worker: Callable[..., Worker], tmp_path: Path
+) -> None:
+    config = {"num_key_value_heads": 4, "num_hidden_layers": 3}
+    folder = write_checkpoint(tmp_path / "llama", "llama", config=config)
+    spread = ",".join(start_worker().address for _ in range(4))
+    with edgespec.load(str(folder), None, workers=spread, split_mode="tensor") as runtime:
+        replies = [
+            runtime.generate(PROMPT, max_tokens=30, seed=3, temperature=0.7, method=method).tokens
+            for method in ("none", "ngram")
+        ]
+    assert replies[0] == replies[1]
+
+
+def test_the_plan_is_that_of_the_loaded_model(workers: tuple[Worker, Worker]) -> None:
+    spread = both(workers)
+    planned = edgespec.plan("demo-mlx", None, workers=spread, split_mode="tensor", context=1024)
+    with edgespec.load("demo-mlx", None, workers=spread, split_mode="tensor", context=1024) as runtime:
+        assert runtime.plan is not None
+        assert runtime.plan.machines == planned.plan.machines
+        assert runtime.target.weight_bytes == runtime.plan.machines[0].weight_bytes
+    assert [share.layers_text for share in planned.plan.machines] == ["0", "1/2 of 12", "1/2 of 12"]
+    whole = edgespec.plan("demo-mlx", None, workers=workers[0].address, context=1024).plan.machines[1]
+    for share in planned.plan.machines[1:]:
+        # Norms are on both workers.
+        assert whole.weight_bytes / 2 < share.weight_bytes < whole.weight_bytes * 0.51
+        assert share.cache_bytes == whole.cache_bytes // 2
+
+
+@pytest.fixture
+def pair(start_worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> tuple[Worker, Worker]:
+    monkeypatch.setattr(link, "SILENCE_SECONDS", 3.0)
+    return start_worker(), start_worker()
+
+
+@pytest.mark.parametrize(
+    ("how", "lost"),
+    [
+        ("killed process", 1),
+        ("frozen process", 0),
+        pytest.param("killed process", 0, marks=pytest.mark.long),
+        pytest.param("frozen process", 1, marks=pytest.mark.long),
+        pytest.param("killed worker", 0, marks=pytest.mark.long),
+        pytest.param("killed worker", 1, marks=pytest.mark.long),
+        pytest.param("frozen worker", 0, marks=pytest.mark.long),
+        pytest.param("frozen worker", 1, marks=pytest.mark.long),
+    ],
+)
+def test_a_lost_worker_is_an_error_that_keeps_the_text(
+    how: str, lost: int, pair: tuple[Worker, Worker], local_tokens: list[list[int]]
+) -> None:
+    spread = both(pair)
+    with edgespec.load(
+        "demo-mlx", workers=spread, split_mode="tensor", method="none", context=1024
+    ) as runtime:
+        stream = runtime.stream(PROMPT, temperature=0.0, max_tokens=900)
+        text = "".join(next(stream).text for _ in range(3))
+        began = time.monotonic()
+        lose(pair[lost], how)
+        with pytest.raises(WorkerLostError, match=pair[lost].address):  # noqa: PT012
+            while time.monotonic() - began < 10:
+                text += "".join(chunk.text for chunk in stream) + runtime.generate(PROMPT).text
+        assert text
+        with pytest.raises(WorkerLostError):
+            runtime.generate(PROMPT)
+    if how == "killed process":
+        # The other worker has noticed the loss too, and serves the next model.
+        assert tokens(spread, "none", split_mode="tensor") == [local_tokens]
+
+
+@pytest.mark.parametrize(
+    ("target", "workers", "message"),
+    [
+        ("demo", "127.0.0.1:1,127.0.0.1:2", "works only with MLX models"),
+        ("demo-mlx", "127.0.0.1:1", "needs at least two workers"),
+        ("demo-mlx", "127.0.0.1:1,127.0.0.1:2,local=1GiB", "does not support local=SIZE"),
+        ("demo-mlx", "127.0.0.1:1,ssh://you@mac", "does not support ssh://you@mac"),
+        ("demo-mlx", None, "has no effect without --workers"),
+    ],
+)
+def test_what_tensor_split_does_not_support_is_refused(
+    target: str, workers: str | None, message: str
+) -> None:
+    options: LoadArguments = {"workers": workers, "split_mode": "tensor"}
+    with pytest.raises(OptionError, match=message):
+        edgespec.load(target, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "message"),
+    [
+        ("gemma2", {}, "mlx-lm cannot divide models of its architecture"),
+        ("qwen3", {"num_attention_heads": 3, "num_key_value_heads": 3}, "it has 3 attention heads"),
+        ("qwen3", {"num_key_value_heads": 1}, "it has 1 key-value head"),
+    ],
+)
+def test_models_that_cannot_be_divided_are_refused(
+    kind: str, config: dict[str, int], message: str, workers: tuple[Worker, Worker], tmp_path: Path
+) -> None:
+    folder = write_checkpoint(tmp_path / kind, kind, config=config)
+    with pytest.raises(CapabilityError, match=f"cannot be divided among 2 workers: {message}"):
+        edgespec.load(str(folder), None, workers=both(workers), split_mode="tensor")
+
+
+def test_a_part_that_does_not_fit_is_an_error(workers: tuple[Worker, Worker]) -> None:
+    spread = f"{workers[0].address}=200MiB,{workers[1].address}=2MiB"
+    with pytest.raises(MemoryBudgetError, match=f"on the worker {workers[1].address} needs"):
+        edgespec.load("demo-mlx", None, workers=spread, split_mode="tensor")
+
+
+def test_workers_that_cannot_reach_each_other_are_an_error(
+    workers: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The second worker is named by an address at which nothing listens."""
+    folder = write_checkpoint(tmp_path / "llama", "llama")
+    ask = remote_shards.RemoteShards.ask
+
+    def replace_address(shards: Any, messages: Any, *args: Any) -> Any:
+        for header, _ in messages:
+            if "worker" in header:
+                header["worker"][1] = "127.0.0.1:1"
+        return ask(shards, messages, *args)
+
+    monkeypatch.setattr(remote_shards.RemoteShards, "ask", replace_address)
+    with pytest.raises(EdgespecError, match=r"cannot reach the worker 127\.0\.0\.1:1: .*refused"):
+        load_tiny(folder, both(workers), split_tensors=True)
+
+
+def test_garbage_in_the_ring_is_an_error(
+    workers: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A program that connects before the other worker cannot change the results."""
+    folder = write_checkpoint(tmp_path / "llama", "llama")
+    ask = remote_shards.RemoteShards.ask
+
+    def intrude(shards: Any, messages: Any, *args: Any) -> Any:
+        for header, _ in messages:
+            if "ring" in header:
+                host, _, port = header["ring"][1].rpartition(":")
+                code = (
+                    "import socket,time\n"
+                    "while True:\n"
+                    f" try: c = socket.create_connection(({host!r}, {port}), 1)\n"
+                    " except OSError: continue\n"
+                    " c.sendall(bytes(100000)); time.sleep(20)\n"
+                )
+                intruders.append(subprocess.Popen([sys.executable, "-c", code]))
+                break
+        return ask(shards, messages, *args)
+
+    intruders: list[subprocess.Popen[bytes]] = []
+    monkeypatch.setattr(remote_shards, "_JOIN_SECONDS", 5.0)
+    monkeypatch.setattr(remote_shards.RemoteShards, "ask", intrude)
+    try:
+        with suppress(EdgespecError):
+            model = load_tiny(folder, both(workers), split_tensors=True)
+            local = load_tiny(folder, None)
+            rows = [each.verify(TokenTree.chain(1)).at(0, np.arange(TOKENS)) for each in (local, model)]
+            model.close()
+            local.close()
+            np.testing.assert_allclose(rows[0], rows[1], atol=2e-4)
+    finally:
+        for each in intruders:
+            each.kill()
+            each.wait()
+
+
+def test_a_process_that_cannot_reach_its_neighbour_ends() -> None:
+    code = (
+        "import threading\n"
+        "from edgespec.backends.mlx.worker_ring import watch_neighbour\n"
+        "works = threading.Event()\n"
+        "works.set()\n"
+        "watch_neighbour(['127.0.0.1:1', '127.0.0.1:1'], 0, works)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 1
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        check_neighbour(["127.0.0.1:1", f"127.0.0.1:{server.getsockname()[1]}"], 0)
+    with pytest.raises(WorkerError, match=r"127\.0\.0\.1:2 cannot reach the worker 127\.0\.0\.1:1"):
+        check_neighbour(["127.0.0.1:1", "127.0.0.1:2"], 1)
