@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from edgespec.cluster.layer_child import temporary_folder
 from edgespec.cluster.machines import parse_address
 from edgespec.errors import EdgespecError, WorkerError
 
@@ -70,7 +70,7 @@ def join_ring(addresses: Sequence[str], index: int, token: int) -> Any:
     Raises:
         WorkerError: The workers cannot form a ring.
     """
-    with tempfile.TemporaryDirectory(prefix="edgespec-") as folder:
+    with temporary_folder() as folder:
         file = Path(folder) / "ring.json"
         file.write_text(json.dumps([[address] for address in addresses]))
         # MLX reads these variables.
