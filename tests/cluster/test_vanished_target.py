@@ -69,7 +69,8 @@ def test_a_worker_is_free_after_its_target_has_vanished(
     try:
         with subprocess.Popen(command, stdout=subprocess.PIPE) as target:
             assert target.stdout
-            assert target.stdout.readline()
+            # The worker sends its status just before it is busy, and a byte every second after that.
+            assert all(target.stdout.readline() for _ in range(2))
             assert probe_worker(address).busy
             ip("-n", _NAMESPACE, "link", "set", "edgespec1", "down")
             target.kill()
