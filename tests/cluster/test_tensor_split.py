@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import edgespec
-from edgespec.backends.mlx import remote_shards
+from edgespec.backends.mlx import remote_shards, worker_ring
 from edgespec.backends.mlx.worker_ring import check_neighbour
 from edgespec.cluster import link
 from edgespec.engine.tree import TokenTree
@@ -253,7 +253,7 @@ def test_garbage_in_the_ring_is_an_error(
         return ask(shards, messages, *args)
 
     intruders: list[subprocess.Popen[bytes]] = []
-    monkeypatch.setattr(remote_shards, "_JOIN_SECONDS", 5.0)
+    monkeypatch.setattr(worker_ring, "JOIN_SECONDS", 5.0)
     monkeypatch.setattr(remote_shards.RemoteShards, "ask", intrude)
     try:
         with suppress(EdgespecError):

@@ -18,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 
 from edgespec.backends.base import LoadOptions
+from edgespec.backends.mlx import worker_ring
 from edgespec.backends.mlx.absent_layers import AbsentLayer, LastAbsentLayer
 from edgespec.backends.mlx.evaluation import evaluate
 from edgespec.backends.mlx.layer_messages import MAX_STATES_BYTES, array_bytes, array_header, read_array
@@ -32,8 +33,6 @@ from edgespec.errors import BackendError, WorkerLostError
 __all__ = ["RemoteShards", "send_shards"]
 
 _Message = tuple[dict[str, Any], Buffer]
-# MLX tries to connect for 31 seconds.
-_JOIN_SECONDS = 45.0
 # After an error of one worker, the others have this long to show that they are the cause.
 _REASON_SECONDS = 2.0
 # How often waiting for an answer can be cancelled.
@@ -228,7 +227,7 @@ def send_shards(
         answers = [header for header, _ in shards.ask(descriptions, lambda: report(0.0))]
         ring = {key: [str(answer.get(f"{key}_address")) for answer in answers] for key in ("ring", "worker")}
         token = 1 + secrets.randbelow(_MAX_TOKEN)
-        shards.ask([({**ring, "token": token}, b"")] * count, lambda: report(0.0), _JOIN_SECONDS)
+        shards.ask([({**ring, "token": token}, b"")] * count, lambda: report(0.0), worker_ring.JOIN_SECONDS)
         for index, (block, answer) in enumerate(zip(shards.blocks, answers, strict=True)):
             part = read_skeleton(str(folder), name, LoadOptions())
             shard_for_transfer(part.model, part.config, name, ShardIndex(index, count))
