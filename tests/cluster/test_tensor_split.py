@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -206,6 +208,19 @@ def test_models_that_cannot_be_divided_are_refused(
         edgespec.load(str(folder), None, workers=both(workers), split_mode="tensor")
 
 
+def test_the_target_holds_only_a_few_weights_while_it_sends_them(
+    workers: tuple[Worker, Worker], tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 2048, "num_hidden_layers": 12}
+    folder = write_checkpoint(tmp_path / "llama", "llama", config=sizes)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    load_tiny(folder, both(workers), split_tensors=True).close()
+    layers_bytes = 12 * 3 * 256 * 2048 * 4
+    assert mx.get_peak_memory() - before < layers_bytes / 4
+
+
 def test_a_part_that_does_not_fit_is_an_error(workers: tuple[Worker, Worker]) -> None:
     spread = f"{workers[0].address}=200MiB,{workers[1].address}=2MiB"
     with pytest.raises(MemoryBudgetError, match=f"on the worker {workers[1].address} needs"):
@@ -269,6 +284,18 @@ def test_garbage_in_the_ring_is_an_error(
             each.wait()
 
 
+def test_a_process_that_waits_for_its_neighbour_ends() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        neighbour = f"127.0.0.1:{server.getsockname()[1]}"
+        code = (
+            "from edgespec.backends.mlx import worker_ring\n"
+            "worker_ring.JOIN_SECONDS = 2\n"
+            f"worker_ring.join_ring(['127.0.0.1:0', {neighbour!r}], 0, 1)\n"
+        )
+        ended = subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode
+    assert ended == -signal.SIGALRM
+
+
 def test_a_process_that_cannot_reach_its_neighbour_ends() -> None:
     code = (
         "import threading\n"
@@ -303,7 +330,6 @@ def test_a_worker_that_hangs_in_the_ring_can_be_interrupted_and_leaves_no_folder
     names = f"{pair[0].address} and {pair[1].address}"
     with pytest.raises(WorkerLostError, match=f"the workers {names} have not responded for 4 seconds"):
         edgespec.load("demo-mlx", None, workers=both(pair), split_mode="tensor")
-
     began: list[float] = []
 
     def cancel(_what: str, _fraction: float) -> bool:

@@ -6,6 +6,7 @@ mlx-lm's models divide their attention heads and their feed-forward layers as de
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +69,10 @@ def shard_for_transfer(model: Any, config: Mapping[str, Any], name: str, shard: 
     except Exception as error:
         # For example, there are more workers than heads of keys and values.
         raise _error(name, shard, error) from error
+    # Evaluating a part of a weight also evaluates the whole weight. The replaced modules and the graph of
+    # `check_separable` would keep both. They contain reference cycles, so only the garbage
+    # collector frees them.
+    gc.collect()
 
 
 def shard_model(model: Any, config: Mapping[str, Any], name: str, group: Any) -> None:
