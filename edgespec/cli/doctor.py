@@ -13,7 +13,7 @@ import click
 from edgespec.cli.failures import DONE, FAILED
 from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.interrupt import Stop, interruptible
-from edgespec.cli.options import WORKER_NAMES, declared_options, json_option
+from edgespec.cli.options import declared_options, json_option
 from edgespec.cli.screen import ProgressLine, print_json, printable
 from edgespec.disk_checks import free_bytes, write_error
 from edgespec.errors import CancelledError, EdgespecError
@@ -54,7 +54,7 @@ class Check:
     "doctor",
     cls=HelpfulCommand,
     short_help="Check this machine and the installation.",
-    params=declared_options(*WORKER_NAMES),
+    params=declared_options("workers"),
     examples=("edgespec doctor", "edgespec doctor --json", "edgespec doctor --workers 192.168.1.20:50052"),
 )
 @json_option

@@ -12,7 +12,7 @@ import click
 from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.interrupt import interruptible
 from edgespec.cli.models_shown import STORED_BY, entry_json, installed_json, prepared_json
-from edgespec.cli.options import WORKER_NAMES, declared_options, json_option
+from edgespec.cli.options import declared_options, json_option
 from edgespec.cli.screen import is_terminal, note, print_json, print_table, rate
 from edgespec.errors import ModelFileError, ModelNotFoundError
 from edgespec.files import format_bytes
@@ -31,7 +31,7 @@ _MAX_UNUSABLE = 3
     "list",
     cls=HelpfulCommand,
     short_help="List known models and those on this machine.",
-    params=declared_options(*WORKER_NAMES),
+    params=declared_options("workers"),
     examples=(
         "edgespec models list",
         "edgespec models list --json",

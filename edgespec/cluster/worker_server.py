@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -38,6 +39,10 @@ _RELAYED_BYTES = 1 << 20
 _RELEASE_SECONDS = 5.0
 # A system that is short of memory can kill the RPC server while it starts.
 _START_ATTEMPTS = 3
+# A target is lost if its machine does not confirm the worker's bytes for this long, as after a power failure.
+_UNREACHABLE_SECONDS = 60
+# The option in macOS's <netinet/tcp.h>, in seconds.
+_TCP_RXT_CONNDROPTIME = 0x80
 # How often a client that waits receives a space, which shows that the worker runs.
 _BEAT_SECONDS = 1.0
 # How often the server checks whether it was closed.
@@ -249,6 +254,7 @@ class WorkerServer:
         self._note("a model uses this worker")
         try:
             connection.settimeout(None)
+            _end_if_unreachable(connection)
             while connection.recv(4096):
                 pass
         finally:
@@ -333,6 +339,14 @@ def _has_ended(connection: socket.socket) -> bool:
         return False
     except OSError:
         return True
+
+
+def _end_if_unreachable(connection: socket.socket) -> None:
+    """Make the system end the connection if the other machine has vanished. Linux's default is 15 minutes."""
+    if sys.platform == "darwin":
+        connection.setsockopt(socket.IPPROTO_TCP, _TCP_RXT_CONNDROPTIME, _UNREACHABLE_SECONDS)
+    elif sys.platform == "linux":
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _UNREACHABLE_SECONDS)
 
 
 def _copy(source: socket.socket, sink: socket.socket) -> None:

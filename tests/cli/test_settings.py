@@ -173,7 +173,11 @@ def test_a_file_that_is_wrong(run: Run, file: Path, text: str, error: str) -> No
     said = one_line_error(run("generate", "hi"), 1)
     assert said.startswith(str(file))
     assert error in said
-    assert said in run("config").stderr
+
+
+def test_config_shows_what_is_wrong_in_the_file(run: Run, file: Path) -> None:
+    file.write_text("zzz = 1")
+    assert one_line_error(run("generate", "hi"), 1) in run("config").stderr
 
 
 def test_quotes_and_lists_of_one_are_optional(file: Path) -> None:

@@ -20,7 +20,7 @@ LONG = "What does `ls` do? " * 20
 OPTIONS: dict[str, Any] = {"seed": 3, "temperature": 0.8}
 
 
-@pytest.fixture(scope="module", params=["demo", "demo-mlx"])
+@pytest.fixture(scope="module", params=["demo", "demo-mlx-draft"])
 def several(request: pytest.FixtureRequest) -> Iterator[list[Runtime]]:
     """Two runtimes of one pair."""
     made = [edgespec.load(request.param) for _ in range(2)]

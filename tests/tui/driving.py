@@ -22,7 +22,12 @@ from edgespec.tui.worker import Load, LoadOther, load_named
 
 # A question for the demo model, and settings with which its reply is always the same.
 ASK = "How do I list files by size?"
-STEADY: Mapping[str, Setting] = {"seed": 1, "temperature": 0.0, "method": "model+suffix"}
+STEADY: Mapping[str, Setting] = {
+    "seed": 1,
+    "temperature": 0.0,
+    "method": "model+suffix",
+    "max_tokens": 40,
+}
 NAMES = {" ": "space", "?": "question_mark", "/": "slash", ".": "full_stop", "-": "minus", "_": "underscore"}
 
 # The ends of a scrollbar's handle: where they are drawn depends on when the screen was last painted.

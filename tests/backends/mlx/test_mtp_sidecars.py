@@ -107,7 +107,7 @@ def qwen35(folder: Path) -> Path:
     )
 
 
-@pytest.mark.parametrize(("quantisation", "stacked"), covering(QUANTISATIONS, (False, True)))
+@pytest.mark.parametrize(("quantisation", "stacked"), covering(QUANTISATIONS, (False, True), count=3))
 def test_a_quantised_layer_drafts_like_its_rounded_weights(
     tmp_path: Path, quantisation: tuple[str, int, int], stacked: bool
 ) -> None:
