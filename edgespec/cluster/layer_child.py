@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import socket
+import tempfile
 from pathlib import Path
 
 from edgespec.child_process import ChildProcess, module_arguments
 
-__all__ = ["LayerChild"]
+__all__ = ["LayerChild", "remove_folders", "temporary_folder"]
+
+
+def temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    """Return a new temporary folder of this process. `remove_folders` finds it if the process is killed."""
+    return tempfile.TemporaryDirectory(prefix=_prefix(os.getpid()))
+
+
+def remove_folders(pid: int) -> None:
+    """Remove the temporary folders of a process that has ended, or will end now."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_prefix(pid)}*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _prefix(pid: int) -> str:
+    return f"edgespec-layers-{pid}-"
 
 
 class LayerChild:
@@ -37,5 +55,6 @@ class LayerChild:
         self._process.stdin.flush()
 
     def close(self) -> None:
-        """Stop the process. Repeated calls have no effect."""
+        """Stop the process, and remove its temporary folders. Repeated calls have no effect."""
         self._process.close()
+        remove_folders(self._process.pid)

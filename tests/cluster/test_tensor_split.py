@@ -6,6 +6,7 @@ import random
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,11 +17,12 @@ import numpy as np
 import pytest
 
 import edgespec
-from edgespec.backends.mlx import remote_shards
+from edgespec.backends.mlx import remote_shards, worker_ring
 from edgespec.backends.mlx.worker_ring import check_neighbour
 from edgespec.cluster import link
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import (
+    CancelledError,
     CapabilityError,
     EdgespecError,
     MemoryBudgetError,
@@ -251,7 +253,7 @@ def test_garbage_in_the_ring_is_an_error(
         return ask(shards, messages, *args)
 
     intruders: list[subprocess.Popen[bytes]] = []
-    monkeypatch.setattr(remote_shards, "_JOIN_SECONDS", 5.0)
+    monkeypatch.setattr(worker_ring, "JOIN_SECONDS", 5.0)
     monkeypatch.setattr(remote_shards.RemoteShards, "ask", intrude)
     try:
         with suppress(EdgespecError):
@@ -280,3 +282,40 @@ def test_a_process_that_cannot_reach_its_neighbour_ends() -> None:
         check_neighbour(["127.0.0.1:1", f"127.0.0.1:{server.getsockname()[1]}"], 0)
     with pytest.raises(WorkerError, match=r"127\.0\.0\.1:2 cannot reach the worker 127\.0\.0\.1:1"):
         check_neighbour(["127.0.0.1:1", "127.0.0.1:2"], 1)
+
+
+def test_a_worker_that_hangs_in_the_ring_can_be_interrupted_and_leaves_no_folders(
+    start_worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(link, "SILENCE_SECONDS", 4.0)
+    pair = start_worker(), start_worker()
+    frozen = threading.Event()
+    ask = remote_shards.RemoteShards.ask
+
+    def freeze(shards: Any, messages: Any, *args: Any) -> Any:
+        if "ring" in messages[0][0]:
+            lose(pair[1], "frozen process")
+            frozen.set()
+        return ask(shards, messages, *args)
+
+    monkeypatch.setattr(remote_shards.RemoteShards, "ask", freeze)
+    names = f"{pair[0].address} and {pair[1].address}"
+    with pytest.raises(WorkerLostError, match=f"the workers {names} have not responded for 4 seconds"):
+        edgespec.load("demo-mlx", None, workers=both(pair), split_mode="tensor")
+
+    began: list[float] = []
+
+    def cancel(_what: str, _fraction: float) -> bool:
+        if frozen.is_set():
+            began.append(time.monotonic())
+        return not frozen.is_set()
+
+    frozen.clear()
+    with pytest.raises(CancelledError):
+        edgespec.load("demo-mlx", None, workers=both(pair), split_mode="tensor", progress=cancel)
+    assert time.monotonic() - began[0] < 2
+    # The next model waits until the workers have ended the processes of the last one.
+    monkeypatch.undo()
+    assert edgespec.plan("demo-mlx", None, workers=both(pair), split_mode="tensor").plan.machines
+    assert not list(tmp_path.glob("edgespec-*"))

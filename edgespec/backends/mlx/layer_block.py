@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from edgespec.backends.mlx.layer_messages import JSON_FILES
 from edgespec.backends.mlx.layers import LayerList
 from edgespec.backends.mlx.model_skeleton import ModelSkeleton, named_arrays, read_skeleton
 from edgespec.backends.mlx.pass_layout import PassLayout
+from edgespec.cluster.layer_child import temporary_folder
 from edgespec.errors import MemoryBudgetError, WorkerError
 from edgespec.files import error_reason, format_bytes, write_advice
 
@@ -140,7 +140,7 @@ def build_skeleton(json_files: Mapping[str, str], headers: Sequence[tuple[bytes,
         ModelFileError: The model cannot be built.
         WorkerError: The model's files cannot be written.
     """
-    with tempfile.TemporaryDirectory(prefix="edgespec-") as name:
+    with temporary_folder() as name:
         folder = Path(name)
         try:
             for file in JSON_FILES:

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from edgespec.cluster.layer_child import remove_folders
 from edgespec.cluster.messages import Buffer, MessageConnection
 from edgespec.cluster.weight_cache import read_weight, write_weight
 from edgespec.errors import BackendError, EdgespecError, WorkerError
@@ -41,6 +42,7 @@ def main() -> None:
 
 def _end_with_parent() -> None:
     sys.stdin.buffer.read()
+    remove_folders(os.getpid())
     os._exit(0)
 
 

@@ -106,17 +106,10 @@ class RemoteBlock:
         try:
             return work()
         except TimeoutError as error:
-            raise self._silence() from error
+            seconds = self.connection.gettimeout()
+            raise self._lost(f"has not responded for {seconds:g} seconds") from error
         except (OSError, ValueError) as error:
             raise self._lost("ended, or the connection to it broke") from error
-
-    def check_silence(self, seconds: float) -> None:
-        """Raise WorkerLostError if `seconds` without a message show that the worker hangs."""
-        if seconds > (self.connection.gettimeout() or 0.0):
-            raise self._silence()
-
-    def _silence(self) -> WorkerLostError:
-        return self._lost(f"has not responded for {self.connection.gettimeout():g} seconds")
 
     def _lost(self, what: str) -> WorkerLostError:
         reason = f"the worker {self.address} {what}"

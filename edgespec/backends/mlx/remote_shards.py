@@ -18,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 
 from edgespec.backends.base import LoadOptions
+from edgespec.backends.mlx import worker_ring
 from edgespec.backends.mlx.absent_layers import AbsentLayer, LastAbsentLayer
 from edgespec.backends.mlx.evaluation import evaluate
 from edgespec.backends.mlx.layer_messages import MAX_STATES_BYTES, array_bytes, array_header, read_array
@@ -32,11 +33,10 @@ from edgespec.errors import BackendError, WorkerLostError
 __all__ = ["RemoteShards", "send_shards"]
 
 _Message = tuple[dict[str, Any], Buffer]
-# MLX tries to connect for 31 seconds.
-_JOIN_SECONDS = 45.0
 # After an error of one worker, the others have this long to show that they are the cause.
 _REASON_SECONDS = 2.0
-_POLL_SECONDS = 1.0
+# How often waiting for an answer can be cancelled.
+_POLL_SECONDS = 0.2
 _MAX_TOKEN = 1 << 24
 
 
@@ -63,18 +63,29 @@ class RemoteShards:
             self.close()
             raise
 
-    def ask(self, messages: Sequence[_Message], timeout_seconds: float = math.inf) -> list[_Message]:
+    def ask(
+        self,
+        messages: Sequence[_Message],
+        waiting: Callable[[], None],
+        timeout_seconds: float = math.inf,
+    ) -> list[_Message]:
         """Send a message to each worker, and return the answers.
 
         Args:
             messages: The header and the data of each message.
+            waiting: Called several times per second until all workers have answered. Can raise an exception
+                to cancel.
             timeout_seconds: Maximum time until all workers have answered.
 
         Raises:
             WorkerLostError: A worker ended, hung or sent an invalid answer.
             BackendError: A worker answered with an error, or the time is up.
         """
-        return self._workers.call(lambda: self._exchange(messages, timeout_seconds))
+        exchange = _Exchange(self._workers, self.blocks, timeout_seconds)
+        self._workers.call(lambda: exchange.send(messages))
+        while not self._workers.call(exchange.receive):
+            waiting()
+        return exchange.answers()
 
     def run(self, states: mx.array, offset: int, round_start: int) -> mx.array:
         """Return the output of all layers in a pass. See `RunBlock`."""
@@ -82,9 +93,13 @@ class RemoteShards:
         header = {**array_header(states), "offset": offset, "round_start": round_start}
         message = header, array_bytes(states)
 
-        def exchange() -> _Message:
+        def work() -> _Message:
+            exchange = _Exchange(self._workers, self.blocks)
             try:
-                return self._exchange([message] * len(self.blocks), math.inf)[0]
+                exchange.send([message] * len(self.blocks))
+                while not exchange.receive():
+                    pass
+                return exchange.answers()[0]
             except WorkerLostError:
                 raise
             except BackendError as error:
@@ -93,44 +108,89 @@ class RemoteShards:
                 self._workers.lose(reason, advice)
                 raise WorkerLostError(reason, advice) from error
 
-        answer = self._workers.call(exchange, can_abandon=True)
+        answer = self._workers.call(work, can_abandon=True)
         return self.blocks[0].guarded(lambda: read_array(*answer))
-
-    def _exchange(self, messages: Sequence[_Message], timeout_seconds: float) -> list[_Message]:
-        for block, message in zip(self.blocks, messages, strict=True):
-            block.guarded(partial(block.messages.send, *message))
-        answers: dict[RemoteBlock, _Message] = {}
-        end = time.monotonic() + timeout_seconds
-        # The workers wait for each other, so any of them can be the one that hangs.
-        last_heard = dict.fromkeys(self.blocks, time.monotonic())
-        with selectors.DefaultSelector() as selector:
-            for block in self.blocks:
-                selector.register(block.connection, selectors.EVENT_READ, block)
-            while last_heard and time.monotonic() < end:
-                for key, _ in selector.select(_POLL_SECONDS):
-                    block, last_heard[key.data] = key.data, time.monotonic()
-                    answer = block.guarded(partial(block.messages.receive_any, MAX_STATES_BYTES))
-                    if answer is None:
-                        continue
-                    answers[block] = answer
-                    del last_heard[block]
-                    selector.unregister(block.connection)
-                    if "error" in answer[0]:
-                        # The cause can be that another worker is lost, which takes a moment to notice.
-                        end = min(end, time.monotonic() + _REASON_SECONDS)
-                for block, heard in last_heard.items():
-                    block.check_silence(time.monotonic() - heard)
-        for block, (header, _) in answers.items():
-            block.check(header)
-        if last_heard:
-            names = ", ".join(str(block.address) for block in last_heard)
-            raise BackendError(f"no answer came in time from {names}", "start these workers again")
-        return [answers[block] for block in self.blocks]
 
     def close(self) -> None:
         """Close the connections. Repeated calls have no effect."""
         for block in self.blocks:
             block.close()
+
+
+class _Exchange:
+    """A message to each worker, and the answers.
+
+    Args:
+        workers: The workers.
+        blocks: The part of each worker.
+        timeout_seconds: Maximum time until all workers have answered.
+    """
+
+    def __init__(
+        self, workers: ConnectedWorkers, blocks: Sequence[RemoteBlock], timeout_seconds: float = math.inf
+    ) -> None:
+        self._workers, self._blocks = workers, blocks
+        self._end = time.monotonic() + timeout_seconds
+        self._answers: dict[RemoteBlock, _Message] = {}
+        # For each worker that has not answered, the seconds that `receive` has waited since its last message.
+        # Receiving a large answer of one worker does not count as the silence of the others.
+        self._silence = dict.fromkeys(blocks, 0.0)
+
+    def send(self, messages: Sequence[_Message]) -> None:
+        """Send the messages. Raises WorkerLostError."""
+        for block, message in zip(self._blocks, messages, strict=True):
+            block.guarded(partial(block.messages.send, *message))
+
+    def receive(self) -> bool:
+        """Wait a moment for answers, and return whether all have arrived or the time is up.
+
+        The workers wait for each other, so any of them can be the one that hangs.
+
+        Raises:
+            WorkerLostError: A worker ended, hung or sent an invalid answer.
+        """
+        with selectors.DefaultSelector() as selector:
+            for block in self._silence:
+                selector.register(block.connection, selectors.EVENT_READ, block)
+            began = time.monotonic()
+            events = selector.select(_POLL_SECONDS)
+            waited = time.monotonic() - began
+        for block in self._silence:
+            self._silence[block] += waited
+        for block in [key.data for key, _ in events]:
+            self._silence[block] = 0.0
+            answer = block.guarded(partial(block.messages.receive_any, MAX_STATES_BYTES))
+            if answer is None:
+                continue
+            self._answers[block] = answer
+            del self._silence[block]
+            if "error" in answer[0]:
+                # The cause can be that another worker is lost, which takes a moment to notice.
+                self._end = min(self._end, time.monotonic() + _REASON_SECONDS)
+        self._check_silence()
+        return not self._silence or time.monotonic() > self._end
+
+    def _check_silence(self) -> None:
+        limit = self._blocks[0].connection.gettimeout() or 0.0
+        if max(self._silence.values(), default=0.0) <= limit:
+            return
+        # MLX blocks a whole process while it waits to join the ring, so workers can be silent because of
+        # another one.
+        silent = [block.address for block, seconds in self._silence.items() if seconds > limit / 2]
+        names = " and ".join(map(str, silent))
+        reason = f"the worker {names} has" if len(silent) == 1 else f"the workers {names} have"
+        reason += f" not responded for {limit:g} seconds"
+        self._workers.lose(reason, silent[0].restart_advice)
+        raise WorkerLostError(reason, silent[0].restart_advice)
+
+    def answers(self) -> list[_Message]:
+        """Return the answers. Raises BackendError if one is an error, or if some are missing."""
+        for block, (header, _) in self._answers.items():
+            block.check(header)
+        if self._silence:
+            names = ", ".join(str(block.address) for block in self._silence)
+            raise BackendError(f"no answer came in time from {names}", "start these workers again")
+        return [self._answers[block] for block in self._blocks]
 
 
 def send_shards(
@@ -164,17 +224,17 @@ def send_shards(
     try:
         # This takes seconds, because the workers first import MLX.
         descriptions = [describe_model(folder, 0, total, kv_bits, ring_index=index) for index in range(count)]
-        answers = [header for header, _ in shards.ask(descriptions)]
+        answers = [header for header, _ in shards.ask(descriptions, lambda: report(0.0))]
         ring = {key: [str(answer.get(f"{key}_address")) for answer in answers] for key in ("ring", "worker")}
         token = 1 + secrets.randbelow(_MAX_TOKEN)
-        shards.ask([({**ring, "token": token}, b"")] * count, _JOIN_SECONDS)
+        shards.ask([({**ring, "token": token}, b"")] * count, lambda: report(0.0), worker_ring.JOIN_SECONDS)
         for index, (block, answer) in enumerate(zip(shards.blocks, answers, strict=True)):
             part = read_skeleton(str(folder), name, LoadOptions())
             shard_for_transfer(part.model, part.config, name, ShardIndex(index, count))
             for number, layer in enumerate(LayerList(part.model).layers):
                 send_weights(block, number, layer, widen, answer.get("has_cache") is True)
                 report((index * total + number + 1) / (count * total))
-        shards.ask([({}, b"")] * count)
+        shards.ask([({}, b"")] * count, lambda: report(1.0))
     except BaseException:
         shards.close()
         raise

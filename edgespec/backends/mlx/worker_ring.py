@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -14,11 +14,14 @@ from typing import Any
 
 import mlx.core as mx
 
+from edgespec.cluster.layer_child import temporary_folder
 from edgespec.cluster.machines import parse_address
 from edgespec.errors import EdgespecError, WorkerError
 
-__all__ = ["check_neighbour", "free_address", "join_ring", "own_address", "watch_neighbour"]
+__all__ = ["JOIN_SECONDS", "check_neighbour", "free_address", "join_ring", "own_address", "watch_neighbour"]
 
+# Maximum time to join a ring. MLX tries to connect for 31 seconds.
+JOIN_SECONDS = 45
 _CONNECT_SECONDS = 5.0
 _WATCH_SECONDS = 2.0
 _ADVICE = (
@@ -70,9 +73,12 @@ def join_ring(addresses: Sequence[str], index: int, token: int) -> Any:
     Raises:
         WorkerError: The workers cannot form a ring.
     """
-    with tempfile.TemporaryDirectory(prefix="edgespec-") as folder:
+    with temporary_folder() as folder:
         file = Path(folder) / "ring.json"
         file.write_text(json.dumps([[address] for address in addresses]))
+        # MLX can wait forever for the worker before this one, and no Python code runs meanwhile. The system
+        # then ends this process.
+        signal.alarm(JOIN_SECONDS)
         # MLX reads these variables.
         os.environ.update(MLX_RANK=str(index), MLX_HOSTFILE=str(file))
         try:
@@ -82,6 +88,8 @@ def join_ring(addresses: Sequence[str], index: int, token: int) -> Any:
             raise WorkerError(
                 f"the worker {addresses[index]} cannot join the ring of workers: {error}", _ADVICE
             ) from error
+        finally:
+            signal.alarm(0)
     if total != token * len(addresses):
         raise WorkerError("another program has joined the ring of workers", "load the model again")
     return group
