@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from edgespec.cli.interrupt import Stop
 from edgespec.cli.screen import rate
+from edgespec.cluster.cancellable import wait_for
 from edgespec.cluster.libraries import LLAMA_CPP, Library
 from edgespec.cluster.link import probe_worker, usable_bytes
 from edgespec.cluster.link_speed import LinkSpeed, measure_link
@@ -90,7 +92,7 @@ def check_workers(text: str, llama_cpp: str, stop: Stop) -> list[CheckedWorker]:
     Args:
         text: The value of `--workers`.
         llama_cpp: The version of llama-cpp-python on this machine.
-        stop: Ends the wait for `ssh`.
+        stop: Cancels the check.
 
     Returns:
         The results, in the order of the list.
@@ -107,11 +109,15 @@ def check_workers(text: str, llama_cpp: str, stop: Stop) -> list[CheckedWorker]:
 
 def _check(machine: WorkerAddress | SshAddress, library: Library, stop: Stop) -> CheckedWorker:
     status = link = None
+
+    def progress(*_: object) -> bool:
+        return not stop.requested
+
     try:
-        with reach_workers((machine,), lambda *_: not stop.requested) as (address,):
-            status = probe_worker(address)
+        with reach_workers((machine,), progress) as (address,):
+            status = wait_for(partial(probe_worker, address), f"connecting to {machine}", progress)
             with _measuring:
-                link = measure_link(address)
+                link = wait_for(partial(measure_link, address), f"measuring {machine}", progress)
             usable_bytes(address, status, library)
     except CancelledError:
         raise

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import TypeVar
 
+from edgespec.cluster.cancellable import ConnectProgress, wait_for
 from edgespec.cluster.guarded_calls import GuardedCalls
 from edgespec.cluster.libraries import Library
 from edgespec.cluster.link import Link
 from edgespec.cluster.link_speed import LinkSpeed, measure_link
 from edgespec.cluster.machines import Machines
-from edgespec.cluster.ssh import ConnectProgress, reach_workers
+from edgespec.cluster.ssh import reach_workers
 
 __all__ = ["ConnectedWorkers"]
 
@@ -28,7 +30,7 @@ class ConnectedWorkers:
     Args:
         machines: The machines named in `--workers`.
         library: The library that runs the target, with its version on this machine.
-        progress: Called while `ssh` connects. Returning False cancels the connection.
+        progress: Called while edgespec connects. Returning False cancels the connection.
 
     Attributes:
         links: The reserved workers.
@@ -44,7 +46,8 @@ class ConnectedWorkers:
         with ExitStack() as undo:
             links = []
             for address in undo.enter_context(reach_workers(machines.workers, progress)):
-                links.append(Link(address, library))
+                description = f"connecting to {address}"
+                links.append(wait_for(partial(Link, address, library), description, progress, Link.close))
                 undo.callback(links[-1].close)
             self.links: tuple[Link, ...] = tuple(links)
             self._undo = undo.pop_all()

@@ -12,17 +12,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
-from typing import IO, TypeAlias
+from typing import IO
 
+from edgespec.cluster.cancellable import ConnectProgress
 from edgespec.cluster.machines import SshAddress, WorkerAddress
 from edgespec.cluster.rpc_child import LOOPBACK
 from edgespec.cluster.status import STDIN_SILENCE_SECONDS
 from edgespec.errors import CancelledError, WorkerError, shorten
 
-__all__ = ["ConnectProgress", "reach_workers"]
-
-# Called with a description and a fraction. Returning False cancels the connection.
-ConnectProgress: TypeAlias = Callable[[str, float], bool]
+__all__ = ["reach_workers"]
 
 _SSH = "ssh"
 _OPTIONS = (

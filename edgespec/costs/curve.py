@@ -89,7 +89,8 @@ class CostCurve:
 
     def padded(self, width: int) -> int:
         """Return the number of tokens in a pass of `width` tokens, including padding."""
-        return next((each for each in self.pass_widths if each >= width), width)
+        at = bisect_left(self.pass_widths, width)
+        return self.pass_widths[at] if at < len(self.pass_widths) else width
 
     def v(self, width: int) -> float:
         """Return the duration of a pass of `width` tokens, relative to a single-token pass.

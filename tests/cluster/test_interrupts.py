@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -74,6 +78,35 @@ def test_a_cancelled_reply_keeps_its_text_and_the_model(
         layers.resume()
         again = runtime.generate(PROMPT, max_tokens=20, temperature=0.0)
         assert again.tokens == whole.tokens
+
+
+@pytest.mark.parametrize("arguments", [("generate", "hello"), ("plan",), ("doctor",)])
+def test_ctrl_c_while_connecting_to_a_silent_machine(arguments: tuple[str, ...]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        command = [sys.executable, "-m", "edgespec", *arguments, "--workers", address]
+        with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+            client, _ = server.accept()
+            with client, cancelled_soon(lambda: process.send_signal(signal.SIGINT)):
+                _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert f"connecting to {address} was cancelled" in errors.decode()
+
+
+def test_a_worker_that_was_connected_too_late_is_free(start_worker: Callable[..., Worker]) -> None:
+    worker = start_worker()
+    worker.process.send_signal(signal.SIGSTOP)
+    calls = 0
+
+    def progress(what: str, _: float) -> bool:
+        nonlocal calls
+        calls += what == f"connecting to {worker.address}"
+        return calls < 3
+
+    with pytest.raises(CancelledError, match="connecting to .* was cancelled"):
+        edgespec.load("demo", None, workers=worker.address, progress=progress)
+    worker.process.send_signal(signal.SIGCONT)
+    edgespec.load("demo", None, workers=worker.address, context=1024, method="none").close()
 
 
 def test_the_measurement_of_the_speed_can_be_cancelled(workers: tuple[Worker, Worker]) -> None:
