@@ -230,7 +230,7 @@ def replies_of(
                 ended(
                     runtime.stream_tokens(
                         list(prompt),
-                        max_tokens=16,
+                        max_tokens=10,
                         seed=7,
                         temperature=temperature,
                         method=method,

@@ -65,7 +65,7 @@ def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
         yield runtime
 
 
-@pytest.fixture(scope="module", params=["demo", "demo-mlx-draft"])
+@pytest.fixture(scope="module", params=first(["demo", "demo-mlx-draft"]))
 def trees(request: pytest.FixtureRequest) -> Iterator[Runtime]:
     options: dict[str, Any] = {"draft_branches": (3, 2), "method": "model", "context": 1024}
     with edgespec.load(request.param, "demo-draft", **options) as runtime:
