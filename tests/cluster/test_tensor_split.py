@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import pytest
 
 import edgespec
 from edgespec.backends.mlx import remote_shards, worker_ring
-from edgespec.backends.mlx.worker_ring import check_neighbour
+from edgespec.backends.mlx.worker_ring import check_addresses, check_neighbour
 from edgespec.cluster import link
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import (
@@ -243,6 +243,24 @@ def test_workers_that_cannot_reach_each_other_are_an_error(
     monkeypatch.setattr(remote_shards.RemoteShards, "ask", replace_address)
     with pytest.raises(EdgespecError, match=r"cannot reach the worker 127\.0\.0\.1:1: .*refused"):
         load_tiny(folder, both(workers), split_tensors=True)
+
+
+@pytest.mark.parametrize(
+    ("addresses", "message"),
+    [
+        (["127.0.0.1:5", "127.0.0.1:5"], "several workers have the address 127.0.0.1:5"),
+        (
+            ["127.0.0.1:5", "192.0.2.77:5"],
+            "192.0.2.77:5 cannot reach the worker 127.0.0.1:5, which is on another",
+        ),
+        (["192.0.2.77:5", "192.0.2.78:5"], ""),
+        (["127.0.0.1:5", "127.0.0.1:6"], ""),
+    ],
+)
+def test_workers_that_would_find_themselves_are_an_error(addresses: list[str], message: str) -> None:
+    expected = pytest.raises(WorkerError, match=message) if message else nullcontext()
+    with expected:
+        check_addresses(addresses)
 
 
 def test_garbage_in_the_ring_is_an_error(

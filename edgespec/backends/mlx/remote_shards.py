@@ -226,6 +226,7 @@ def send_shards(
         descriptions = [describe_model(folder, 0, total, kv_bits, ring_index=index) for index in range(count)]
         answers = [header for header, _ in shards.ask(descriptions, lambda: report(0.0))]
         ring = {key: [str(answer.get(f"{key}_address")) for answer in answers] for key in ("ring", "worker")}
+        worker_ring.check_addresses(ring["worker"])
         token = 1 + secrets.randbelow(_MAX_TOKEN)
         shards.ask([({**ring, "token": token}, b"")] * count, lambda: report(0.0), worker_ring.JOIN_SECONDS)
         for index, (block, answer) in enumerate(zip(shards.blocks, answers, strict=True)):

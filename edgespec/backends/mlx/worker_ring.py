@@ -13,12 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import psutil
 
 from edgespec.cluster.layer_child import temporary_folder
 from edgespec.cluster.machines import parse_address
 from edgespec.errors import EdgespecError, WorkerError
 
-__all__ = ["JOIN_SECONDS", "check_neighbour", "free_address", "join_ring", "own_address", "watch_neighbour"]
+__all__ = [
+    "JOIN_SECONDS",
+    "check_addresses",
+    "check_neighbour",
+    "free_address",
+    "join_ring",
+    "own_address",
+    "watch_neighbour",
+]
 
 # Maximum time to join a ring. MLX tries to connect for 31 seconds.
 JOIN_SECONDS = 45
@@ -40,6 +49,29 @@ def free_address(connection: socket.socket) -> str:
     """Return the host to which a target has connected, with a free port."""
     with socket.create_server((connection.getsockname()[0], 0)) as server:
         return own_address(server)
+
+
+def check_addresses(workers: Sequence[str]) -> None:
+    """Check that no worker would find itself at the address of another one. Called by the target.
+
+    Args:
+        workers: The addresses of all workers, as `own_address` returned them on each worker.
+
+    Raises:
+        WorkerError: Workers on different machines have the same address, as at the ends of SSH tunnels, or
+            some have an address that exists only on this machine.
+    """
+    if len(set(workers)) < len(workers):
+        twice = next(address for address in workers if workers.count(address) > 1)
+        raise WorkerError(f"several workers have the address {twice}, each on its own machine", _ADVICE)
+    loopback = [address for address in workers if address.startswith("127.")]
+    here = {each.address for group in psutil.net_if_addrs().values() for each in group}
+    remote = [address for address in workers if address.rpartition(":")[0] not in here]
+    if loopback and remote:
+        raise WorkerError(
+            f"the worker {remote[0]} cannot reach the worker {loopback[0]}, which is on another machine",
+            _ADVICE,
+        )
 
 
 def check_neighbour(workers: Sequence[str], index: int) -> None:
