@@ -82,7 +82,7 @@ def connect_workers(
             "use an ordinary GGUF or MLX version of the model, or omit --workers",
         )
     if options.split_tensors:
-        _check_tensor_split(machines, form)
+        _check_tensor_split(machines, pair.target.name, form)
     if machines.local_bytes and pair.target.backend.graphics_cards():
         raise OptionError(
             "--workers does not support local=SIZE on a machine with a graphics card yet",
@@ -95,9 +95,10 @@ def connect_workers(
     return replace(options, workers=workers, output_on_worker=on_worker)
 
 
-def _check_tensor_split(machines: Machines, form: FileFormat) -> None:
+def _check_tensor_split(machines: Machines, name: str, form: FileFormat) -> None:
     if not form.splits_tensors:
-        reason, next_step = f"works only with MLX models, not with {form.label}", "use an MLX version of it"
+        reason = f"works only with MLX models, but the format of {name} is {form.label}"
+        next_step = "use an MLX version of it"
     elif len(machines.workers) < 2:
         reason, next_step = "needs at least two workers", "name more workers"
     elif machines.local_bytes:

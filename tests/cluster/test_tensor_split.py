@@ -177,7 +177,7 @@ def test_a_lost_worker_is_an_error_that_keeps_the_text(
 @pytest.mark.parametrize(
     ("target", "workers", "message"),
     [
-        ("demo", "127.0.0.1:1,127.0.0.1:2", "works only with MLX models"),
+        ("demo", "127.0.0.1:1,127.0.0.1:2", "works only with MLX models, but the format of demo is GGUF"),
         ("demo-mlx", "127.0.0.1:1", "needs at least two workers"),
         ("demo-mlx", "127.0.0.1:1,127.0.0.1:2,local=1GiB", "does not support local=SIZE"),
         ("demo-mlx", "127.0.0.1:1,ssh://you@mac", "does not support ssh://you@mac"),
