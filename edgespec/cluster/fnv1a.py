@@ -52,7 +52,7 @@ def _next(value: int, block: _Bytes) -> int:
     # Row i holds byte i of each lane.
     given = np.ascontiguousarray(block.reshape(_LANES, _STEPS).T)
     mixed = _mixed_low_bytes(value & 0xFF, given)
-    # `mixed` is the lowest byte after `^`, and `mixed ^ given` is the one before.
+    # `mixed` holds the lowest byte of the hash after each `^`, and `mixed ^ given` the one before the `^`.
     added = mixed.astype(np.int64) - (mixed ^ given)
     total = int(np.einsum("ij,ij->", added.view(np.uint64), _powers()))
     return (total + value * pow(_PRIME, _BLOCK_BYTES, _MODULUS)) % _MODULUS

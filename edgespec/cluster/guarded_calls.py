@@ -119,7 +119,7 @@ class GuardedCalls:
         """End the thread after its current call.
 
         Args:
-            last: The last call, unless a worker was lost. It is left out if an abandoned call does not end.
+            last: A last call to run. It is skipped if a worker was lost or if an abandoned call does not end.
         """
         if last is not None:
             with self._changed:

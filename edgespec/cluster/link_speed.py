@@ -41,7 +41,9 @@ class LinkSpeed:
 
 
 def measure_link(address: WorkerAddress) -> LinkSpeed:
-    """Measure the connection to a worker, which can be in use. Takes less than a second in most networks.
+    """Measure the latency and bandwidth of the connection to a worker, even if the worker is in use.
+
+    On most networks, this takes less than a second.
 
     Raises:
         WorkerError: The worker is unreachable, or the connection broke.

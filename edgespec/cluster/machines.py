@@ -47,7 +47,7 @@ class WorkerAddress:
 
     @property
     def restart_advice(self) -> str:
-        """What the user can do after the worker was lost."""
+        """What the user can do if the worker is lost."""
         if self.ssh_url:
             return "check that this machine runs and is reachable, then try again"
         return "start `edgespec worker` there again, then try again"

@@ -1,7 +1,7 @@
 """Messages between an MLX target and the process on a worker that runs some of its layers.
 
 A message is the size of its header (4 bytes, little-endian), the size of its data (8 bytes), the header,
-which is a JSON object, and the data. An empty message only shows that the sender still runs.
+which is a JSON object, and the data. An empty message shows that the sender is still running.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class MessageConnection:
 
         Raises:
             OSError: The connection broke, or nothing arrived before its timeout.
-            ValueError: The other side sent something else, or more data.
+            ValueError: The other side sent no valid message, or more than `max_data_bytes`.
         """
         header_bytes, data_bytes = _SIZES.unpack(self._receive(_SIZES.size))
         if header_bytes > _MAX_HEADER_BYTES or data_bytes > max_data_bytes * bool(header_bytes):

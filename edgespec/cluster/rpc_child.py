@@ -57,7 +57,7 @@ class RpcChild:
     def _read_start(self) -> dict[str, Any]:
         line = self._process.stdout.readline()
         if not line:
-            raise WorkerError("llama.cpp's RPC server ended during its start", "run `edgespec doctor`")
+            raise WorkerError("llama.cpp's RPC server exited during startup", "run `edgespec doctor`")
         started: dict[str, Any] = json.loads(line)
         if "error" in started:
             raise WorkerError(started["error"], started["next_step"])

@@ -63,7 +63,8 @@ def reach_workers(
 ) -> Iterator[tuple[WorkerAddress, ...]]:
     """Return the addresses at which workers can be reached.
 
-    On each `SshAddress`, starts a worker, which ends when the `with` block is left. They start together.
+    Starts a worker on the machine of each `SshAddress`. All of them start at the same time, and end with the
+    `with` block.
 
     Args:
         machines: The machines in `--workers`.
@@ -121,7 +122,7 @@ def _wait_for_workers(started: dict[SshAddress, _Ssh], progress: ConnectProgress
                 if attempts[machine] == _ATTEMPTS:
                     raise WorkerError(
                         f"no free port was found for the worker on {machine}: {error}",
-                        "if ~/.ssh/config forwards a port of this host, close other connections to it",
+                        "if ~/.ssh/config forwards a port for this host, close the SSH connections to it",
                     ) from error
                 attempts[machine] += 1
                 started[machine] = _Ssh(machine)
@@ -141,7 +142,7 @@ class _Ssh:
         tunnel = f"{LOOPBACK}:{self._local_port}:{LOOPBACK}:{self._worker_port}"
         command = _COMMAND.format(address=f"{LOOPBACK}:{self._worker_port}")
         try:
-            # In a new session, `ssh` does not receive the terminal's Ctrl-C, which cancels only a reply.
+            # Ctrl-C in the terminal cancels a reply and must not end `ssh`, so `ssh` runs in its own session.
             self._process = subprocess.Popen(
                 [_SSH, *_OPTIONS, "-L", tunnel, machine.url, command],
                 stdin=subprocess.PIPE,
@@ -211,7 +212,7 @@ class _Ssh:
             )
         if f"cannot listen on {LOOPBACK}:{self._worker_port}" in text:
             return _PortTakenError(last)
-        # The command line prints one line that begins with `error: ` and says what to do.
+        # `edgespec worker` prints one line that begins with `error: ` and says what to do.
         own = next((line for line in lines if line.startswith("error: ")), last)
         return WorkerError(f"the worker on {self._machine} did not start: {own.removeprefix('error: ')}")
 

@@ -44,7 +44,7 @@ _verifying = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class WeightCache:
-    """A folder for received weights. Its size can exceed `max_bytes` until the next call of `prepare`."""
+    """A folder for received weights. Its size can exceed `max_bytes` until the next call to `prepare`."""
 
     folder: Path
     max_bytes: int
@@ -64,7 +64,7 @@ class WeightCache:
             known = self._states()
             files = []
             for path in (*self.folder.iterdir(), *unverified.iterdir()):
-                # `verify` can move and delete files at the same time.
+                # `verify`, which runs in another thread, can move and delete files meanwhile.
                 with suppress(FileNotFoundError):
                     if not path.is_file() or path.name == _STATES:
                         continue
@@ -149,7 +149,7 @@ def read_weight(folder: Path, digest: str) -> bytes | None:
     """Return a weight of an MLX model from the cache's folder, or None if the folder does not contain it.
 
     Raises:
-        ValueError: The digest is not one of `weight_digest`.
+        ValueError: The digest does not have the form of those that `weight_digest` returns.
     """
     if not _DIGEST.fullmatch(digest):
         raise ValueError(f"{digest!r} is not the digest of a weight")

@@ -39,7 +39,7 @@ _RELAYED_BYTES = 1 << 20
 _RELEASE_SECONDS = 5.0
 # A system that is short of memory can kill the RPC server while it starts.
 _START_ATTEMPTS = 3
-# A target is lost if its machine does not confirm the worker's bytes for this long, as after a power failure.
+# A target is lost if its machine acknowledges no TCP data for this long, for example because it lost power.
 _UNREACHABLE_SECONDS = 60
 # The option in macOS's <netinet/tcp.h>, in seconds.
 _TCP_RXT_CONNDROPTIME = 0x80
@@ -59,7 +59,10 @@ class _SilentConnections:
         self._connections: list[socket.socket] = []
 
     def add(self, connection: socket.socket) -> None:
-        """Add a connection. If there are too many, end the oldest one, because a target is not silent."""
+        """Add a connection. If there are too many, close the oldest one.
+
+        A target sends its greeting at once, so the oldest silent connection is hardly that of a target.
+        """
         with self._lock:
             self._connections.append(connection)
             if len(self._connections) > _MAX_SILENT:
@@ -213,8 +216,8 @@ class WorkerServer:
     def _answer(self, connection: socket.socket, greeting: bytes) -> None:
         """Do what the client asks for in its greeting. Raises OSError if the client goes away."""
         if greeting == _RPC:
-            # A client can connect here as soon as it has received the status, just before `_lead` has set
-            # `_leader` and released the lock.
+            # `_lead` sends the status before it sets `_leader`, and the client can connect in between. The
+            # lock makes this thread wait until `_leader` is set.
             with self._lock:
                 is_reserved = self._leader is not None
             if is_reserved:

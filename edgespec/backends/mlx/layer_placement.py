@@ -203,7 +203,7 @@ def place_parts(
             raise MemoryBudgetError(
                 f"the part of {name} on the worker {link.address} needs {format_bytes(share.total_bytes)},"
                 f" but the worker offers {format_bytes(link.memory_bytes)}",
-                "add workers, ask for more memory, use --split-mode layer, or a smaller --context",
+                "add workers, ask for more memory, use --split-mode layer, or choose a smaller --context",
             )
         shares.append(share)
     return LayerPlacement(widened, 0, 0, 0, sum(whole.weight_bytes), tuple(shares))

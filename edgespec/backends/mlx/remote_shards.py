@@ -118,11 +118,11 @@ class RemoteShards:
 
 
 class _Exchange:
-    """A message to each worker, and the answers.
+    """Sends a message to each worker, and collects the answers.
 
     Args:
         workers: The workers.
-        blocks: The part of each worker.
+        blocks: The connection to each worker.
         timeout_seconds: Maximum time until all workers have answered.
     """
 
@@ -132,8 +132,8 @@ class _Exchange:
         self._workers, self._blocks = workers, blocks
         self._end = time.monotonic() + timeout_seconds
         self._answers: dict[RemoteBlock, _Message] = {}
-        # For each worker that has not answered, the seconds that `receive` has waited since its last message.
-        # Receiving a large answer of one worker does not count as the silence of the others.
+        # For each worker that has not answered, how long `receive` has waited since its last message. The
+        # time to receive a large answer from another worker is not included.
         self._silence = dict.fromkeys(blocks, 0.0)
 
     def send(self, messages: Sequence[_Message]) -> None:
@@ -174,8 +174,8 @@ class _Exchange:
         limit = self._blocks[0].connection.gettimeout() or 0.0
         if max(self._silence.values(), default=0.0) <= limit:
             return
-        # MLX blocks a whole process while it waits to join the ring, so workers can be silent because of
-        # another one.
+        # While a worker's process joins the ring, MLX blocks all of its threads. One worker that hangs can
+        # therefore make others silent too.
         silent = [block.address for block, seconds in self._silence.items() if seconds > limit / 2]
         names = " and ".join(map(str, silent))
         reason = f"the worker {names} has" if len(silent) == 1 else f"the workers {names} have"

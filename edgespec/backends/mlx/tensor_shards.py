@@ -41,7 +41,7 @@ class ShardIndex:
 
 
 def shard_for_transfer(model: Any, config: Mapping[str, Any], name: str, shard: ShardIndex) -> None:
-    """Replace the layers of a model whose weights are lazy by one of their parts.
+    """Replace each layer of a model with one of its parts. The weights of the model must be lazy.
 
     The weights of the part can be evaluated and sent to a worker. Passes compute this part alone, so their
     results are meaningless, but their arrays have the shapes of those on the worker.
@@ -76,13 +76,13 @@ def shard_for_transfer(model: Any, config: Mapping[str, Any], name: str, shard: 
 
 
 def shard_model(model: Any, config: Mapping[str, Any], name: str, group: Any) -> None:
-    """Replace the layers of a model by the part of this process.
+    """Replace each layer of a model with the part that one worker runs.
 
     Args:
         model: The model.
         config: The model's config.json.
         name: The model's name, for messages.
-        group: A process group of MLX, or a `ShardIndex`.
+        group: The process group of the workers, whose rank selects the part. Can be a `ShardIndex`.
 
     Raises:
         CapabilityError: The layers cannot be divided, or not among this number of workers.
