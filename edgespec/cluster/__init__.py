@@ -1,1 +1,1 @@
-"""Spread a target over several machines: the worker's server, and the target's links to its workers."""
+"""Run a model on several machines, with a server on each worker and connections from the model to them."""

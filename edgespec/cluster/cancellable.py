@@ -1,4 +1,4 @@
-"""Wait for a call that takes long if another machine does not answer, unless the user cancels it."""
+"""Wait for a slow call until it ends or the user cancels the wait."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def wait_for(
     """Return the result of `work`, which runs in a thread. Exceptions are raised here.
 
     Args:
-        work: The call. It goes on after the wait was cancelled.
+        work: The call. It keeps running if the wait is cancelled.
         description: What the call does, such as `connecting to host:port`.
         progress: Called while the wait lasts.
         discard: Called with the result if the wait ended early.

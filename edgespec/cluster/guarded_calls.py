@@ -13,7 +13,8 @@ from edgespec.errors import CancelledError, WorkerLostError
 __all__ = ["GuardedCalls"]
 
 _Result = TypeVar("_Result")
-# Most passes end within this time after an interrupt. Abandoning them would make the next reply wait.
+# After an interrupt, the current pass has this long to end before it is abandoned. The next reply has to wait
+# for an abandoned pass, so passes that end soon are not abandoned.
 _INTERRUPT_SECONDS = 0.2
 # At `close`, an abandoned call has this long to end before the program goes on without it.
 _CLOSE_SECONDS = 2.0
@@ -61,8 +62,8 @@ class GuardedCalls:
 
         Args:
             work: The call.
-            can_abandon: Whether an interrupt can abandon the call while it runs. It can always abandon a call
-                that waits for another abandoned one.
+            can_abandon: Whether an interrupt can abandon the call while it runs. A call that has not begun,
+                because an abandoned one is still running, can always be abandoned.
 
         Raises:
             WorkerLostError: `fail` was called, before this call or during it.

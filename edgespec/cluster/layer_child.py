@@ -20,7 +20,7 @@ def temporary_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def remove_folders(pid: int) -> None:
-    """Remove the temporary folders of a process that has ended, or will end now."""
+    """Remove the temporary folders of a process that has ended or is about to end."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_prefix(pid)}*"):
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -25,7 +25,7 @@ SILENCE_SECONDS = 8.0
 
 
 def set_timeouts(connection: socket.socket) -> None:
-    """Send small messages at once, and let the system check that the other machine is reachable."""
+    """Disable Nagle's algorithm and enable TCP keepalive, so that unreachable machines are noticed."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 

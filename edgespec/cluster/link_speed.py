@@ -1,7 +1,7 @@
 """Measure the round trip and the bandwidth of the connection to a worker.
 
-A message is the number of bytes that follow (8 bytes, little-endian), and these bytes. The worker answers
-each message with one byte.
+A message starts with its length (8 bytes, little-endian), followed by this number of bytes. The worker
+answers each message with one byte.
 """
 
 from __future__ import annotations

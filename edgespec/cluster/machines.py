@@ -16,7 +16,7 @@ _SSH = "ssh://"
 _HINT = "use a list such as 192.168.1.20:50052=16GiB,ssh://user@host=16GiB,local=8GiB"
 # A host name or an IPv4 address. llama.cpp's RPC client supports no IPv6 addresses.
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,252}[A-Za-z0-9])?")
-# `ssh` knows more names than DNS, because ~/.ssh/config can define them, and supports IPv6.
+# `ssh` supports IPv6 addresses, and host names that ~/.ssh/config defines.
 _SSH_URL = re.compile(
     rf"{_SSH}([A-Za-z0-9_][A-Za-z0-9._-]*@)?({_HOST.pattern}|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]{{1,5}}))?"
 )
@@ -55,9 +55,9 @@ class WorkerAddress:
 
 @dataclass(frozen=True, slots=True)
 class SshAddress:
-    """A machine on which edgespec starts a worker by SSH, such as `ssh://user@host:22`.
+    """A machine on which edgespec starts a worker over SSH, such as `ssh://user@host:22`.
 
-    `memory_bytes` is None to use all memory that the worker offers.
+    If `memory_bytes` is None, edgespec uses all memory that the worker offers.
     """
 
     url: str

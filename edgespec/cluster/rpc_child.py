@@ -20,7 +20,7 @@ _PROBE_SECONDS = 5.0
 
 
 class RpcChild:
-    """A running RPC server. After its start, it writes a byte to `beats` every second.
+    """A running RPC server, which writes a byte to `beats` every second.
 
     Args:
         cache: Folder for received weights, or None to keep none.

@@ -32,11 +32,11 @@ class RpcServer:
 def probe_rpc_server(host: str, port: int, timeout_seconds: float) -> RpcServer:
     """Return what an RPC server reports about itself.
 
-    A server that serves another client accepts the connection, but does not answer.
+    A server that is busy with another client accepts the connection, but does not answer.
 
     Raises:
         OSError: The server cannot be reached or does not answer in time (`TimeoutError`).
-        ValueError: The answer is not that of an RPC server of llama.cpp.
+        ValueError: The other side is not an RPC server of llama.cpp.
     """
     with socket.create_connection((host, port), timeout=timeout_seconds) as connection:
 

@@ -152,8 +152,8 @@ class _Ssh:
             )
         except OSError as error:
             raise WorkerError(
-                f"{machine} needs the program `ssh`, which cannot be started: {error.strerror}",
-                "install OpenSSH, or start `edgespec worker` there yourself and name its host and port",
+                f"cannot start the program `ssh` to connect to {machine}: {error.strerror}",
+                "install OpenSSH here, or start `edgespec worker` there yourself and use its host:port",
             ) from error
         assert self._process.stdin
         self._stdin = self._process.stdin
@@ -176,7 +176,7 @@ class _Ssh:
         return WorkerAddress(LOOPBACK, self._local_port, self._machine.memory_bytes, str(self._machine))
 
     def has_started(self, timeout_seconds: float) -> bool:
-        """Return whether the worker has printed its line. Waits for it for `timeout_seconds`.
+        """Wait for the worker's status line, and return whether it has arrived within `timeout_seconds`.
 
         Raises:
             WorkerError: `ssh` or the worker ended.

@@ -90,7 +90,7 @@ class WorkerStatus:
 
     @classmethod
     def from_json(cls, line: bytes) -> WorkerStatus:
-        """Parse a status line. Raises ValueError if it is not one, because any program can use the port."""
+        """Parse a status line. Raises ValueError if it is invalid, as when another program uses the port."""
         try:
             given = json.loads(line)
             devices = tuple(Device(str(each["name"]), int(each["free_bytes"])) for each in given["devices"])

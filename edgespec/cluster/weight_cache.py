@@ -36,7 +36,8 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 # llama.cpp names its files after the FNV-1a hash of their contents.
 _LLAMA_CPP_NAME = re.compile(r"[0-9a-f]{16}")
 _UNVERIFIED, _STATES = "unverified", ".verified.json"
-# With less free disk space, the user is told that weights may not be saved. Few single weights are larger.
+# The user is warned if the disk has less free space than this, because weights may then not be saved. Hardly
+# any weight is larger than this.
 _LOW_DISK_BYTES = 1 << 30
 # Two threads must not verify the same file, or write `_STATES` at the same time.
 _verifying = threading.Lock()
@@ -50,9 +51,10 @@ class WeightCache:
     max_bytes: int
 
     def prepare(self) -> Path:
-        """Create the folder, delete the files that were unused for longest, and return the folder.
+        """Create the folder, delete the least recently used files above `max_bytes`, and return the folder.
 
-        Files of llama.cpp that were not verified, or have changed since, are hidden until `verify`.
+        Files that llama.cpp wrote and that `verify` has not checked yet are moved away, so that it cannot use
+        them.
 
         Raises:
             WorkerError: The folder cannot be written to.
@@ -149,7 +151,7 @@ def read_weight(folder: Path, digest: str) -> bytes | None:
     """Return a weight of an MLX model from the cache's folder, or None if the folder does not contain it.
 
     Raises:
-        ValueError: The digest does not have the form of those that `weight_digest` returns.
+        ValueError: `digest` is not a valid digest.
     """
     if not _DIGEST.fullmatch(digest):
         raise ValueError(f"{digest!r} is not the digest of a weight")

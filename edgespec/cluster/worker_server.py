@@ -1,4 +1,4 @@
-"""The server of `edgespec worker`, which lends this machine to a target on another one."""
+"""The server of `edgespec worker`, which lets models on other machines use this machine's memory."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class _SilentConnections:
     def add(self, connection: socket.socket) -> None:
         """Add a connection. If there are too many, close the oldest one.
 
-        A target sends its greeting at once, so the oldest silent connection is hardly that of a target.
+        A target sends its greeting at once, so the oldest silent connection is unlikely to be from a target.
         """
         with self._lock:
             self._connections.append(connection)

@@ -347,7 +347,7 @@ def test_a_failed_connection_is_one_line(
 
 def test_a_machine_without_ssh_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert error_of().startswith("ssh://mac needs the program `ssh`, which cannot be started: ")
+    assert error_of().startswith("cannot start the program `ssh` to connect to ssh://mac: ")
 
 
 def test_other_addresses_need_no_ssh(monkeypatch: pytest.MonkeyPatch) -> None:

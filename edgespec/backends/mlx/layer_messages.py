@@ -73,7 +73,7 @@ def read_array(header: dict[str, Any], data: Buffer) -> mx.array:
     """
     dtype, shape = _DTYPES.get(str(header.get("dtype"))), header.get("shape")
     if dtype is None or not isinstance(shape, list) or not all(type(size) is int for size in shape):
-        raise ValueError("a message describes no array")
+        raise ValueError("a message has no valid data type and shape")
     size = dtype.size
     for each in shape:
         size *= each

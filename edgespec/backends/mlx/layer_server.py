@@ -114,7 +114,7 @@ class _LayerServer:
         return block
 
     def _join_ring(self, skeleton: ModelSkeleton, index: int, answer: dict[str, Any]) -> None:
-        """Join a ring of workers, and replace the model's layers by the part of this worker."""
+        """Join a ring of workers, and replace the model's layers with this worker's part."""
         from edgespec.backends.mlx import worker_ring
         from edgespec.backends.mlx.tensor_shards import shard_model
 
@@ -158,7 +158,7 @@ class _LayerServer:
             output = block.run(read_array(header, data), header["offset"], header["round_start"])
         except BackendError as error:
             if self._is_in_ring:
-                # The other workers can wait in the middle of this pass, so the ring cannot be used any more.
+                # Other workers may be waiting in this pass, so the ring is unusable from now on.
                 raise
             self._answer_error(error)
         else:

@@ -131,7 +131,7 @@ def send_blocks(
     workers: ConnectedWorkers,
     report: Callable[[float], None],
 ) -> list[RemoteBlock]:
-    """Load the layers of a model on workers, and replace them in the model. Returns the blocks.
+    """Load the layers of a model on workers, and make the model use them. Returns the blocks.
 
     Args:
         folder: The model's folder.

@@ -33,9 +33,9 @@ from edgespec.errors import BackendError, WorkerLostError
 __all__ = ["RemoteShards", "send_shards"]
 
 _Message = tuple[dict[str, Any], Buffer]
-# After an error of one worker, the others have this long to show that they are the cause.
+# After one worker reports an error, wait this long for another worker to fail, which may be the cause.
 _REASON_SECONDS = 2.0
-# How often waiting for an answer can be cancelled.
+# Time between two checks of whether the user has cancelled.
 _POLL_SECONDS = 0.2
 _MAX_TOKEN = 1 << 24
 
@@ -103,7 +103,7 @@ class RemoteShards:
             except WorkerLostError:
                 raise
             except BackendError as error:
-                # Other workers can wait in the middle of this pass, so the ring cannot be used any more.
+                # Other workers may be waiting in this pass, so the ring is unusable from now on.
                 reason, advice = f"the workers could not finish a pass: {error.what}", "load the model again"
                 self._workers.lose(reason, advice)
                 raise WorkerLostError(reason, advice) from error

@@ -1,7 +1,7 @@
 """Divide each layer of an MLX model among workers (tensor parallelism).
 
 mlx-lm's models divide their attention heads and their feed-forward layers as described in Megatron-LM
-(Shoeybi et al., 2019, section 3). Every layer then adds up the results of all workers twice.
+(Shoeybi et al., 2019, section 3). Each layer then runs two all-reduce operations over the workers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ __all__ = ["ShardIndex", "shard_for_transfer", "shard_model"]
 
 @dataclass(frozen=True, slots=True)
 class ShardIndex:
-    """Selects one of the parts into which a model is divided, as a process group of MLX does.
+    """Selects one part of a divided model.
+
+    mlx-lm accepts it in place of a process group, as long as no pass is run.
 
     Attributes:
         index: The index of the part.
@@ -53,7 +55,7 @@ def shard_for_transfer(model: Any, config: Mapping[str, Any], name: str, shard: 
         shard: The part.
 
     Raises:
-        CapabilityError: The layers cannot be divided, or not among this number of workers.
+        CapabilityError: The layers cannot be divided among this number of workers.
     """
     shard_model(model, config, name, shard)
     # Without environment variables for a ring, this is a group of this process alone.
@@ -67,7 +69,7 @@ def shard_for_transfer(model: Any, config: Mapping[str, Any], name: str, shard: 
     except CapabilityError:
         raise
     except Exception as error:
-        # For example, there are more workers than heads of keys and values.
+        # This happens, for example, if there are more workers than KV heads.
         raise _error(name, shard, error) from error
     # Evaluating a part of a weight also evaluates the whole weight. The replaced modules and the graph of
     # `check_separable` would keep both. They contain reference cycles, so only the garbage
@@ -85,7 +87,7 @@ def shard_model(model: Any, config: Mapping[str, Any], name: str, group: Any) ->
         group: The process group of the workers, whose rank selects the part. Can be a `ShardIndex`.
 
     Raises:
-        CapabilityError: The layers cannot be divided, or not among this number of workers.
+        CapabilityError: The layers cannot be divided among this number of workers.
     """
     divide = getattr(model, "shard", None)
     if divide is None:

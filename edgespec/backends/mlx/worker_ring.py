@@ -40,13 +40,13 @@ _ADVICE = (
 
 
 def own_address(connection: socket.socket) -> str:
-    """Return the address of the worker to which a target has connected."""
+    """Return the local end of a target's connection, which is the address of this worker."""
     host, port = connection.getsockname()
     return f"{host}:{port}"
 
 
 def free_address(connection: socket.socket) -> str:
-    """Return the host to which a target has connected, with a free port."""
+    """Return the host at which a target has reached this worker, with a free port."""
     with socket.create_server((connection.getsockname()[0], 0)) as server:
         return own_address(server)
 
