@@ -1,4 +1,4 @@
-"""The connection that reserves a worker for a target and shows that the worker still runs."""
+"""The connection that reserves a worker for a target and shows that the worker is still running."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def open_layers(address: WorkerAddress) -> socket.socket:
     """
     connection = _connect(address)
     with suppress(OSError):
-        # The next call notices that the connection broke.
+        # Ignore a broken connection here, because the next call reports it.
         connection.sendall(LAYERS)
     return connection
 
@@ -128,7 +128,7 @@ class Link:
     def watch(self, on_lost: Callable[[str, str], None]) -> None:
         """Call `on_lost` from another thread when the worker ends or hangs.
 
-        Its arguments are which worker was lost and why, and what the user can do.
+        Its arguments are two texts: which worker was lost and why, and what the user can do.
         """
         threading.Thread(target=self._watch, args=(on_lost,), name="edgespec-link", daemon=True).start()
 

@@ -64,7 +64,7 @@ def measure_link(address: WorkerAddress) -> LinkSpeed:
 
 
 def _seconds(connection: socket.socket, size: int) -> float:
-    """Send a message with `size` bytes of data, and return the time until the answer."""
+    """Send a message with `size` bytes of data, and return the seconds until the answer arrives."""
     began = now()
     connection.sendall(_SIZE.pack(size))
     for start in range(0, size, len(_CHUNK)):

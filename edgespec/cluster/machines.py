@@ -73,7 +73,7 @@ class Machines:
 
     Attributes:
         workers: The workers.
-        local_bytes: Memory of this machine for layers, which are the first ones. 0 if it holds no layers.
+        local_bytes: Memory for layers on this machine, which gets the first layers. 0 if it gets none.
     """
 
     workers: tuple[WorkerAddress | SshAddress, ...]

@@ -97,7 +97,7 @@ def reach_workers(
 
 
 def _wait_for_workers(started: dict[SshAddress, _Ssh], progress: ConnectProgress | None) -> None:
-    """Wait until all workers run. Replaces each `ssh` whose ports are taken by one with other ports.
+    """Wait until all workers run. If the ports of an `ssh` are taken, start it again with other ports.
 
     Raises the same errors as `reach_workers`.
     """
@@ -132,7 +132,7 @@ class _Ssh:
     """An `ssh` process that runs a worker on another machine and forwards a local port to it.
 
     The worker's port is chosen here, because `ssh` opens the tunnel before the worker starts. The worker
-    fails if another program uses the port, so nothing else is at the end of the tunnel of a started worker.
+    fails to start if another program uses the port, so the tunnel of a started worker leads to this worker.
     """
 
     def __init__(self, machine: SshAddress) -> None:
@@ -230,7 +230,7 @@ class _Ssh:
             self._stdin.close()
 
     def close(self, end: float) -> None:
-        """Wait until the worker has ended and its memory is free, at most until the monotonic time `end`."""
+        """Wait until the worker has ended and freed its memory, or until `time.monotonic()` reaches `end`."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, end - time.monotonic()))
         self.kill()

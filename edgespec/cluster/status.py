@@ -30,7 +30,7 @@ MEASURE, LAYERS = b"edgespec worker measure\n", b"edgespec worker layers\n"
 MAX_STATUS_BYTES = 65536
 _MAX_BYTES = 1 << 63
 # If the program that started a worker writes to the worker's stdin, it must write again within this time. A
-# connection can break without a notice, as when a laptop goes to sleep.
+# connection can break unnoticed, for example when a laptop goes to sleep.
 STDIN_SILENCE_SECONDS = 60.0
 
 
@@ -105,10 +105,10 @@ class WorkerStatus:
                 mlx_lm=_short(given["mlx_lm"]),
             )
         except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            raise ValueError("not a worker's status") from error
+            raise ValueError("the line is not the status of a worker") from error
         sizes = (status.memory_bytes, *(device.free_bytes for device in devices))
         if not devices or not all(0 <= size < _MAX_BYTES for size in sizes):
-            raise ValueError("not a worker's status")
+            raise ValueError("the line is not the status of a worker")
         return status
 
 

@@ -99,7 +99,7 @@ class WeightCache:
         return ""
 
     def verify(self, goes_on: Callable[[], bool]) -> None:
-        """Let llama.cpp use the hidden files whose hash is that in their name, and delete the others.
+        """Check the hidden files. Let llama.cpp use those that match the hash in their name, and delete the rest.
 
         Ends early if `goes_on` returns False, or if a file cannot be read or moved.
         """

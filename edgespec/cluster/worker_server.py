@@ -32,7 +32,7 @@ _GREETING_SECONDS = 5.0
 _MAX_CONNECTIONS = 16
 # Maximum number of connections whose clients have said nothing yet, such as those of a port scanner.
 _MAX_SILENT = 16
-# The first byte of llama.cpp's RPC client.
+# The first byte that llama.cpp's RPC client sends.
 _RPC = bytes([HELLO])
 _RELAYED_BYTES = 1 << 20
 # The time that a new target waits while the worker notices that the last one closed its connection.
@@ -192,7 +192,7 @@ class WorkerServer:
             raise self._failure
 
     def close(self) -> None:
-        """End the RPC server, which closes the current target's connections, and stop `serve`."""
+        """Stop `serve`, and end the RPC server. This closes the current target's connections."""
         self._is_closed = True
         with self._lock:
             self._child.close()

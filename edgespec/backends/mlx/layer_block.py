@@ -111,7 +111,7 @@ class LayerBlock:
         """
         caches = self._caches
         if not 0 <= round_start <= offset <= caches.length or states.ndim < 3 or states.shape[0] != 1:
-            raise ValueError(f"the caches have no {offset:,} tokens")
+            raise ValueError(f"the caches have fewer than {offset:,} tokens")
         if offset == 0:
             caches.clear()
         elif not caches.can_rewind(offset):

@@ -71,9 +71,8 @@ def shard_for_transfer(model: Any, config: Mapping[str, Any], name: str, shard: 
     except Exception as error:
         # This happens, for example, if there are more workers than KV heads.
         raise _error(name, shard, error) from error
-    # Evaluating a part of a weight also evaluates the whole weight. The replaced modules and the graph of
-    # `check_separable` would keep both. They contain reference cycles, so only the garbage
-    # collector frees them.
+    # Collect the replaced modules and the traced graph, which contain reference cycles. They refer to whole
+    # weights, which would stay in memory as soon as a part of them is evaluated.
     gc.collect()
 
 
