@@ -34,8 +34,8 @@ class GuardedCalls:
     llama.cpp ends the process if it loses a worker, and waits forever for a worker that hangs. In both cases,
     the thread that called llama.cpp is abandoned. It stays blocked until the process ends.
 
-    A pass on workers can take seconds, so `interrupt` makes its caller return at once. The thread then finishes
-    the pass before it runs later calls.
+    A pass on workers can take seconds, so `interrupt` makes its caller return at once. The thread then
+    finishes the pass before it runs later calls.
     """
 
     def __init__(self) -> None:

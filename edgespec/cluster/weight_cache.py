@@ -99,7 +99,7 @@ class WeightCache:
         return ""
 
     def verify(self, goes_on: Callable[[], bool]) -> None:
-        """Check the hidden files. Let llama.cpp use those that match the hash in their name, and delete the rest.
+        """Check the hidden files. Let llama.cpp use those that match the hash in their name. Delete others.
 
         Ends early if `goes_on` returns False, or if a file cannot be read or moved.
         """
