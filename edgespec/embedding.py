@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from edgespec.backends.base import Progress, Vocabulary
 from edgespec.backends.model_facts import ModelFacts
 from edgespec.chat.tokenizing import check_size, tokenize
-from edgespec.chat.waiting import check_cancelled
 from edgespec.errors import ContextFullError, OptionError
 from edgespec.request import check_vocabulary
+from edgespec.waiting import check_cancelled
 
 __all__ = ["Embedding", "tokenize_texts"]
 

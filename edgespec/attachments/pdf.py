@@ -6,10 +6,10 @@ import json
 from contextlib import suppress
 from time import monotonic
 
-from edgespec.chat.waiting import wait_for
 from edgespec.child_process import ChildProcess, module_arguments
 from edgespec.errors import AttachmentError, EdgespecError
 from edgespec.files import format_bytes
+from edgespec.waiting import wait_for
 
 __all__ = ["pdf_text"]
 

@@ -13,7 +13,7 @@ from edgespec.backends.base import Progress, Vocabulary
 from edgespec.chat.message import Message
 from edgespec.chat.tokenizing import tokenize
 from edgespec.chat.tool_calls.calls import parse_object
-from edgespec.chat.waiting import check_cancelled
+from edgespec.waiting import check_cancelled
 
 __all__ = ["ControlTokenEscaping", "TextScanner", "is_control", "literal"]
 

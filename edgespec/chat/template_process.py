@@ -16,10 +16,10 @@ from edgespec.chat.template_worker import (
     read_message,
     write_message,
 )
-from edgespec.chat.waiting import check_cancelled, wait_for
 from edgespec.child_process import ChildProcess
 from edgespec.errors import EdgespecError, TemplateError
 from edgespec.files import format_bytes
+from edgespec.waiting import check_cancelled, wait_for
 
 __all__ = ["TemplateProcess"]
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from edgespec.backends.base import Progress, Vocabulary
-from edgespec.chat.waiting import check_cancelled, wait_for
 from edgespec.errors import ContextFullError
 from edgespec.files import format_bytes
+from edgespec.waiting import check_cancelled, wait_for
 
 __all__ = ["check_size", "tokenize"]
 

@@ -1,11 +1,11 @@
-"""Wait for a slow call until it ends or the user cancels the wait."""
+"""Wait for connections to other machines until they are ready or the user cancels the wait."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import TypeAlias, TypeVar
 
+from edgespec import waiting
 from edgespec.errors import CancelledError
 
 __all__ = ["ConnectProgress", "wait_for"]
@@ -13,8 +13,6 @@ __all__ = ["ConnectProgress", "wait_for"]
 _Result = TypeVar("_Result")
 # Called with a description and a fraction. Returning False cancels the connection.
 ConnectProgress: TypeAlias = Callable[[str, float], bool]
-# How often the wait checks whether it was cancelled.
-_POLL_SECONDS = 0.1
 
 
 def wait_for(
@@ -34,28 +32,10 @@ def wait_for(
     Raises:
         CancelledError: `progress` returned False.
     """
-    # Importing this module takes 10 ms, and `edgespec --help` does not need it.
-    from concurrent.futures import Future, wait
 
-    outcome: Future[_Result] = Future()
+    def check() -> None:
+        if progress is not None and not progress(description, 0.0):
+            raise CancelledError(f"{description} was cancelled")
 
-    def run() -> None:
-        try:
-            outcome.set_result(work())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    def end(outcome: Future[_Result]) -> None:
-        if outcome.exception() is None:
-            discard(outcome.result())
-
-    threading.Thread(target=run, name="edgespec-wait", daemon=True).start()
-    try:
-        while not outcome.done():
-            if progress is not None and not progress(description, 0.0):
-                raise CancelledError(f"{description} was cancelled")
-            wait([outcome], _POLL_SECONDS)
-    except BaseException:
-        outcome.add_done_callback(end)
-        raise
-    return outcome.result()
+    check()
+    return waiting.wait_for(work, check, discard)

@@ -300,6 +300,8 @@ def test_garbage_in_the_ring_is_an_error(
         for each in intruders:
             each.kill()
             each.wait()
+    # The workers serve the next target.
+    load_tiny(folder, both(workers), split_tensors=True).close()
 
 
 def test_a_process_that_waits_for_its_neighbour_ends() -> None:
