@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from edgespec.errors import CancelledError
-
-if TYPE_CHECKING:
-    from edgespec.backends.base import Progress
 
 __all__ = ["check_cancelled", "wait_for"]
 
@@ -54,7 +51,7 @@ def wait_for(
     return outcome.result()
 
 
-def check_cancelled(progress: Progress | None) -> None:
+def check_cancelled(progress: Callable[[str, float], bool] | None) -> None:
     """Report that a prompt is being prepared. Raises CancelledError if `progress` returns False."""
     if progress and not progress("preparing the prompt", 0.0):
         raise CancelledError("the reply was cancelled while its prompt was being prepared")
