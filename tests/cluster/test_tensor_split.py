@@ -301,6 +301,7 @@ def test_garbage_in_the_ring_is_an_error(
             each.kill()
             each.wait()
     # The workers serve the next target.
+    monkeypatch.undo()
     load_tiny(folder, both(workers), split_tensors=True).close()
 
 
